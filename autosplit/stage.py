@@ -13,12 +13,12 @@ from autosplit.passes import CollectiveCosts
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
-    HeldStorages,
     InFlightMicrobatches,
-    KeptInputs,
     MicrobatchState,
+    OffloadableStorages,
+    RecomputableState,
     StageBackward,
-    lent_storages,
+    caller_storages,
 )
 from autosplit.runtime.residuals import State
 from autosplit.runtime.stage_specializations import StageSpecializations
@@ -34,30 +34,64 @@ from .errors import SplitError
 
 
 class Stage:
-    """One pipeline stage: a module split for microbatches of any size.
+    """F, I, W and B of one pipeline stage, as calls with a microbatch's number.
 
-    Microbatches are keys; any number may be between F and I, and between I and W. Lists of
-    tensors are handed over: a call empties the list it is given, so that tensors die at
-    their last use inside the stage.
+    ::
 
-    Inputs of other sizes than those before are traced for again, the second time with the sizes
-    that vary left open, so that no more is needed; sizes that the module branches on, 0 and 1
-    take graphs of their own, and with another backend than "eager" each combination does.
-    Where the module has changed since it was traced, in anything that its forward reads, the
-    next forward traces it again, which takes seconds; its outputs must stay as they were.
+        stage = Stage(module, (example,))             # captured and split here
+        (y,) = stage.forward(0, [x])                  # F
+        (grad_x,) = stage.backward_input(0, [grad_y]) # I: send grad_x to the previous stage
+        stage.backward_weight(0)                      # W: any time later
+        stage.publish()                               # sums of weight gradients -> .grad
 
-    Of a module that ``fully_shard`` has sharded, parameters are gathered by the first call that
-    reads them; ``publish`` adds to gradients that are not reduced; ``sharding.reduce()`` reduces
-    these, once a step, and frees the gathered parameters.
+    Contract:
+        - Each microbatch runs ``forward``, and then either ``backward_input`` and
+          ``backward_weight`` or ``backward``. Any number of microbatches may be between two calls,
+          in any order.
+        - A call takes over the list of tensors that it gets, and empties it: each tensor is freed
+          at its last use inside the stage. Keep no other reference to save that memory.
+        - Between the calls of a microbatch, nothing that its graphs read may be written in place.
+          A write raises ``SplitError``.
+        - Weight gradients are summed inside the stage, in ``gradients``. ``publish`` moves them to
+          ``.grad``. Autograd is not involved.
+        - One thread at a time may call a stage.
+
+    Terms:
+        microbatch: an integer that the caller chooses; it names the state between two calls.
+        saved tensors: tensors that F leaves for I or B.
+        deferred tensors: tensors that I leaves for W.
+        held: tensors of one microbatch between two calls, which may be offloaded.
+
+    Shapes:
+        Inputs have the number of dimensions, the dtypes and the devices of the example inputs;
+        sizes may differ. With new sizes, the module is captured again: the second capture leaves
+        the sizes that vary open, so that no third is needed. Sizes 0 and 1, sizes that the module
+        branches on, and all sizes with a backend other than "eager", need a capture each.
+        Gradients have the shapes of the outputs or inputs that they belong to.
+
+    If anything that the module's forward reads has changed since its capture, the next ``forward``
+    captures the module again, which takes seconds. Number, dtypes and dimensions of its outputs
+    must not change.
+
+    If ``fully_shard`` has sharded the module, the first call that reads parameters gathers them,
+    ``publish`` adds to unreduced gradients, and ``sharding.reduce()`` reduces these once a step and
+    frees the gathered parameters.
 
     Attributes:
         index: position in the pipeline.
-        module: the module whose parameters and buffers are read, as they are at each forward.
-        sharding: gathers its parameters and reduces their gradients, where they are sharded.
-        waiting_hooks: if a list, ``publish`` adds parameters to it instead of calling their hooks,
-            as their gradients are not whole yet.
-        seed: seeds the random generators before F of a microbatch, if graphs may draw random
-            numbers; None leaves the generators as they are.
+        module: the module; each forward reads its present parameters and buffers.
+        sharding: gathers sharded parameters and reduces their gradients.
+        waiting_hooks: a list to which ``publish`` adds parameters instead of calling their hooks,
+            for a caller that completes their gradients first; None: ``publish`` calls the hooks.
+        seed: called with the microbatch before each F whose graphs may draw random numbers, to seed
+            the generators; None leaves the generators as they are.
+
+    Raises:
+        CaptureError: the module cannot be captured, or returns something other than tensors.
+        SplitError: the graph cannot be split; the backend or the memory setting is unknown; a
+            memory budget cannot be met; ``grad_dtype`` is not a floating-point dtype; or the
+            module is already split or compiled.
+        ShardedError: the module is sharded in a way that graphs cannot reproduce.
     """
 
     waiting_hooks: list[Tensor] | None = None
@@ -75,31 +109,28 @@ class Stage:
         defer_whole_backward: bool = False,
         overlap: CollectiveCosts | None = None,
     ) -> None:
-        """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
+        """Capture ``module(*args)`` and split it. I returns gradients of inputs with
+        ``requires_grad``.
 
         Args:
-            module: the stage.
-            args: example inputs, or the only one: tensors, or objects that hold some (a
-                ``BlockMask``, a dataclass), which ``forward`` then takes, too; what else
-                is in them stays as it is here.
-            index: position in the pipeline.
-            backend: how graphs are run, see ``autosplit.split``.
-            memory: what is held between the calls, see ``autosplit.split``.
-            grad_dtype: in which dtype weight gradients are summed; None for each parameter's
-                own. With ``torch.float32`` nothing of a bfloat16 gradient is lost in the sum;
-                ``publish`` rounds it once, to the parameter's ``grad_dtype``.
-            defer_whole_backward: for a stage whose I nobody waits for, the first of a pipeline:
-                where no input needs a gradient, I only passes on what it takes and W is the whole
-                backward. Without it I is the chain of derivatives down to the earliest parameters.
-            overlap: what collectives take, see ``autosplit.split``.
+            module: the module of the stage.
+            args: example inputs, or a single one: tensors, or objects that contain tensors (a
+                ``BlockMask``, a dataclass). ``forward`` takes the same objects; everything in them
+                except tensors must equal the examples.
+            index: position in the pipeline, for messages.
+            backend: how graphs run, see ``autosplit.split``.
+            memory: memory per microbatch, see ``autosplit.split``.
+            grad_dtype: dtype of the sums of weight gradients; None: the dtype of each gradient.
+                ``torch.float32`` sums bfloat16 gradients without rounding; ``publish`` rounds the
+                sum once, to the parameter's ``grad_dtype``.
+            defer_whole_backward: if no input needs a gradient, W is the whole backward and I
+                computes nothing. Set it for the first stage of a pipeline, because no other stage
+                waits for its I. If False, I computes the derivatives down to the earliest
+                parameters.
+            overlap: costs of collectives, see ``autosplit.split``.
 
         Raises:
-            CaptureError: the module cannot be traced, or returns something besides tensors.
-            SplitError: the graph cannot be split, the backend or the memory setting is unknown, a
-                memory budget cannot be met, ``grad_dtype`` is none, or the module is split or
-                compiled already.
-            ShardedError: ``fully_shard`` has sharded the module in a way that cannot be taken
-                apart.
+            CaptureError, SplitError, ShardedError: see the class.
         """
         args = (args,) if isinstance(args, Tensor) else args
         self.index = index
@@ -113,82 +144,85 @@ class Stage:
             owner, module, args, options, self.sharding if self._sharded else None
         )
         self._outputs = self._graphs.outputs
-        self._found: tuple[object, SplitFunctions, State] | None = None
-        self._inputs: dict[int, KeptInputs] = {}
+        self._steady: tuple[object, SplitFunctions, State] | None = None
+        self._inputs: dict[int, RecomputableState] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
         self._weights = StageBackward(owner, grad_dtype)
-        self._held = HeldStorages(owner, self._saved, self._weights.in_flight)
+        self._offloadable = OffloadableStorages(owner, self._saved, self._weights.in_flight)
 
     def __repr__(self) -> str:
-        """Its module, and how that was split."""
+        """The class of the module, and the stage's index."""
         return f"{type(self).__name__}({type(self.module).__name__}, index={self.index})"
 
     def __reduce__(self) -> Any:
-        """What ``copy`` and ``pickle`` ask for."""
+        """Refuse ``copy`` and ``pickle``."""
         raise SplitError(
-            f"stage {self.index} is not copied or pickled: make a Stage of a copy of its module"
+            f"stage {self.index} cannot be copied or pickled: make a Stage of a copy of its module"
         )
 
     @property
     def functions(self) -> SplitFunctions:
-        """The graphs and their callables, those of the latest forward."""
+        """The graphs of the latest forward, and their callables."""
         return self._graphs.current
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
-        """All graphs that are kept, the latest used last."""
+        """All graphs that are kept, the most recently used last."""
         return self._graphs.captured
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
-        """Parameter name -> gradient added up over microbatches, in the order in which W (or B)
-        ran. W of a later microbatch adds into these tensors in place.
+        """Parameter name -> sum of its gradients over microbatches, in the order in which W (or B)
+        ran. Later microbatches add to these tensors in place.
         """
         return self._weights.sums.tensors
 
     @property
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
-        """Shape, dtype and whether a gradient comes back, of every output."""
+        """Shape, dtype, and whether ``backward_input`` expects a gradient, of each output."""
         return self._graphs.output_specs
 
     @property
     def saved_tensors(self) -> list[Tensor]:
-        """Tensors held between F and I; several may lie in one storage."""
-        kept = [tensor for each in self._inputs.values() for tensor in each.tensors]
-        return [*self._saved.tensors, *kept]
+        """Tensors that are held between F and I, of all microbatches; several may share a
+        storage.
+        """
+        inputs = [tensor for state in self._inputs.values() for tensor in state.tensors]
+        return [*self._saved.tensors, *inputs]
 
     @property
     def deferred_tensors(self) -> list[Tensor]:
-        """Tensors held between I and W, likewise."""
+        """Tensors that are held between I and W, of all microbatches."""
         return self._weights.in_flight.tensors
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of distinct storage held between F and I."""
+        """Bytes of distinct storage of ``saved_tensors``."""
         return distinct_storage_bytes(self.saved_tensors)
 
     @property
     def deferred_bytes(self) -> int:
-        """Bytes of distinct storage held between I and W."""
+        """Bytes of distinct storage of ``deferred_tensors``."""
         return self._weights.in_flight.bytes
 
     def prepare(self, args: Sequence[Tensor]) -> None:
-        """Have graphs for inputs of these sizes now, rather than at their first forward; what this
-        stage says of its outputs and graphs is of these then.
+        """Capture graphs for inputs of these sizes now, instead of at their first forward.
+
+        Afterwards ``functions`` and ``output_specs`` are those for these sizes.
 
         Args:
-            args: example inputs, unlike those it was made with in their sizes at most.
+            args: example inputs, which may differ from the first examples in their sizes only.
 
         Raises:
-            SplitError: they are unlike in something else, or the outputs would be.
-            CaptureError: the module cannot be traced for them.
+            SplitError: they differ in something else, or the outputs would.
+            CaptureError: the module cannot be captured for them.
         """
         self._graphs.check_inputs(list(args))
         self._graphs.for_inputs()
 
-    def takes(self, args: Sequence[Tensor]) -> bool:
-        """Whether these are inputs for this stage, whatever their sizes."""
-        return self._graphs.takes(args)
+    def accepts(self, args: Sequence[Tensor]) -> bool:
+        """Whether ``forward`` accepts such inputs, whatever their sizes."""
+        return self._graphs.accepts(args)
 
     def forward(
         self,
@@ -198,60 +232,61 @@ class Stage:
         *,
         steady: bool = False,
     ) -> list[Tensor]:
-        """F: outputs for these inputs; empties ``inputs``.
+        """F: run the module's forward on these inputs, and return its outputs.
 
         Args:
-            microbatch: whose.
-            inputs: of the module.
-            keep: what is held for the backward: what the graph saves, or only the inputs, from
-                which ``recompute`` makes it before the backward.
-            steady: whether nothing that the module's forward reads was changed since the forward
-                before, as between the microbatches of one step: what that one ran is not asked
-                again whether it fits.
+            microbatch: the microbatch's number.
+            inputs: the module's inputs; emptied.
+            keep: what the stage holds until the backward: ``"saved"``, the tensors that F saves,
+                or ``"inputs"``, from which ``recompute`` must compute them before the backward.
+            steady: whether the module is unchanged since the previous forward, as between the
+                microbatches of one step. The guards of the graphs are then not checked again.
 
         Raises:
             SplitError: this microbatch is already between F and its backward; an input has another
-                dtype, device or number of dimensions than the stage was made with; or the module
-                changed so that its outputs did.
-            CaptureError: the module changed and cannot be traced any more.
+                dtype, device or number of dimensions than the examples; or the module changed, and
+                its outputs with it.
+            CaptureError: the module changed, and can no longer be captured.
         """
         waits = microbatch in self._saved and self._saved.get(microbatch).functions.has_backward
         if waits or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
         _check_list(self.index, inputs)
-        sizes, found = self._graphs.check_inputs(inputs), self._found
-        if not steady or found is None or found[0] is not sizes:
+        sizes, call = self._graphs.check_inputs(inputs), self._steady
+        if not steady or call is None or call[0] is not sizes:
             if self._sharded:
                 self.sharding.unshard()
-            found = sizes, self._graphs.for_inputs(), self._graphs.state()
-            # Which graphs fit may be decided by what F leaves.
-            steady = not (self._sharded or found[1].updated_state)
-            self._found = found if steady else None
-        _, functions, state = found
+            call = sizes, self._graphs.for_inputs(), self._graphs.state()
+            # If F writes buffers, guards may choose other graphs for the next microbatch.
+            steady = not (self._sharded or call[1].updated_state)
+            self._steady = call if steady else None
+        _, functions, module_state = call
         if self.seed is not None and functions.draws:
             self.seed(microbatch)
-        kept = None
+        recomputable = None
         if keep == "inputs" and functions.has_backward:
-            kept = KeptInputs(functions, state, inputs)
-        lent = lent_storages(inputs)
+            recomputable = RecomputableState(functions, module_state, inputs)
+        storages = caller_storages(inputs)
         with without_grad():
-            taken = [*inputs]
+            leaves = [*inputs]
             inputs.clear()
-            result = functions.run(state, taken)
-        if kept is not None:
-            self._inputs[microbatch] = kept
+            result = functions.run(module_state, leaves)
+        if recomputable is not None:
+            self._inputs[microbatch] = recomputable
         else:
-            arrived = MicrobatchState(functions, result.saved, state, lent)
-            self._saved.put(microbatch, arrived)
+            state = MicrobatchState(functions, result.saved, module_state, storages)
+            self._saved.put(microbatch, state)
         return result.outputs[: len(self._outputs)]
 
     def recompute(self, microbatch: int) -> None:
-        """F again, of a microbatch that kept its inputs only; nothing but what it saves comes of
-        it. It draws the random numbers that F drew, and no buffer is written.
+        """Run F again for a microbatch that kept only its inputs, to save tensors for its backward.
+
+        It draws the random numbers of the first F; its outputs are dropped, and no buffer is
+        written.
 
         Raises:
-            SplitError: this microbatch kept something else; or an input, a parameter or a buffer
-                was written in place since.
+            SplitError: the microbatch did not run ``forward(..., keep='inputs')``; or an input, a
+                parameter or a buffer was written in place since.
         """
         if not self.functions.has_backward:
             return
@@ -260,121 +295,144 @@ class Stage:
                 f"stage {self.index}: microbatch {microbatch} does not wait to be recomputed; run "
                 "forward(..., keep='inputs') before recompute()"
             )
-        kept = self._inputs.pop(microbatch)
+        state = self._inputs.pop(microbatch)
         if self._sharded:
             self.sharding.unshard()
-        lent = lent_storages(kept.inputs)
-        saved = kept.run()
-        self._saved.put(microbatch, MicrobatchState(kept.functions, saved, kept.state, lent))
+        storages = caller_storages(state.inputs)
+        saved = state.recompute()
+        self._saved.put(
+            microbatch, MicrobatchState(state.functions, saved, state.module_state, storages)
+        )
 
     def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
-        """What could be away for a while of a microbatch between F and its backward, or I and W.
+        """The storages of a microbatch that can be offloaded, each as ``torch.uint8`` [bytes].
 
-        One tensor for each storage that this microbatch holds and neither another nor the module:
-        its bytes.
+        These are the storages that this microbatch holds between two calls, and that neither
+        another microbatch, nor the module, nor the caller holds.
 
         Args:
-            microbatch: whose.
-            kept: tensors whose storages others hold besides.
+            microbatch: the microbatch's number.
+            kept: tensors that the caller holds; their storages are left out.
 
         Raises:
-            SplitError: this microbatch is at neither place.
+            SplitError: the microbatch is neither between F and its backward nor between I and W.
         """
-        return self._held.of(microbatch, kept)
+        return self._offloadable.of(microbatch, kept)
 
     def detach_held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Give away what ``held`` returns. Until it is back, nothing can be run on the microbatch.
+        """Remove the tensors that ``held`` returns from the microbatch, and return them.
+
+        Until ``attach_held`` puts them back, no call can run the microbatch.
 
         Args:
-            microbatch: whose.
+            microbatch: the microbatch's number.
             kept: as for ``held``.
 
         Raises:
-            SplitError: as ``held``; or it is away already, or was written in place.
+            SplitError: as for ``held``; or they are detached already; or one was written in place.
         """
-        return self._held.detach(microbatch, kept)
+        return self._offloadable.detach(microbatch, kept)
 
     def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Put back what ``detach_held`` gave: tensors of the same bytes, in the same order.
+        """Put back the tensors that ``detach_held`` returned, or copies of them.
+
+        Args:
+            microbatch: the microbatch's number.
+            tensors: the same bytes in the same order, on the same device.
 
         Raises:
-            SplitError: other tensors than it gave, or it gave none.
+            SplitError: the sizes or devices differ, or nothing is detached.
         """
-        self._held.attach(microbatch, tensors)
+        self._offloadable.attach(microbatch, tensors)
 
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """I: gradients of the inputs, None where none is needed; empties ``output_grads``.
+        """I: compute the gradients of the inputs, and hold the deferred tensors for W.
 
-        Where an output has None, what contributes to such outputs only gets no gradient.
+        Args:
+            microbatch: the microbatch's number.
+            output_grads: one gradient for each output, or None for an output without one; emptied.
+                Inputs and parameters that contribute only to outputs without a gradient get none.
+
+        Returns:
+            One gradient for each input; None for inputs that need none.
 
         Raises:
-            SplitError: this microbatch has no forward to go back through.
+            SplitError: this microbatch is not between F and its backward; a gradient does not fit
+                its output; or a saved tensor was written in place since F.
         """
-        taken = self._take(microbatch)
-        if not taken.functions.has_backward:
-            self._weights.in_flight.put(microbatch, taken)
-            return self._nothing(output_grads)
-        taken = taken._replace(lent=taken.lent | lent_storages(output_grads))
+        state = self._take(microbatch)
+        if not state.functions.has_backward:
+            self._weights.in_flight.put(microbatch, state)
+            return self._no_gradients(output_grads)
+        storages = state.caller_storages | caller_storages(output_grads)
+        state = state._replace(caller_storages=storages)
         with without_grad(), without_autocast():
-            given = self._output_grads(taken.functions, output_grads)
-            grads = self._weights.input(microbatch, taken, given)
+            tangents = self._output_grads(state.functions, output_grads)
+            grads = self._weights.backward_input(microbatch, state, tangents)
         if self._sharded:
             self._accumulate_sharded()
         return grads
 
     def inputs_given(self, come: Sequence[bool]) -> list[bool]:
-        """For each input whether I gives a gradient of it where these outputs get one."""
-        others = len(self.functions.output_names) - len(come)
-        arrived = [each or None for each in come] + [None] * others
-        return self.functions.dependence.inputs_given(arrived)
+        """For each input, whether I returns a gradient of it.
+
+        Args:
+            come: for each output, whether ``backward_input`` gets a gradient of it.
+        """
+        updated = len(self.functions.output_names) - len(come)
+        present = [has_gradient or None for has_gradient in come] + [None] * updated
+        return self.functions.dependence.inputs_given(present)
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: add this microbatch's weight gradients to ``gradients``.
+        """W: compute this microbatch's weight gradients, and add them to ``gradients``.
 
         Raises:
-            SplitError: this microbatch has nothing deferred, or ran on other parameters than
-                those before it.
+            SplitError: this microbatch is not between I and W; a deferred tensor was written in
+                place since I; or a parameter was replaced since an earlier microbatch.
         """
         if self._sharded and self.functions.has_backward:
             self.sharding.unshard()
         with without_grad(), without_autocast():
-            self._weights.run(microbatch)
+            self._weights.backward_weight(microbatch)
         if self._sharded:
             self._accumulate_sharded()
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """B: I and W in one unsplit call; empties ``output_grads``.
+        """B: I and W as one graph. Arguments and result are those of ``backward_input``.
 
         Raises:
-            SplitError: this microbatch has no forward to go back through.
+            SplitError: as for ``backward_input`` and ``backward_weight``.
         """
-        taken = self._take(microbatch)
-        if not taken.functions.has_backward:
-            return self._nothing(output_grads)
+        state = self._take(microbatch)
+        if not state.functions.has_backward:
+            return self._no_gradients(output_grads)
         with without_grad(), without_autocast():
-            grads = self._weights.whole(taken, self._output_grads(taken.functions, output_grads))
+            tangents = self._output_grads(state.functions, output_grads)
+            grads = self._weights.backward(state, tangents)
         if self._sharded:
             self._accumulate_sharded()
         return grads
 
     def source(self, call: str, *, adds: bool = False) -> fx.GraphModule:
-        """The graph behind a call, as it is given to the backend.
+        """The graph of a call, as the backend gets it.
 
         Args:
-            call: the name of one of this class's methods; W counts as run whole.
-            adds: whether it adds to gradients that are there, rather than make them.
+            call: ``"forward"``, ``"backward_input"``, ``"backward_weight"`` or ``"backward"``.
+            adds: whether it is the form that adds to existing sums of gradients, instead of the
+                one that returns new gradients.
         """
         return self.functions.source(call, self._weights.sums.dtype, adds=adds)
 
     def compile(self, calls: Iterable[str] = ("backward_input", "backward_weight") * 2) -> None:
-        """Compile the graphs of these calls ahead of their first run, and no others.
+        """Compile the graphs of these calls now, instead of at their first run.
 
         Args:
-            calls: names of this class's methods, in the order of one step, which begins without
-                gradients: later calls add to those that earlier ones made, which a backend may
-                have to compile another form of a graph for. Two microbatches, split, if not said.
+            calls: ``"backward_input"``, ``"backward_weight"`` and ``"backward"`` in the order of a
+                step. The first W (or B) creates gradients, and later ones add to them, for which a
+                backend may compile a second form of the graph. The default is a step of two
+                microbatches with a split backward.
 
         Raises:
             SplitError: an unknown call; lists the known ones.
@@ -383,11 +441,11 @@ class Stage:
         self.functions.compile(calls, self._weights.sums.dtype)
 
     def publish(self) -> None:
-        """Move ``gradients`` into the parameters' ``.grad``, adding to what is there. Hooks of
-        ``register_post_accumulate_grad_hook`` are called.
+        """Add ``gradients`` to the parameters' ``.grad``, forget them, and call the hooks of
+        ``register_post_accumulate_grad_hook``.
 
         Raises:
-            SplitError: a microbatch's gradients are still pending.
+            SplitError: a microbatch has not run its W.
         """
         hooked = self._weights.publish()
         if self.waiting_hooks is None:
@@ -396,31 +454,33 @@ class Stage:
             self.waiting_hooks += hooked
 
     def reset(self) -> None:
-        """Forget every microbatch in flight and the gradients gathered so far."""
-        self._found = None
+        """Drop all microbatches in flight, and the sums of gradients."""
+        self._steady = None
         self._inputs.clear()
         self._saved.clear()
         self._weights.clear()
 
-    def _nothing(self, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of inputs where all is frozen."""
+    def _no_gradients(self, output_grads: list[Tensor | None]) -> list[Tensor | None]:
+        """The result of a backward if nothing needs a gradient: None for each input."""
         output_grads.clear()
         return [None] * len(self.functions.capture.inputs)
 
     def _take(self, microbatch: int) -> MicrobatchState:
-        """The state of a microbatch for its backward, which is let go of here."""
+        """Remove and return the state of a microbatch for its backward."""
         if microbatch in self._inputs:
             raise SplitError(
                 f"stage {self.index}: microbatch {microbatch} kept its inputs only; call "
                 f"recompute({microbatch}) before its backward"
             )
-        taken = self._saved.take(microbatch)
-        if self._sharded and taken.functions.has_backward:
+        state = self._saved.take(microbatch)
+        if self._sharded and state.functions.has_backward:
             self.sharding.unshard()
-        return taken
+        return state
 
     def _accumulate_sharded(self) -> None:
-        """Let sharded parameters' gradients that are reduced in another dtype be added up in it."""
+        """Move gradients to the sharded parameters' own sums, if those are in the dtype of the
+        reduction.
+        """
         if any(group.adds_in_another_dtype for group in self.sharding.groups):
             self._weights.sums.publish()
             self.sharding.accumulate()
@@ -428,24 +488,25 @@ class Stage:
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """A gradient for each output of F, in a list of its own."""
+        """A new list with a gradient for each output of F; updated inputs have None."""
         names = self._outputs
         _check_list(self.index, output_grads)
         if len(output_grads) != len(names):
             raise SplitError(
                 f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients"
             )
-        others = len(functions.output_names) - len(names)
-        taken = [*output_grads, *[None] * others]
+        updated = len(functions.output_names) - len(names)
+        tangents = [*output_grads, *[None] * updated]
         output_grads.clear()
-        return taken
+        return tangents
 
 
-def _check_list(index: int, given: object) -> None:
-    if not isinstance(given, list):
+def _check_list(index: int, tensors: object) -> None:
+    """Refuse anything but a list, which the call can empty."""
+    if not isinstance(tensors, list):
         raise SplitError(
-            f"stage {index}: a call takes a list of tensors, which it empties, such as [x]; got a "
-            f"{type(given).__name__}"
+            f"stage {index}: expected a list of tensors, which the call empties, such as [x]; got "
+            f"a {type(tensors).__name__}"
         )
 
 
@@ -453,7 +514,7 @@ def _refuse_split(owner: str, module: nn.Module) -> None:
     """Refuse a module whose forward is split or compiled already."""
     if hasattr(module, "_orig_mod"):
         raise SplitError(
-            f"{owner}: the module is compiled by torch.compile, which hides its graph. Give the "
-            "module itself, ._orig_mod of this one, and backend='inductor' to have it compiled"
+            f"{owner}: the module is compiled by torch.compile, which hides its graph. Pass the "
+            "module itself, which is ._orig_mod of this one, and backend='inductor' to compile it"
         )
     refuse_proxies(owner, module)

@@ -121,10 +121,10 @@ def test_residuals_are_taken_on_the_stream_of_who_takes_it(
     monkeypatch.setattr("autosplit.runtime.residuals.stream_under", lambda tensors: made)
     monkeypatch.setattr("autosplit.runtime.residuals.follow", followed)
     tensor = torch.ones(2)
-    known = BoundaryLayout(("a",))
-    known.on_streams = True
-    residuals = Residuals(known, [tensor], ())
-    taken = (residuals.again() if again else residuals).take()
+    layout = BoundaryLayout(("a",))
+    layout.on_streams = True
+    residuals = Residuals(layout, [tensor], ())
+    taken = (residuals.duplicate() if again else residuals).take()
     followed.assert_called_once()
     stream, tensors = followed.call_args.args
     assert stream is made

@@ -237,7 +237,7 @@ def test_modules_that_are_split_or_compiled_are_refused() -> None:
     for module, said in (
         (split(model), "the module is split already; give the module itself, .unsplit"),
         (nn.Sequential(nn.GELU(), split(model)), "its part '1' is split already"),
-        (torch.compile(model), "is compiled by torch.compile.*Give the module itself"),
+        (torch.compile(model), "is compiled by torch.compile.*Pass the module itself"),
     ):
         with pytest.raises(SplitError, match=f"stage 3: .*{said}"):
             Stage(module, example, index=3)
@@ -252,7 +252,7 @@ def test_wrong_order() -> None:
     stage = Stage(nn.Linear(3, 2), torch.randn(4, 3))
     with pytest.raises(SplitError, match=r"stage 0: .* a list .*, such as \[x\]; got a tuple"):
         stage.forward(0, (torch.randn(4, 3),))  # type: ignore[arg-type]
-    with pytest.raises(SplitError, match="is not copied or pickled: make a Stage of a copy"):
+    with pytest.raises(SplitError, match="cannot be copied or pickled: make a Stage of a copy"):
         copy.deepcopy(stage)
     with pytest.raises(SplitError, match="stage 0: microbatch 5 has not run forward"):
         stage.backward_input(5, [torch.randn(4, 2)])
@@ -318,8 +318,8 @@ def test_sizes_are_prepared_for() -> None:
     stage = Stage(nn.Linear(4, 2), [torch.randn(3, 4)])
     stage.prepare([torch.randn(6, 4)])
     assert stage.output_specs == [((6, 2), torch.float32, True)]
-    assert stage.takes([torch.randn(9, 4)])
-    assert not stage.takes([torch.randn(9, 4, requires_grad=True)])
+    assert stage.accepts([torch.randn(9, 4)])
+    assert not stage.accepts([torch.randn(9, 4, requires_grad=True)])
     assert len(stage.captured) == 2
 
 

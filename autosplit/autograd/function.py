@@ -188,7 +188,7 @@ class Split(torch.autograd.Function):
         del output_grads
         functions, (skipped, idle, _) = functions.for_gradients(arrived)
         kept = graph_is_kept()
-        ctx.saved = saved.again() if kept else None
+        ctx.saved = saved.duplicate() if kept else None
         if ctx.packed:
             saved.restore_tensors(ctx.saved_tensors)
         if anchor.sharded is not None:

@@ -262,9 +262,11 @@ class SplitPipelineStage(RuntimeStage):
             self.sharding.unshard()
             with torch.no_grad(), without_autocast():
                 if full_backward:
-                    found = self._called("B", chunk, self._weights.whole, flight, arrived)
+                    found = self._called("B", chunk, self._weights.backward, flight, arrived)
                 else:
-                    found = self._called("I", chunk, self._weights.input, chunk, flight, arrived)
+                    found = self._called(
+                        "I", chunk, self._weights.backward_input, chunk, flight, arrived
+                    )
             self._hand_over()
             self._hand_to_roots(chunk, found)
         elif not full_backward:
@@ -281,7 +283,7 @@ class SplitPipelineStage(RuntimeStage):
             return
         self.sharding.unshard()
         with torch.no_grad(), without_autocast():
-            self._called("W", bwd_chunk_id, self._weights.run, bwd_chunk_id)
+            self._called("W", bwd_chunk_id, self._weights.backward_weight, bwd_chunk_id)
         self._hand_over()
         self._after_weights(bwd_chunk_id, last_backward)
 

@@ -134,12 +134,12 @@ class CheckedResiduals(Residuals):
 
     def sample(self) -> list[Tensor]:
         """Some elements, as bytes, of each tensor that others than graphs can reach."""
-        exposed = map(self._tensors.__getitem__, self._known.exposed)
-        return [*map(_sample, (*exposed, *self._watched))]
+        exposed = map(self._tensors.__getitem__, self._layout.exposed)
+        return [*map(_sample, (*exposed, *self._protected))]
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Name of each such tensor, and whether these elements have changed."""
-        names = self._known.watched(len(self._tensors))
+        names = self._layout.protected_names(len(self._tensors))
         for name, sampled, now in zip(names, self.samples, self.sample(), strict=True):
             yield name, (sampled != now).any()
 
@@ -299,7 +299,7 @@ class CheckedFunctions(SplitFunctions):
         if not self.has_backward:
             yield [*results, *updates]
             return
-        again, arrived = saved.again(), [tangents.get(at) for at in range(len(results))]
+        again, arrived = saved.duplicate(), [tangents.get(at) for at in range(len(results))]
         inner, deferred, early = self.backward_input(saved, [*arrived])
         weights = dict(zip(self.early_parameters, early, strict=True))
         weights |= zip(self.late_parameters, self.backward_weight(deferred), strict=True)

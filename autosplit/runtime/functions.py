@@ -323,7 +323,7 @@ class SplitFunctions:
         roles = [*(role for role, _ in deferred), *read]
         names = tuple([role.name for role in roles])
         exposed = [at for at, (role, _) in enumerate(deferred) if role not in own]
-        known = BoundaryLayout(names, self._constants_of([weight]), exposed, late=True)
+        known = BoundaryLayout(names, self._constants_of([weight]), exposed, before_weight=True)
         return DeferredLayout(roles, positions(read, self._read), known)
 
     @cached_property

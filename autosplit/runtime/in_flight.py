@@ -1,7 +1,13 @@
-"""In-flight microbatches of a stage: between F and I, and between I and W.
+"""``MicrobatchState``: the tensors of one microbatch between two of its graphs.
 
-What they hold, each alone, can be moved away for a while; of some only F's inputs are kept, until F
-runs again."""
+Phases of one microbatch's state, and the actions between them::
+
+    F ──► saved ──────────────► I ──► deferred ──► W     split backward
+    F ──► saved ──────────────► B                        fused backward
+    F ──► inputs only ── R ──► saved ──► I or B          recompute (R runs F again)
+
+    saved and deferred may be offloaded in between, storage by storage
+"""
 
 from __future__ import annotations
 
@@ -32,34 +38,35 @@ from .residuals import (
 
 
 class MicrobatchState(NamedTuple):
-    """State of one microbatch between two calls.
+    """What a stage holds for one microbatch between two of its graphs.
 
     Attributes:
-        functions: the graphs that it runs.
-        residuals: of the first call.
-        state: parameters and buffers of F.
-        lent: storages that the caller keeps more in than this microbatch.
-        skipped: parameters that get no gradient from it.
+        functions: the graphs that the microbatch runs.
+        residuals: the values that the first graph left for the second.
+        module_state: the parameters and buffers that F read.
+        caller_storages: storages of which the microbatch's tensors are only a part, as they are of
+            a batch that the caller holds.
+        skipped: names of parameters that get no gradient from this microbatch.
     """
 
     functions: SplitFunctions
     residuals: Residuals
-    state: State
-    lent: frozenset[StorageKey] = frozenset()
+    module_state: State
+    caller_storages: frozenset[StorageKey] = frozenset()
     skipped: frozenset[str] = frozenset()
 
 
 class InFlightMicrobatches:
-    """In-flight microbatches by their numbers.
+    """The states of a stage's microbatches in one phase, by microbatch number.
 
     Args:
-        owner: whose, for messages.
-        before: the call that brings a microbatch here.
+        owner: the stage's name, for messages.
+        producer: the call that puts a microbatch into this phase, for messages.
     """
 
-    def __init__(self, owner: str, before: str) -> None:
+    def __init__(self, owner: str, producer: str) -> None:
         self._owner = owner
-        self._before = before
+        self._producer = producer
         self._by_number: dict[int, MicrobatchState] = {}
 
     def __contains__(self, microbatch: int) -> bool:
@@ -67,68 +74,70 @@ class InFlightMicrobatches:
 
     @property
     def waiting(self) -> list[int]:
-        """The microbatches' numbers, in ascending order."""
+        """The microbatches' numbers, ascending."""
         return sorted(self._by_number)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors that they hold, parameters and buffers left out."""
-        return [t for each in self._by_number.values() for t in each.residuals.tensors]
+        """All residual tensors; parameters and buffers are left out."""
+        return [t for state in self._by_number.values() for t in state.residuals.tensors]
 
     @property
     def bytes(self) -> int:
-        """Bytes of distinct storage that they hold."""
+        """Bytes of distinct storage of ``tensors``."""
         return distinct_storage_bytes(self.tensors)
 
-    def put(self, microbatch: int, held: MicrobatchState) -> None:
-        self._by_number[microbatch] = held
+    def put(self, microbatch: int, state: MicrobatchState) -> None:
+        """Add the state of a microbatch."""
+        self._by_number[microbatch] = state
 
     def take(self, microbatch: int) -> MicrobatchState:
         """Remove and return a microbatch's state.
 
         Raises:
-            SplitError: it is not here, or not with all its tensors.
+            SplitError: the microbatch is not in this phase, or some of its tensors are detached.
         """
-        held = self._by_number.get(microbatch) or self.get(microbatch)
-        if held.residuals.away:
+        state = self._by_number.get(microbatch) or self.get(microbatch)
+        if state.residuals.detached:
             raise SplitError(
-                f"{self._owner}: tensors of microbatch {microbatch} were taken out with "
-                "detach_held(); put them back with attach_held() first"
+                f"{self._owner}: tensors of microbatch {microbatch} are detached; call "
+                "attach_held() with what detach_held() returned, and then run the microbatch"
             )
         del self._by_number[microbatch]
-        return held
+        return state
 
     def get(self, microbatch: int) -> MicrobatchState:
-        """A microbatch's state.
+        """Return a microbatch's state, and keep it.
 
         Raises:
-            SplitError: it is not here.
+            SplitError: the microbatch is not in this phase.
         """
         if microbatch not in self._by_number:
             raise SplitError(
-                f"{self._owner}: microbatch {microbatch} has not run {self._before}, or its "
+                f"{self._owner}: microbatch {microbatch} has not run {self._producer}, or its "
                 "result was used already"
             )
         return self._by_number[microbatch]
 
-    def others(self, microbatch: int) -> list[MicrobatchState]:
-        """The states of all microbatches but this one."""
+    def all_except(self, microbatch: int) -> list[MicrobatchState]:
+        """The states of all microbatches except this one."""
         return [state for number, state in self._by_number.items() if number != microbatch]
 
     def clear(self) -> None:
+        """Drop all states."""
         self._by_number.clear()
 
 
 class StageBackward:
-    """Microbatches between I and W, and the sums that their gradients are added to.
+    """I, W and B of a stage's microbatches, with the sums of their weight gradients.
 
     Args:
-        owner: whose, for messages.
-        dtype: of the sums; None for that of each gradient.
+        owner: the stage's name, for messages.
+        dtype: the dtype of the sums; None for the dtype of each gradient.
 
     Attributes:
         in_flight: the microbatches between I and W.
-        sums: the gradients so far.
+        sums: the weight gradients, summed over the microbatches that have run W or B.
     """
 
     def __init__(self, owner: str, dtype: torch.dtype | None = None) -> None:
@@ -136,68 +145,84 @@ class StageBackward:
         self.sums = GradientSums(dtype)
         self._owner = owner
 
-    def input(
-        self, microbatch: int, held: MicrobatchState, grads: list[Tensor | None]
+    def backward_input(
+        self, microbatch: int, state: MicrobatchState, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """I of a microbatch: gradients of its inputs; empties ``grads``, one for each output."""
-        functions, saved, state, lent, _ = held
+        """Run I of a microbatch, and return the gradients of its inputs.
+
+        Args:
+            microbatch: its number.
+            state: its state after F.
+            grads: one gradient for each output; emptied.
+
+        Raises:
+            SplitError: see ``Residuals.take`` and ``accumulators``.
+        """
+        functions, saved, module_state, storages, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.early_parameters, self.sums
-        into = self.into(names, state, skipped) if names else ()
-        found, deferred, early = functions.backward_input(saved, grads, into or None, sums.dtype)
+        into = self.accumulators(names, module_state, skipped) if names else ()
+        input_grads, deferred, early = functions.backward_input(
+            saved, grads, into or None, sums.dtype
+        )
         if names and into is None:
             sums.add(names, early, functions.dependence.borrowed, skipped)
-        for at in idle:  # autograd knows no gradient from a gradient of zeros
-            found[at] = None
-        self.in_flight.put(microbatch, MicrobatchState(functions, deferred, state, lent, skipped))
-        return found
+        for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
+            input_grads[at] = None
+        self.in_flight.put(
+            microbatch, MicrobatchState(functions, deferred, module_state, storages, skipped)
+        )
+        return input_grads
 
-    def whole(self, held: MicrobatchState, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """B of a microbatch, likewise."""
-        functions, saved, state, _, _ = held
+    def backward(self, state: MicrobatchState, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Run B of a microbatch: I and W as one graph. Arguments, result and errors are those of
+        ``backward_input``.
+        """
+        functions, saved, module_state, _, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.parameter_names, self.sums
-        into = self.into(names, state, skipped)
-        found, gradients = functions.backward(saved, grads, into, sums.dtype)
+        into = self.accumulators(names, module_state, skipped)
+        input_grads, gradients = functions.backward(saved, grads, into, sums.dtype)
         if into is None:
             sums.add(names, gradients, functions.dependence.borrowed, skipped)
         for at in idle:
-            found[at] = None
-        return found
+            input_grads[at] = None
+        return input_grads
 
-    def run(self, microbatch: int) -> None:
-        """W of a microbatch.
+    def backward_weight(self, microbatch: int) -> None:
+        """Run W of a microbatch, and add its weight gradients to ``sums``.
 
         Raises:
-            SplitError: it is not waiting, or ran on other parameters than those before it.
+            SplitError: the microbatch is not between I and W, or a parameter was replaced since an
+                earlier microbatch.
         """
-        functions, deferred, state, _, skipped = self.in_flight.take(microbatch)
+        functions, deferred, module_state, _, skipped = self.in_flight.take(microbatch)
         if not functions.has_backward:
             return
         names = functions.late_parameters
-        sums = self.into(names, state, skipped)
+        sums = self.accumulators(names, module_state, skipped)
         gradients = functions.backward_weight(deferred, sums, self.sums.dtype)
         if sums is None:
             self.sums.add(names, gradients, functions.dependence.borrowed, skipped)
 
-    def into(
-        self, names: Sequence[str], state: State, skipped: Collection[str]
+    def accumulators(
+        self, names: Sequence[str], module_state: State, skipped: Collection[str]
     ) -> list[Tensor] | None:
-        """The sums that W or B adds into; None where it makes new gradients.
+        """The sums that a graph adds into; None if it must return new gradients instead.
 
         Args:
-            names: of the parameters.
-            state: has them.
-            skipped: those that get no gradient, though the graph makes one.
+            names: names of the parameters.
+            module_state: parameters and buffers by name.
+            skipped: parameters that get no gradient, although the graph computes one.
 
         Raises:
-            SplitError: a parameter is not the one whose gradients were added up so far.
+            SplitError: a parameter was replaced since an earlier microbatch.
         """
         try:
-            found = self.sums.into(names, [*map(state.__getitem__, names)])
+            sums = self.sums.into(names, [*map(module_state.__getitem__, names)])
         except SplitError as error:
             raise SplitError(f"{self._owner}: {error}") from None
-        return None if skipped else found
+        return None if skipped else sums
 
     def publish(self) -> list[Tensor]:
         """Move the sums into the parameters' ``.grad``; see ``GradientSums.publish``.
@@ -214,33 +239,36 @@ class StageBackward:
         return self.sums.publish()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop the microbatches between I and W, and the sums."""
         self.in_flight.clear()
         self.sums.clear()
 
 
-class KeptInputs:
-    """What it takes to run one microbatch's F once more, with the same results bit for bit.
+class RecomputableState:
+    """The state of a microbatch that keeps only F's inputs, from which F runs again.
 
-    To be made before that F runs. Buffers that it writes are kept as they were; everything else
-    that it reads must be the same when it runs again.
+    The second F has the same results, bit for bit. Create this before the first F: buffers that F
+    writes are copied, and random generators are noted. Everything else that F reads must not change
+    until it runs again.
 
     Args:
-        functions: the graphs that F runs.
-        state: the module's parameters and buffers.
-        inputs: of the microbatch.
+        functions: the graphs of the microbatch.
+        module_state: the module's parameters and buffers.
+        inputs: the microbatch's inputs.
     """
 
-    def __init__(self, functions: SplitFunctions, state: State, inputs: list[Tensor]) -> None:
+    def __init__(
+        self, functions: SplitFunctions, module_state: State, inputs: list[Tensor]
+    ) -> None:
         self.functions = functions
-        self.state = state
-        self._buffers = {name: state[name].clone() for name in functions.updated_state}
+        self.module_state = module_state
+        self._buffers = {name: module_state[name].clone() for name in functions.updated_state}
         steady = [name for name in functions.forward_state if name not in self._buffers]
         names = (*functions.capture.inputs, *steady)
-        read = tuple([state[name] for name in steady])
-        known = BoundaryLayout(names, functions.forward_constants, range(len(inputs)))
-        self._inputs = Residuals(known, list(inputs), read)
-        self._generators = GeneratorStates.of([*inputs, *state.values()])
+        read = tuple([module_state[name] for name in steady])
+        layout = BoundaryLayout(names, functions.forward_constants, range(len(inputs)))
+        self._inputs = Residuals(layout, list(inputs), read)
+        self._generators = GeneratorStates.of([*inputs, *module_state.values()])
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -249,29 +277,29 @@ class KeptInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that are kept."""
+        """The inputs and the copies of buffers."""
         return [*self.inputs, *self._buffers.values()]
 
-    def run(self) -> Residuals:
-        """F again; what it saves. Its outputs, and what it would write into buffers, are dropped.
+    def recompute(self) -> Residuals:
+        """Run F again and return what it saves; drop its outputs and its updates of buffers.
 
         Raises:
-            SplitError: something that F reads was written in place since, or exchanged.
+            SplitError: a tensor that F reads was written or replaced since.
         """
         count = len(self.functions.capture.inputs)
         leaves: list[Any] = self._inputs.take()[:count]
-        state = {**self.state, **self._buffers}
+        state = {**self.module_state, **self._buffers}
         with torch.no_grad(), without_autocast(), self._generators.again():
             return self.functions.forward(state, leaves).saved
 
 
-class HeldStorages:
-    """What the in-flight microbatches of a stage hold, each alone.
+class OffloadableStorages:
+    """Storages that can be offloaded, because exactly one microbatch of a stage holds them.
 
     Args:
-        owner: whose, for messages.
+        owner: the stage's name, for messages.
         saved: the microbatches between F and the backward.
-        deferred: those between I and W.
+        deferred: the microbatches between I and W.
     """
 
     def __init__(
@@ -280,90 +308,91 @@ class HeldStorages:
         self._owner = owner
         self._saved = saved
         self._deferred = deferred
-        self._state: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
+        self._cached: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
 
     def of(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
         """See ``Stage.held``."""
-        own, others = self._find(microbatch)
-        found = self._own(own, others, kept)
-        return [own.residuals.whole(each.places[0]) for each in found]
+        state, other_states = self._find(microbatch)
+        storages = self._exclusive(state, other_states, kept)
+        return [state.residuals.storage_bytes(storage.places[0]) for storage in storages]
 
     def detach(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
         """See ``Stage.detach_held``."""
-        own, others = self._find(microbatch)
-        if own.residuals.away:
+        state, other_states = self._find(microbatch)
+        if state.residuals.detached:
             raise SplitError(
-                f"{self._owner}: tensors of microbatch {microbatch} are away already; put them "
-                "back with attach_held() first"
+                f"{self._owner}: tensors of microbatch {microbatch} are detached already; call "
+                "attach_held() with what the first detach_held() returned"
             )
-        return own.residuals.detach(self._own(own, others, kept))
+        return state.residuals.detach(self._exclusive(state, other_states, kept))
 
     def attach(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """See ``Stage.attach_held``."""
-        own, _ = self._find(microbatch)
+        state, _ = self._find(microbatch)
         try:
-            own.residuals.attach(tensors)
+            state.residuals.attach(tensors)
         except SplitError as error:
             raise SplitError(f"{self._owner}: microbatch {microbatch}: {error}") from None
 
     def _find(self, microbatch: int) -> tuple[MicrobatchState, list[MicrobatchState]]:
-        """A microbatch's state and those of all others."""
-        here, there = self._saved, self._deferred
-        if microbatch not in here:
-            here, there = there, here
-        if microbatch not in here:
+        """A microbatch's state, and the states of all others."""
+        phases = self._saved, self._deferred
+        phase = next((phase for phase in phases if microbatch in phase), None)
+        if phase is None:
             raise SplitError(
                 f"{self._owner}: microbatch {microbatch} holds nothing that could be moved: it is "
                 "neither between F and its backward nor between I and W"
             )
-        return here.get(microbatch), [*here.others(microbatch), *there.others(microbatch)]
+        return phase.get(microbatch), [
+            state for phase in phases for state in phase.all_except(microbatch)
+        ]
 
-    def _own(
+    def _exclusive(
         self,
-        microbatch: MicrobatchState,
-        others: Iterable[MicrobatchState],
+        state: MicrobatchState,
+        other_states: Iterable[MicrobatchState],
         kept: Iterable[Tensor],
     ) -> Sequence[PlacedStorage]:
-        """Storages that could be away for a while.
+        """The storages that only this microbatch holds.
 
-        Not of parameters, buffers and constants, nor of what several microbatches or the caller
-        hold.
+        Storages of parameters, buffers and constants, of other microbatches, and of the caller are
+        left out.
 
         Args:
-            microbatch: whose.
-            others: the stage's other microbatches.
-            kept: tensors of others besides.
+            state: the microbatch's state.
+            other_states: the states of the stage's other microbatches.
+            kept: tensors that code outside of the stage holds.
         """
-        given = {storage_of(each) for each in map(local_tensor, kept) if is_plain(each)}
-        shared = (microbatch.lent, given, self._of_state(microbatch))
-        found = dict(microbatch.residuals.storages())
-        for keys in (*shared, *(other.residuals.storages() for other in others)):
-            for key in found.keys() & keys:
-                del found[key]
-        return tuple(found.values())
+        outside = {storage_of(tensor) for tensor in map(local_tensor, kept) if is_plain(tensor)}
+        shared = (state.caller_storages, outside, self._module_storages(state))
+        exclusive = dict(state.residuals.storages())
+        for keys in (*shared, *(other.residuals.storages() for other in other_states)):
+            for key in exclusive.keys() & keys:
+                del exclusive[key]
+        return tuple(exclusive.values())
 
-    def _of_state(self, microbatch: MicrobatchState) -> AbstractSet[StorageKey]:
-        """Storages of what the microbatch reads besides; those of the last one asked for are known
-        while they lie where they lay.
+    def _module_storages(self, state: MicrobatchState) -> AbstractSet[StorageKey]:
+        """Storages of the parameters, buffers and constants that a microbatch reads; the last
+        result is cached and used again while these tensors and their addresses are the same.
         """
-        every = (*map(local_tensor, microbatch.state.values()), *microbatch.residuals.fixed)
-        tensors = [tensor for tensor in every if is_plain(tensor)]
-        places = tuple([(id(tensor), tensor.data_ptr()) for tensor in tensors])
-        if places != self._state[0]:
-            self._state = places, {storage_of(tensor) for tensor in tensors}
-        return self._state[1]
+        values = (*map(local_tensor, state.module_state.values()), *state.residuals.fixed)
+        tensors = [tensor for tensor in values if is_plain(tensor)]
+        identity = tuple([(id(tensor), tensor.data_ptr()) for tensor in tensors])
+        if identity != self._cached[0]:
+            self._cached = identity, {storage_of(tensor) for tensor in tensors}
+        return self._cached[1]
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def lent_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
-    """Storages in which tensors that were handed over are only a part, as of a batch."""
-    lent: set[StorageKey] = set()
-    for each in tensors:  # in line, as every call of a stage asks
-        if each is None or type(each) not in _PLAIN or each.layout is not torch.strided:
+def caller_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
+    """Storages of which these tensors are only a part, as a microbatch is of a batch."""
+    storages: set[StorageKey] = set()
+    for tensor in tensors:  # written out, because every call of a stage runs it
+        if tensor is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             continue
-        storage = each.untyped_storage()
-        if each.nbytes != storage.nbytes():
-            lent.add((each.device, storage.data_ptr()))
-    return frozenset(lent)
+        storage = tensor.untyped_storage()
+        if tensor.nbytes != storage.nbytes():
+            storages.add((tensor.device, storage.data_ptr()))
+    return frozenset(storages)

@@ -1,6 +1,7 @@
 """``Residuals``: tensors that one graph saves for the next, checked for writes in between.
 
-Storages can be taken out from under them, as bytes, and put back."""
+Their storages can be detached as bytes, to be offloaded, and attached again.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ StorageKey = tuple[torch.device, int]
 
 
 def storage_of(tensor: Tensor) -> StorageKey:
-    """Which storage a tensor lies in."""
+    """The key of a tensor's storage."""
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
@@ -36,32 +37,34 @@ def is_plain(value: Any) -> bool:
 
 
 class PlacedStorage(NamedTuple):
-    """A storage behind tensors of a list: the places of all that lie in it, and its bytes."""
+    """A storage of a list's tensors: the positions of all tensors in it, and its size in bytes."""
 
     places: tuple[int, ...]
     bytes: int
 
 
 def detachable(tensors: Sequence[Any]) -> dict[StorageKey, PlacedStorage]:
-    """Storages of which each tensor is its bytes, sizes and strides, and in which nobody but torch
-    can write.
+    """Storages that can be detached from their tensors and attached again.
+
+    Bytes, sizes and strides must be all there is to each tensor (no conjugate or negative bit), and
+    only torch may write into the storage.
     """
-    found: dict[StorageKey, list[int]] = {}
+    positions: dict[StorageKey, list[int]] = {}
     sizes: dict[StorageKey, int] = {}
     for at, value in enumerate(tensors):
         if not is_plain(value):
             continue
         storage = value.untyped_storage()
         key = value.device, storage.data_ptr()
-        places = found.get(key)
+        places = positions.get(key)
         if places is None:
-            found[key] = [at]
+            positions[key] = [at]
             sizes[key] = storage.nbytes() if storage.resizable() else 0
         else:
             places.append(at)
         if value.is_conj() or value.is_neg():
             sizes[key] = 0
-    return {key: PlacedStorage(tuple(found[key]), size) for key, size in sizes.items() if size}
+    return {key: PlacedStorage(tuple(positions[key]), size) for key, size in sizes.items() if size}
 
 
 def whole_storage(tensor: Tensor) -> Tensor:
@@ -71,7 +74,7 @@ def whole_storage(tensor: Tensor) -> Tensor:
 
 
 class StorageView(NamedTuple):
-    """How a tensor lies in its storage; ``offset`` counts elements."""
+    """A tensor's layout in its storage; ``offset`` counts elements."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -83,19 +86,19 @@ class StorageView(NamedTuple):
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, data: Tensor) -> Tensor:
-        """The same view of other bytes, which fill their storage."""
+        """The same view of other bytes; ``data`` must fill its storage."""
         blank = torch.empty(0, dtype=self.dtype, device=data.device)
         storage = data.untyped_storage()
         return blank.set_(storage, self.offset, self.shape, self.stride)
 
 
-class _Away(NamedTuple):
-    """A storage that was taken.
+class DetachedStorage(NamedTuple):
+    """A storage that was detached from its tensors.
 
     Attributes:
-        views: place and view of each tensor in it.
-        bytes: of the storage.
-        device: where it lay.
+        views: position and view of each tensor in it.
+        bytes: the size of the storage.
+        device: the device that it was on.
     """
 
     views: list[tuple[int, StorageView]]
@@ -103,14 +106,15 @@ class _Away(NamedTuple):
     device: torch.device
 
 
-def _fits(away: _Away, data: Tensor) -> bool:
+def _fits(detached: DetachedStorage, data: Tensor) -> bool:
+    """Whether bytes can replace a detached storage: same size and device, nothing else inside."""
     size = data.numel()
     return (
-        size == away.bytes
+        size == detached.bytes
         and data.dtype is torch.uint8
         and data.is_contiguous()
         and size == data.untyped_storage().nbytes()
-        and data.device == away.device
+        and data.device == detached.device
     )
 
 
@@ -142,7 +146,7 @@ class TensorSpec:
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def at(self, value: Callable[[Any], int]) -> TensorSpec:
-        """The spec with what ``value`` gives for each of its sizes and strides."""
+        """The spec with ``value`` applied to each of its sizes and strides."""
         shape, stride = map(value, self.shape), map(value, self.stride)
         return TensorSpec(torch.Size(shape), tuple(stride), self.dtype, self.device)
 
@@ -156,7 +160,7 @@ class TensorSpec:
         return TensorSpec(shape, tuple(stride), self.dtype, self.device)
 
     def memoryless(self) -> Tensor:
-        """A tensor like this, without memory."""
+        """A tensor of this spec without memory."""
         blank = self._empty()
         blank.untyped_storage().resize_(0)
         return blank
@@ -168,8 +172,8 @@ class TensorSpec:
         """The tensor with these strides, copied only where they differ."""
         if tensor.stride() == self.stride:
             return tensor
-        found = tensor.contiguous() if self._contiguous else tensor
-        return found if found.stride() == self.stride else self.copy(tensor)
+        dense = tensor.contiguous() if self._contiguous else tensor
+        return dense if dense.stride() == self.stride else self.copy(tensor)
 
     @cached_property
     def _contiguous(self) -> bool:
@@ -186,11 +190,11 @@ class TensorSpec:
 
 
 class Constants(NamedTuple):
-    """Tensors that graphs hold: of the module, but neither parameters nor buffers.
+    """Tensors of the module that are neither parameters nor buffers, and that graphs refer to.
 
     Attributes:
-        names: for each, where the module's forward finds it.
-        tensors: the module's own, so that what is written into one is seen in the graphs.
+        names: the expression by which the module's forward reads each.
+        tensors: the module's own tensors, not copies, so that graphs see writes into them.
     """
 
     names: tuple[str, ...] = ()
@@ -204,264 +208,306 @@ class Constants(NamedTuple):
 
         Args:
             modules: the graphs.
-            name_of: where the forward finds a tensor; None for one that tracing made.
+            name_of: returns the expression by which the forward reads a tensor; None for a tensor
+                that tracing created.
         """
-        held = {k: v for module in modules for k, v in codegen.constants(module).items()}
-        found = {k: v for k, v in held.items() if isinstance(v, Tensor)}
-        names = [name_of(tensor) or target for target, tensor in found.items()]
-        return cls(tuple(names), tuple(found.values()))
+        attributes = {k: v for module in modules for k, v in codegen.constants(module).items()}
+        tensors = {k: v for k, v in attributes.items() if isinstance(v, Tensor)}
+        names = [name_of(tensor) or target for target, tensor in tensors.items()]
+        return cls(tuple(names), tuple(tensors.values()))
 
 
 @dataclasses.dataclass(eq=False)
 class BoundaryLayout:
-    """What is known of all that one graph leaves for the next: settled once, for every call.
+    """Static facts about a boundary between two graphs, computed once for all microbatches.
 
     Attributes:
-        names: of the tensors, and then of the state that the next graph reads.
-        constants: those that the next graph, or one after it, holds.
-        exposed: places of tensors that others than graphs can write into.
-        donated: places of tensors that the next graph may write over.
-        late: whether the next graph is W.
+        names: names of the residual tensors, then of the state that the next graph reads.
+        constants: constants that the next graph, or one after it, reads.
+        exposed: positions of tensors that code outside of the graphs can write into.
+        donated: positions of tensors that the next graph may overwrite.
+        before_weight: whether the boundary is the one between I and W.
     """
 
     names: tuple[str, ...]
     constants: Constants = Constants()  # noqa: RUF009 (immutable)
     exposed: Sequence[int] = ()
     donated: Sequence[int] = ()
-    late: bool = False
+    before_weight: bool = False
 
     def __post_init__(self) -> None:
         self.on_streams = has_accelerator()
 
-    def watched(self, tensors: int) -> Sequence[str]:
-        """Names of what nobody may write into; ``tensors``: how many the names begin with."""
+    def protected_names(self, tensors: int) -> Sequence[str]:
+        """Names of everything that must not be written; the first ``tensors`` names are those of
+        residual tensors.
+        """
         fixed = self.names[tensors:] + self.constants.names
         return [*(self.names[at] for at in self.exposed), *fixed]
 
     @property
-    def when(self) -> str:
-        """Between which calls nothing may be written."""
-        if self.late:
+    def interval(self) -> str:
+        """The two calls between which nothing may be written, for messages."""
+        if self.before_weight:
             return "backward() and backward_weight()"
         return "the forward and its backward"
 
     @property
-    def first(self) -> str:
-        """What comes before one may."""
-        return "Call backward_weight()" if self.late else "Run the backward"
+    def remedy(self) -> str:
+        """The call after which writing is allowed, for messages."""
+        return "Call backward_weight()" if self.before_weight else "Run the backward"
 
 
 class Residuals:
-    """Tensors, and numbers read from data, saved by one graph for the next, with the state and
-    constants that it will read.
+    """The values that one graph leaves for the next, for one microbatch.
 
-    A tensor written in place between the two would give wrong gradients, and so would a
-    parameter whose data were exchanged (``.to()``, ``parameter.data = ...``), which autograd
-    does not count as a write. ``take`` compares and refuses. What only graphs have seen nobody can
-    write into.
+    Ownership, from F to I to W::
+
+                          F ──── saved ────► I ──── deferred ────► W
+                                 (or B)
+        saved tensors     │ Residuals of F   │
+        deferred tensors  │                  │ Residuals of I      │
+        state, constants  │ the module owns them; both Residuals refer to them
+
+        A saved tensor that I only passes on moves from the Residuals of F to those of I.
+
+    Contract:
+        - ``take`` hands all values over, once. The graph that receives them frees each at its last
+          use; this object keeps none.
+        - Between the two graphs, no value may be written. ``take`` compares version counters, and
+          for state and constants also the address and dtype: ``.to()`` and
+          ``parameter.data = ...`` replace a tensor's data without counting as a write.
+        - Tensors that never left a graph cannot have been written, and are not checked.
+        - Storages may be detached in between, as bytes (``detach``, ``attach``). Until all are
+          attached again, the values are incomplete and must not be taken.
+
+    Terms:
+        residual: a tensor, or a number read from data, that the next graph receives.
+        exposed tensor: a residual in memory that code outside of the graphs can reach.
+        state: the parameters and buffers that the next graph reads.
+
+    Shapes:
+        Each residual has the shape, dtype and strides that the graphs were traced with for these
+        sizes; detached storages are one-dimensional ``torch.uint8``.
+
+    Raises:
+        SplitError: from ``take``, ``detach``, ``attach``, ``duplicate`` and ``copy_reachable``, if
+            a value was written or replaced since the first of the two graphs ran; names it.
 
     Attributes:
-        state: parameters and buffers that are read.
-        away: what is detached.
+        state: parameters and buffers that the next graph reads.
+        detached: the storages that are detached now.
     """
 
     __slots__ = (
         "_counts",
-        "_known",
-        "_places",
+        "_identity",
+        "_layout",
+        "_protected",
         "_storages",
         "_stream",
         "_tensors",
-        "_watched",
-        "away",
+        "detached",
         "state",
     )
 
     def __init__(
-        self, known: BoundaryLayout, tensors: list[Any], state: tuple[Tensor, ...]
+        self, layout: BoundaryLayout, tensors: list[Any], state: tuple[Tensor, ...]
     ) -> None:
-        """``state`` is what the next graph reads besides: parameters and buffers."""
-        self._known, self._tensors, self.state = known, tensors, state
-        # State and constants that must stay as they are.
-        held = known.constants.tensors
-        self._watched = state + held if held else state
-        self._counts = versions(chain(map(tensors.__getitem__, known.exposed), self._watched))
-        self._places = tuple(map(_POINTER, self._watched)), tuple(map(_DTYPE, self._watched))
-        self._stream = stream_under(tensors) if known.on_streams else None
-        self.away: list[_Away] = []
+        """Record the versions, addresses and dtypes to compare with.
+
+        Args:
+            layout: static facts about the boundary.
+            tensors: the residuals, in the order of ``layout.names``.
+            state: parameters and buffers that the next graph reads.
+        """
+        self._layout, self._tensors, self.state = layout, tensors, state
+        constants = layout.constants.tensors
+        self._protected = state + constants if constants else state
+        self._counts = versions(chain(map(tensors.__getitem__, layout.exposed), self._protected))
+        self._identity = tuple(map(_POINTER, self._protected)), tuple(map(_DTYPE, self._protected))
+        self._stream = stream_under(tensors) if layout.on_streams else None
+        self.detached: list[DetachedStorage] = []
         self._storages: Mapping[StorageKey, PlacedStorage] | None = None
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """Without the numbers; None where a kernel gave nothing."""
+        """The residuals without the numbers; None where a kernel returned nothing."""
         return [value for value in self._tensors if not isinstance(value, _NUMBERS)]
 
     @property
     def fixed(self) -> tuple[Tensor, ...]:
         """State and constants that the next graph, or one after it, reads."""
-        return (*self.state, *self._known.constants.tensors)
+        return (*self.state, *self._layout.constants.tensors)
 
     def drop_tensors(self) -> None:
-        """Release the tensors: autograd keeps them, packed by the user's hooks."""
+        """Drop the tensors: autograd keeps them, packed by the user's saved-tensor hooks."""
         self._storages = None
         self._tensors = [v if isinstance(v, _NUMBERS) else None for v in self._tensors]
 
     def restore_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Restore the tensors as the user's hooks unpacked them."""
-        given = iter(tensors)
-        back = [v if isinstance(v, _NUMBERS) else next(given) for v in self._tensors]
-        self._tensors = self._apart(back)  # the hooks may keep what they gave
+        unpacked = iter(tensors)
+        values = [v if isinstance(v, _NUMBERS) else next(unpacked) for v in self._tensors]
+        self._tensors = self._without_donation(values)  # the hooks may keep what they returned
         self._recount()
 
     def is_shared(self, place: int) -> bool:
-        """Whether others than torch can write into the tensor's memory: NumPy, other processes."""
+        """Whether code outside of torch (NumPy, another process) can write into the tensor at this
+        position.
+        """
         return is_shared(self._tensors[place])
 
-    def own(self, places: Collection[int]) -> None:
-        """Copy the tensors at these places, whose memory is somebody else's to write into."""
+    def copy_at(self, places: Collection[int]) -> None:
+        """Copy the tensors at these positions, whose memory the caller may write into."""
         if not places:
             return
-        self._tensors = own(self._tensors, places)
+        self._tensors = copied_at(self._tensors, places)
         self._recount()
 
     def copy_reachable(self, places: Iterable[int]) -> None:
-        """Copy those of the tensors at these places that anybody else can reach, who may write into
-        them where no version counter sees it: through NumPy, DLPack, ``.data``.
+        """Copy those of the tensors at these positions that something else refers to.
+
+        Its owner may write into them without a version counter noticing: through NumPy, DLPack or
+        ``.data``.
 
         Raises:
-            SplitError: one was written in place since the hand-over.
+            SplitError: one was written in place since the boundary.
         """
         tensors = self._tensors
-        there = [at for at in places if tensors and isinstance(tensors[at], Tensor)]
-        held = [at for at in there if any_referenced(map(tensors.__getitem__, (at,)))]
-        if held:
+        present = [at for at in places if tensors and isinstance(tensors[at], Tensor)]
+        reachable = [at for at in present if any_referenced(map(tensors.__getitem__, (at,)))]
+        if reachable:
             self._check_unwritten()
-            self.own(held)
+            self.copy_at(reachable)
 
     def storages(self) -> Mapping[StorageKey, PlacedStorage]:
-        """Storages that could be detached; looked for once, as each microbatch asks for those of
-        all others.
+        """Storages that can be detached; cached, because every microbatch reads those of all
+        others.
         """
         if self._storages is None:
             self._storages = detachable(self._tensors)
         return self._storages
 
-    def whole(self, place: int) -> Tensor:
-        """The storage of the tensor at a place, as bytes."""
+    def storage_bytes(self, place: int) -> Tensor:
+        """The whole storage of the tensor at a position, as bytes."""
         return whole_storage(self._tensors[place])
 
     def detach(self, storages: Iterable[PlacedStorage]) -> list[Tensor]:
-        """Give away some of ``storages()``, as bytes.
+        """Remove some of ``storages()`` and return them as bytes, ``torch.uint8`` [bytes].
 
         Raises:
-            SplitError: something was written in place since the hand-over.
+            SplitError: something was written in place since the boundary.
         """
         self._check_unwritten()
-        found = []
+        removed = []
         for places, size in storages:
             data = whole_storage(self._tensors[places[0]])
             views = [(at, StorageView.of(self._tensors[at])) for at in places]
-            self.away.append(_Away(views, size, data.device))
-            found.append(data)
+            self.detached.append(DetachedStorage(views, size, data.device))
+            removed.append(data)
             for at in places:
                 self._tensors[at] = None
         self._recount()
-        return found
+        return removed
 
     def attach(self, storages: Sequence[Tensor]) -> None:
-        """Take back what ``detach`` gave: the same bytes, in the same order, wherever they lie.
+        """Attach the storages that ``detach`` returned: the same bytes in the same order; their
+        addresses may differ.
 
         Raises:
-            SplitError: other storages than it gave; or something was written in place since the
-                hand-over.
+            SplitError: these are other storages; or something was written in place since the
+                boundary.
         """
         self._check_unwritten()
-        if len(storages) != len(self.away) or not all(map(_fits, self.away, storages)):
-            expected = [f"{each.bytes} bytes on {each.device}" for each in self.away]
-            given = [_described(each) for each in storages]
+        if len(storages) != len(self.detached) or not all(map(_fits, self.detached, storages)):
+            expected = [f"{gap.bytes} bytes on {gap.device}" for gap in self.detached]
+            received = [_described(data) for data in storages]
             raise SplitError(
                 f"expected the storages that were detached, {', '.join(expected) or 'none'}, as "
-                f"torch.uint8, each filling its own; got {', '.join(given) or 'none'}"
+                f"torch.uint8, each filling its own; got {', '.join(received) or 'none'}"
             )
-        for away, data in zip(self.away, storages, strict=True):
-            for at, view in away.views:
+        for gap, data in zip(self.detached, storages, strict=True):
+            for at, view in gap.views:
                 self._tensors[at] = view.over(data)
-        self.away = []
+        self.detached = []
         self._recount()
 
     def _count(self) -> tuple[int, ...]:
-        exposed = map(self._tensors.__getitem__, self._known.exposed)
-        return versions(chain(exposed, self._watched))
+        exposed = map(self._tensors.__getitem__, self._layout.exposed)
+        return versions(chain(exposed, self._protected))
 
     def _recount(self) -> None:
-        """Other tensors lie at some places, and nothing was written until now."""
-        self._storages, count = None, len(self._known.exposed)
+        """Record the versions anew after some tensors were replaced; nothing was written before."""
+        self._storages, count = None, len(self._layout.exposed)
         self._counts = self._count()[:count] + self._counts[count:]
 
-    def again(self) -> Residuals:
-        """A second set of the same residuals, for a backward that runs twice
-        (``retain_graph=True``).
-        """
+    def duplicate(self) -> Residuals:
+        """The same residuals once more, for a backward that runs twice (``retain_graph=True``)."""
         self._check_unwritten()
         twin = copy.copy(self)
-        twin._tensors = self._apart(self._tensors)
+        twin._tensors = self._without_donation(self._tensors)
         twin._recount()
         return twin
 
-    def _apart(self, tensors: Iterable[Any]) -> list[Any]:
-        """The tensors, copied where the next graph may write over them."""
-        found = list(tensors)
-        for at in self._known.donated if found else ():
-            if isinstance(found[at], Tensor):  # some kernels return None
-                found[at] = TensorSpec.of(found[at]).copy(found[at])
-        return found
+    def _without_donation(self, tensors: Iterable[Any]) -> list[Any]:
+        """The tensors, with copies of those that the next graph may overwrite."""
+        values = list(tensors)
+        for at in self._layout.donated if values else ():
+            if isinstance(values[at], Tensor):  # some kernels return None
+                values[at] = TensorSpec.of(values[at]).copy(values[at])
+        return values
 
     def take(self) -> list[Any]:
-        """The tensors, numbers and state, in one list; this object keeps none of them.
+        """Return the tensors, numbers and state in one list, and keep none of them.
 
         Raises:
-            SplitError: something was written in place since the hand-over, or a parameter or
-                constant has other data; names it.
+            SplitError: something was written in place since the boundary, or the data of a
+                parameter, buffer or constant were replaced; names it.
         """
-        watched, (places, dtypes) = self._watched, self._places
-        exposed = map(self._tensors.__getitem__, self._known.exposed)
-        if versions(chain(exposed, watched)) != self._counts:
+        protected, (addresses, dtypes) = self._protected, self._identity
+        exposed = map(self._tensors.__getitem__, self._layout.exposed)
+        if versions(chain(exposed, protected)) != self._counts:
             self._check_unwritten()
-        if tuple(map(_POINTER, watched)) != places or tuple(map(_DTYPE, watched)) != dtypes:
+        if tuple(map(_POINTER, protected)) != addresses or tuple(map(_DTYPE, protected)) != dtypes:
             self._check_unmoved()
         tensors, self._tensors = self._tensors, []
         self._storages = None
         if self._stream is not None:
             follow(self._stream, tensors)
         tensors += self.state
-        self.state = self._watched = ()
+        self.state = self._protected = ()
         return tensors
 
     def _check_unwritten(self) -> None:
+        """Raise ``SplitError`` if a version counter has moved since the boundary."""
         now = self._count()
         if now == self._counts:
             return
-        known = self._known
-        pairs = zip(known.watched(len(self._tensors)), self._counts, now, strict=True)
+        layout = self._layout
+        pairs = zip(layout.protected_names(len(self._tensors)), self._counts, now, strict=True)
         written = ", ".join(name for name, then, count in pairs if then != count)
         raise SplitError(
-            f"written in place between {known.when}: {written}. {known.first} before writing, or "
-            "write into a clone."
+            f"written in place between {layout.interval}: {written}. {layout.remedy} before "
+            "writing, or write into a clone."
         )
 
     def _check_unmoved(self) -> None:
-        known = self._known
-        names = known.watched(len(self._tensors))[len(known.exposed) :]
+        """Raise ``SplitError`` if state or a constant has other data than at the boundary."""
+        layout = self._layout
+        names = layout.protected_names(len(self._tensors))[len(layout.exposed) :]
         moved = ", ".join(
             name
-            for name, tensor, place, dtype in zip(names, self._watched, *self._places, strict=True)
+            for name, tensor, address, dtype in zip(
+                names, self._protected, *self._identity, strict=True
+            )
             if dtype is not tensor.dtype
-            or (place != tensor.data_ptr() and not allows_other_memory(tensor))
+            or (address != tensor.data_ptr() and not allows_other_memory(tensor))
         )
         if moved:
             raise SplitError(
-                f"moved, converted or given other data between {known.when}: {moved}. "
-                f"{known.first} before that."
+                f"moved, converted or replaced between {layout.interval}: {moved}. "
+                f"{layout.remedy} before that."
             )
 
 
@@ -470,19 +516,19 @@ def is_shared(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.untyped_storage().resizable()
 
 
-def own(values: Sequence[Any], places: Collection[int]) -> list[Any]:
-    """The values, with copies of the tensors at these places, as they lie in memory; those over
-    the same memory share one copy.
+def copied_at(values: Sequence[Any], places: Collection[int]) -> list[Any]:
+    """The values, with the tensors at these positions copied, strides kept. Tensors over the same
+    memory share one copy.
     """
-    found = list(values)
+    copied = list(values)
     if len(places) == 1:
         (at,) = places
-        if isinstance(found[at], Tensor) and found[at].is_contiguous():
-            found[at] = found[at].clone()
-            return found
+        if isinstance(copied[at], Tensor) and copied[at].is_contiguous():
+            copied[at] = copied[at].clone()
+            return copied
     copies: dict[tuple[int, int, torch.dtype], Tensor] = {}
     for at in places:
-        tensor = found[at]
+        tensor = copied[at]
         if not isinstance(tensor, Tensor) or not tensor.numel():
             continue
         size, stride = tensor.shape, tensor.stride()
@@ -490,5 +536,5 @@ def own(values: Sequence[Any], places: Collection[int]) -> list[Any]:
         key = (tensor.data_ptr(), span, tensor.dtype)
         if key not in copies:
             copies[key] = tensor.as_strided((span,), (1,)).clone()
-        found[at] = copies[key].as_strided(size, stride, 0)
-    return found
+        copied[at] = copies[key].as_strided(size, stride, 0)
+    return copied

@@ -188,7 +188,7 @@ class StageSpecializations(Specializations):
             inputs[:] = self._with(inputs)
         return known
 
-    def takes(self, args: Sequence[Tensor]) -> bool:
+    def accepts(self, args: Sequence[Tensor]) -> bool:
         """Whether these are inputs like the first ones, whatever their sizes."""
         first = self._like
         return len(args) == len(first.specs) and all(

@@ -361,7 +361,7 @@ class Runner:
         """
         stage = self._split_stages.get(module)
         with self._model.sharded.gathered(index):
-            if stage is not None and stage.takes(args):
+            if stage is not None and stage.accepts(args):
                 stage.prepare(args)
                 return stage
             try:

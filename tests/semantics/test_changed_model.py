@@ -135,7 +135,7 @@ def test_data_exchanged_between_forward_and_backward(change: Callable[[Any], Any
     split = autosplit.split(model)
     output = split(torch.randn(3, 4, requires_grad=True))
     change(model)
-    expected = r"moved, converted or given other data .*1\.weight\. Run the backward"
+    expected = r"moved, converted or replaced .*1\.weight\. Run the backward"
     with pytest.raises(SplitError, match=expected):
         output.sum().backward()
 
@@ -191,7 +191,7 @@ def test_constant_given_other_data() -> None:
     split = autosplit.split(scaled(), fullgraph=True)
     output = split(torch.randn(3, 4))
     split.scale.data = torch.ones(4)
-    with pytest.raises(SplitError, match=r"given other data .*: scale\. Run the backward"):
+    with pytest.raises(SplitError, match=r"replaced .*: scale\. Run the backward"):
         output.sum().backward()
 
 
