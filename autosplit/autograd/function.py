@@ -251,7 +251,9 @@ def _queue_or_run_weights(
             anchor, work, [node.variable for node in _sentinel_nodes(ctx)]
         )
     if functions.caller_memory:
-        positions = [p for p, at in functions.caller_memory if at in ctx.batch or deferred.is_shared(p)]
+        positions = [
+            p for p, at in functions.caller_memory if at in ctx.batch or deferred.is_shared(p)
+        ]
         deferred.copy_at(positions)
     if functions.visible_deferred:
         at_end_of_backward(partial(deferred.copy_reachable, functions.visible_deferred))
