@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autosplit import CaptureError, SplitError, Stage, split
 from autosplit.passes.graph import calls
-from autosplit.pipeline.engine.stages import footprint
+from autosplit.pipeline.engine.stage_memory import footprint
 from tests.gradients import assert_same_gradients
 from tests.microbatches import Twins, reference
 from tests.zoo import CASES, Made, SwiGLU, layered

@@ -19,7 +19,8 @@ from autosplit.mesh.dimensions import RankLayout
 from autosplit.passes import CollectiveCosts
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.host_store import HostStore, open_store
-from autosplit.pipeline.engine.stages import SplitStage, StageFactory
+from autosplit.pipeline.engine.stage_builder import SplitStage
+from autosplit.pipeline.engine.stage_protocols import StageFactory
 from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.default_group import is_positive, process_count, wait_limit

@@ -14,7 +14,7 @@ from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.moves import Moves
-from autosplit.pipeline.engine.stages import traced
+from autosplit.pipeline.engine.stage_builder import traced
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import MemoryRecorder, state_of

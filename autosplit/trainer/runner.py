@@ -32,21 +32,19 @@ from autosplit.device import generators_kept
 from autosplit.errors import CaptureError, PipelineError, PlanError
 from autosplit.pipeline.engine.autocast import WithAutocast
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
-from autosplit.pipeline.engine.executor import Executor, ForwardStage
+from autosplit.pipeline.engine.evaluation import ModuleStage, forward_only
+from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.host_store import HostStore
 from autosplit.pipeline.engine.moves import Moves
-from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
-from autosplit.pipeline.engine.stages import (
-    ModuleStage,
-    StageFactory,
-    TrainableStage,
+from autosplit.pipeline.engine.stage_builder import (
     build_stages,
     check_inputs,
     check_loss,
     compile_stages,
-    forward_only,
     traced,
 )
+from autosplit.pipeline.engine.stage_protocols import ForwardStage, StageFactory, TrainableStage
+from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.moves import has_moves

@@ -18,7 +18,9 @@ from autosplit.errors import AutosplitError, PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.builders.build import ScheduleRequest
-from autosplit.pipeline.engine.stages import SplitStage, StageFactory, TrainableStage, eval_mode
+from autosplit.pipeline.engine.evaluation import eval_mode
+from autosplit.pipeline.engine.stage_builder import SplitStage
+from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableStage
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import Timeline

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.stages import SplitStage
+from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.build import SplitOptions
 from autosplit.trainer.options import TrainerOptions

@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autosplit.pipeline import RunOptions, StageOptions
-from autosplit.pipeline.engine.stages import (
-    SplitStage,
-    StageFactory,
-    TrainableStage,
-)
+from autosplit.pipeline.engine.stage_builder import SplitStage
+from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableStage
 from autosplit.ranks.groups import disconnect
 from autosplit.text.figures import spread
 from autosplit.torch_internals.state import distinct_storage_bytes

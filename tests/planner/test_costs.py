@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autosplit.mesh.costs import DeviceSpeed
-from autosplit.pipeline.engine.stages import footprint
+from autosplit.pipeline.engine.stage_memory import footprint
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, block_stage, estimate, profile
 from autosplit.planner.meta_model import meta_model

@@ -164,7 +164,7 @@ def _tied_with_hook() -> None:
 
 Scenario = tuple[Callable[[], Any], int | None, str]
 OWN: dict[str, Any] = {"stage_factory": None}
-ONE_SCALAR = "loss_fn(output, target) must give one real scalar that depends on the parameters"
+ONE_SCALAR = "loss_fn(output, target) must return one real scalar that depends on the parameters"
 
 
 def step(**options: Any) -> Callable[[], None]:

@@ -131,11 +131,11 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer(loss_fn=complex_loss).step((X, Y)),
-            r"must give one real scalar .*; got complex64\[\]",
+            r"must return one real scalar .*; got complex64\[\]",
         ),
         (
             lambda: trainer(loss_fn=complex_loss).evaluate((X, Y)),
-            r"must give one real scalar .*; got complex64\[\]",
+            r"must return one real scalar .*; got complex64\[\]",
         ),
         (lambda: trainer().step(X), r"step\(\(x, y\)\), or step\(x, target=y\)"),
         (
@@ -144,7 +144,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer(model=[ByName(8, 8), nn.Bilinear(8, 8, 8)]).step((X, Y)),
-            "stage 0 must put out a tensor or a tuple of tensors, .*; got a dict",
+            "stage 0 must return a tensor or a tuple of tensors, .*; got a dict",
         ),
         (
             lambda: PipelineTrainer(

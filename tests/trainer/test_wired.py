@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.stages import dependence_of
+from autosplit.pipeline.engine.stage_builder import dependence_of
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import Source, StageDataflow, Wiring, routes_of
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule

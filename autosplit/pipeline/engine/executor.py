@@ -6,13 +6,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.moves import Moves
+from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport, added, arguments, output_gradients
@@ -21,43 +22,6 @@ from autosplit.pipeline.schedule.routes import incoming_messages, result_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.ranks.first_error import ActionError, LostPeerError, RankActivity
 from autosplit.stage import Stage
-
-# --- what is asked of stages ----------------------------------------------------------------------
-
-
-class ForwardStage(Protocol):
-    """What a stage must offer to run forward."""
-
-    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        """Outputs for ``inputs``; clears the list, so that each input dies at its last use."""
-        ...
-
-
-@runtime_checkable
-class BackwardStage(ForwardStage, Protocol):
-    """What a stage must offer to run backward; see ``autosplit.stage.Stage``.
-
-    Gradients come and go as lists with one entry per output or input, None where there is none.
-
-    What it may offer besides, as that class does, is asked for by name where it is needed:
-    ``recompute``, F again from its inputs, which ``forward(..., keep="inputs")`` keeps; and
-    ``held``, ``detach_held`` and ``attach_held``, for microbatches that move.
-    """
-
-    def backward_input(
-        self, microbatch: int, output_grads: list[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Input gradients; clears the list it is given."""
-        ...
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Add the weight gradients to the stage's accumulators."""
-        ...
-
-    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Both halves in one call; clears the list it is given."""
-        ...
-
 
 # --- a rank's row of steps ------------------------------------------------------------------------
 

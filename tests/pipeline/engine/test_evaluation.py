@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.stages import forward_only
+from autosplit.pipeline.engine.evaluation import forward_only
 from autosplit.pipeline.simulation.simulate import simulate
 
 

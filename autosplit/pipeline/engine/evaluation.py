@@ -1,0 +1,89 @@
+"""Evaluation of a pipeline: the forwards of a schedule, and stages that only run forward."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.stage_protocols import unsupported_output
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.torch_internals.state import preserve_modes, versions
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of ``schedule`` on the same ranks.
+
+    Each rank runs them in the order in which they could start if the rank were never busy. So no
+    action waits for one that its own rank could have run first.
+    """
+    order = sorted(
+        itertools.product(range(schedule.stages), range(schedule.microbatches)),
+        key=lambda pair: (sum(pair), pair),
+    )
+    return Schedule(
+        name=f"{schedule.name}, forward only",
+        stages=schedule.stages,
+        microbatches=schedule.microbatches,
+        ranks=tuple(
+            tuple(
+                Action(stage, ActionKind.FORWARD, microbatch)
+                for stage, microbatch in order
+                if schedule.placement[stage] == rank
+            )
+            for rank in range(len(schedule.ranks))
+        ),
+        placement=schedule.placement,
+        split_backward=False,
+    )
+
+
+class ModuleStage:
+    """A module as a stage that only runs forward.
+
+    Args:
+        module: the stage's module.
+        index: the stage's index in the pipeline.
+        shared: positions of arguments that other stages may take as well.
+    """
+
+    def __init__(self, module: nn.Module, index: int, shared: Sequence[int] = ()) -> None:
+        self._module = module
+        self._index = index
+        self._shared = shared
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        """The module's outputs; clears ``inputs``.
+
+        Raises:
+            PipelineError: the module returns neither a tensor nor a tuple of tensors, or writes
+                into an argument that other stages take.
+        """
+        args = tuple(inputs)
+        inputs.clear()
+        versions_before = versions(args[place] for place in self._shared)
+        outputs = self._module(*args)
+        if versions(args[place] for place in self._shared) != versions_before:
+            raise PipelineError(
+                f"stage {self._index} writes in place into an input that other stages take, so "
+                "they would read the changed values. Let its module write into a copy"
+            )
+        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+        if not isinstance(outputs, tuple | list) or not all(
+            isinstance(output, Tensor) for output in outputs
+        ):
+            raise unsupported_output(self._index, type(outputs))
+        return list(outputs)
+
+
+@contextlib.contextmanager
+def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode inside; restore the mode of every submodule afterwards."""
+    roots = list(modules)
+    with preserve_modes(roots):
+        for root in roots:
+            root.eval()
+        yield

@@ -1,0 +1,217 @@
+"""Builds the stages of a rank from their modules, and agrees with the other ranks on the tensors
+between stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.passes import CollectiveCosts
+from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, Dependence, TensorMeta
+from autosplit.pipeline.engine.stage_protocols import (
+    StageFactory,
+    TrainableStage,
+    unsupported_output,
+)
+from autosplit.pipeline.engine.transport import Receive, arguments
+from autosplit.pipeline.schedule.routes import StageDataflow
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
+from autosplit.ranks.groups import Groups
+from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.gradient_accumulation import GradientSums
+from autosplit.runtime.refusals import misfit
+from autosplit.stage import Stage
+from autosplit.torch_internals.pytree import is_flat
+
+
+@dataclass(frozen=True)
+class SplitStage:
+    """A ``StageFactory`` that makes an ``autosplit.Stage`` with these options.
+
+    If a stage's inputs need no gradient, no other stage waits for its I, which would only delay the
+    forwards after it. With ``defer_whole_backward``, the W of such a stage is the whole backward.
+
+    Raises:
+        SplitError: an unknown backend or memory setting (lists the known), or a
+            ``grad_dtype`` that is not floating-point.
+    """
+
+    backend: str = "eager"
+    memory: str | int = "balanced"
+    grad_dtype: torch.dtype | None = None
+    defer_whole_backward: bool = True
+    overlap: CollectiveCosts | None = None
+
+    def __post_init__(self) -> None:
+        SplitOptions(self.backend, self.memory, overlap=self.overlap)
+        GradientSums(self.grad_dtype)
+
+    @property
+    def split(self) -> SplitOptions:
+        """The options with which each stage is split."""
+        return SplitOptions(self.backend, self.memory, self.defer_whole_backward, self.overlap)
+
+    def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """Make a stage for ``module(*args)``; see ``StageFactory``.
+
+        Raises:
+            PipelineError: the module returns neither a tensor nor a tuple of tensors.
+        """
+        stage = Stage(module, args, index=index, **vars(self))
+        if not is_flat(spec := stage.functions.capture.output_spec):
+            raise unsupported_output(index, spec.type)
+        return stage
+
+
+def traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage]:
+    """The stages with graphs; a user's own factory may make stages without."""
+    return {index: stage for index, stage in stages.items() if isinstance(stage, Stage)}
+
+
+def check_inputs(
+    modules: Mapping[int, nn.Module], dataflow: StageDataflow, inputs: Sequence[Tensor | None]
+) -> None:
+    """Check a microbatch's inputs before stages are traced, which would raise a capture error.
+
+    Args:
+        modules: this rank's modules by stage. A submodule with a method ``check_inputs`` is asked.
+        dataflow: the dataflow between stages.
+        inputs: the inputs of one microbatch.
+
+    Raises:
+        PlanError: the batch size differs from the one for which the model was cut.
+        PipelineError: the first stage takes another number of inputs.
+    """
+    if dataflow.wiring is None:
+        if 0 in modules and (text := misfit(modules[0], inputs)):
+            raise PipelineError(f"stage 0 {text}; the batch has {len(inputs)} input(s)")
+        return
+    for index, module in modules.items():
+        sources = dataflow.wiring.inputs[index]
+        args = [inputs[source.position] if source.stage is None else None for source in sources]
+        for part in module.modules():
+            check: Any = getattr(part, "check_inputs", None)
+            if check is not None:
+                check(args)  # None for outputs of other stages
+
+
+def build_stages(
+    modules: Mapping[int, nn.Module],
+    stages: int,
+    dataflow: StageDataflow,
+    groups: Groups,
+    factory: StageFactory,
+    *,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    device: torch.device,
+) -> tuple[dict[int, TrainableStage], Boundaries]:
+    """Build this rank's stages, and agree on the tensors between all stages. Collective.
+
+    Stages are built one after another. The rank of each builds it for the outputs of the stages
+    before it, and shares the shapes of its outputs with all ranks.
+
+    Args:
+        modules: this rank's modules by stage, the last one with its loss.
+        stages: how many stages there are.
+        dataflow: the dataflow between stages.
+        groups: the trainer's process groups.
+        factory: makes a stage.
+        inputs: one microbatch's inputs, as examples; only those that this rank's stages take are
+            needed.
+        targets: one microbatch's targets, likewise; only the last stage's rank needs them.
+        device: the device of example inputs.
+
+    Raises:
+        PipelineError: the loss is not one floating scalar that needs a gradient.
+        LostPeerError: another rank failed or was not ready in time. Each stage has the whole
+            timeout.
+    """
+    built: dict[int, TrainableStage] = {}
+    boundaries = Boundaries()
+    dependence: list[Dependence | None] = []
+    for index in range(stages):
+        built_here: tuple[Boundary, Dependence | None] | None = None
+        if index in modules:
+            args = _examples(index, dataflow, boundaries, inputs, device)
+            if index == stages - 1:
+                args += targets
+            stage = built[index] = factory(modules[index], args, index=index)
+            metas = tuple([TensorMeta(*spec) for spec in stage.output_specs])
+            dataflow.check_outputs(index, len(metas))
+            if index == stages - 1:
+                check_loss(metas)
+            built_here = metas, dependence_of(stage, len(metas))
+        of_ranks = groups.gather(built_here, f"stage {index} to be built")
+        boundaries.known[index], rows = next(filter(None, of_ranks))
+        dependence.append(rows)
+    boundaries.settle_gradients(dependence, dataflow)
+    return built, boundaries
+
+
+def dependence_of(stage: TrainableStage, outputs: int) -> Dependence | None:
+    """For each output of a stage, the inputs that get a gradient from it; None: not known."""
+    inputs_given = getattr(stage, "inputs_given", None)
+    if inputs_given is None:
+        return None
+    return [inputs_given([at == one for at in range(outputs)]) for one in range(outputs)]
+
+
+_NO_TENSOR = "no tensor: return it as it is, without .item() or float()"
+
+
+def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
+    """Compile the graphs that the schedule runs. In a step, other ranks would wait for it."""
+    for index, stage in traced(stages).items():
+        row = schedule.ranks[schedule.placement[index]]
+        stage.compile([BACKWARDS[a.kind] for a in row if a.stage == index and a.kind in BACKWARDS])
+
+
+def _examples(
+    index: int,
+    dataflow: StageDataflow,
+    boundaries: Boundaries,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+) -> list[Tensor]:
+    """Example arguments of a stage, without targets."""
+
+    def outputs_of(stage: int) -> Receive:
+        metas = dataflow.select(boundaries.known[stage], stage, index)
+        return lambda: [_example(meta, device) for meta in metas]
+
+    receives = [outputs_of(stage) for stage in dataflow.sources(index)]
+    examples = arguments(index, dataflow, receives, lambda: [*inputs])()
+    return [example for example in examples if example is not None]
+
+
+def _example(meta: TensorMeta, device: torch.device) -> Tensor:
+    return torch.zeros(
+        meta.shape, dtype=meta.dtype, device=device, requires_grad=meta.requires_grad
+    )
+
+
+def check_loss(metas: Sequence[TensorMeta]) -> None:
+    """Refuse a last stage that does not return one scalar to differentiate.
+
+    Raises:
+        PipelineError: names the outputs.
+    """
+    scalar = [(len(meta.shape), meta.dtype.is_complex) for meta in metas] == [(0, False)]
+    if scalar and metas[0].requires_grad:
+        return
+    if scalar and not torch.is_grad_enabled():
+        raise PipelineError("training needs gradients: call the trainer outside torch.no_grad()")
+    outputs = ", ".join(
+        f"{meta}{'' if meta.requires_grad else ' without gradient'}" for meta in metas
+    )
+    raise PipelineError(
+        f"loss_fn(output, target) must return one real scalar that depends on the parameters, such "
+        f"as the mean over the microbatch; got {outputs or _NO_TENSOR}"
+    )

@@ -1,0 +1,85 @@
+"""Protocols of stages: the methods that the executor and the trainer call, and how a stage is made
+from a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+
+
+class ForwardStage(Protocol):
+    """A stage that can run forward."""
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        """Outputs for ``inputs``; clears the list, so that each input dies at its last use."""
+        ...
+
+
+@runtime_checkable
+class BackwardStage(ForwardStage, Protocol):
+    """A stage that can run backward; see ``autosplit.stage.Stage``.
+
+    Gradients are passed as lists with one entry per output or input, None where there is none.
+
+    Some methods are optional, and are looked up by name where they are needed: ``recompute`` runs F
+    again from the inputs that ``forward(..., keep="inputs")`` has kept; ``held``, ``detach_held``
+    and ``attach_held`` serve microbatches whose tensors are moved.
+    """
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Input gradients; clears ``output_grads``."""
+        ...
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add the weight gradients to the stage's accumulators."""
+        ...
+
+    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Both halves in one call: input gradients; clears ``output_grads``."""
+        ...
+
+
+class TrainableStage(BackwardStage, Protocol):
+    """A stage as the trainer uses it: besides its actions, its outputs and its gradients."""
+
+    @property
+    def output_specs(self) -> Sequence[tuple[torch.Size, torch.dtype, bool]]:
+        """Of each output, the shape, the dtype and whether it needs a gradient."""
+        ...
+
+    def publish(self) -> None:
+        """Add the accumulated gradients to the parameters' ``.grad`` and forget them."""
+        ...
+
+
+class StageFactory(Protocol):
+    """Makes a stage from a module, for the trainer."""
+
+    def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """Make a stage for ``module(*args)``.
+
+        Args:
+            module: the stage's module; the last stage's computes the loss.
+            args: example inputs with true shapes and dtypes and arbitrary values. Those with
+                ``requires_grad`` need a gradient.
+            index: the stage's index in the pipeline.
+        """
+        ...
+
+
+def unsupported_output(index: int, output_type: type) -> PipelineError:
+    """The error for a stage that returns neither a tensor nor a tuple of tensors."""
+    is_nested = issubclass(output_type, tuple | list)
+    name = "nested tuple or list" if is_nested else output_type.__name__
+    return PipelineError(
+        f"stage {index} must return a tensor or a tuple of tensors, which the next stage takes in "
+        f"this order; got a {name}"
+    )
