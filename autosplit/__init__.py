@@ -84,12 +84,10 @@ _FACES = ("passes", "pipeline", "pipelining")
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for, the planner and its pipeline only by
-    whoever plans.
-    """
+    """Import a public name at its first use, because most of them import all of torch."""
     if name in _FACES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return found
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value

@@ -17,9 +17,9 @@ Accelerator = tuple[str, ModuleType]
 
 @functools.cache
 def _accelerator() -> Accelerator | None:
-    """What this torch was built or extended for, which never changes; whether there are any."""
-    found = torch.accelerator.current_accelerator()
-    return None if found is None else (found.type, torch.get_device_module(found))
+    """The accelerator that this torch was built or extended for, or None. It never changes."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else (device.type, torch.get_device_module(device))
 
 
 def has_accelerator() -> bool:
@@ -28,31 +28,35 @@ def has_accelerator() -> bool:
 
 
 def accelerator_kind() -> str:
-    """The kind of device that may be here beside the CPU."""
-    found = _accelerator()
-    return "cuda" if found is None else found[0]
+    """The kind of accelerator of this torch; "cuda" if it has none."""
+    accelerator = _accelerator()
+    return "cuda" if accelerator is None else accelerator[0]
 
 
 def _in_use() -> Accelerator | None:
-    """The accelerator, if this process has set it up, which asking must not do."""
-    found = _accelerator()
-    if found is None:
+    """The accelerator, if this process has initialised it; asking does not initialise it."""
+    accelerator = _accelerator()
+    if accelerator is None:
         return None
-    _, module = found
-    return found if getattr(module, "is_initialized", module.is_available)() else None
+    _, module = accelerator
+    return accelerator if getattr(module, "is_initialized", module.is_available)() else None
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether the device runs later what it is given, in streams that torch knows."""
-    found = _accelerator()
-    return found is not None and found[0] == device.type and hasattr(found[1], "Stream")
+    """Whether the device runs work asynchronously, in streams of torch."""
+    accelerator = _accelerator()
+    return (
+        accelerator is not None
+        and accelerator[0] == device.type
+        and hasattr(accelerator[1], "Stream")
+    )
 
 
 def stream_under(tensors: Iterable[Tensor | None]) -> torch.Stream | None:
-    """The stream on which tensors are being made; None where none is on an accelerator."""
-    if (found := _in_use()) is None:
+    """The current stream of the tensors' accelerator; None if no tensor is on one."""
+    if (accelerator := _in_use()) is None:
         return None
-    kind, module = found
+    kind, module = accelerator
     lie_on = (t.device for t in tensors if isinstance(t, Tensor) and t.device.type == kind)
     device = next(lie_on, None)
     if device is None or not hasattr(module, "Stream"):
@@ -61,8 +65,8 @@ def stream_under(tensors: Iterable[Tensor | None]) -> torch.Stream | None:
 
 
 def follow(stream: torch.Stream | None, tensors: Sequence[Tensor | None]) -> None:
-    """Have the current stream wait for what ``stream`` was given, and the tensors' memory for what
-    the current one is given: the allocator thinks of the stream that they were made on only.
+    """Make the current stream wait for ``stream``, and record the tensors on the current stream.
+    The allocator would otherwise know only the stream on which they were allocated.
     """
     if stream is None:
         return
@@ -76,7 +80,7 @@ def follow(stream: torch.Stream | None, tensors: Sequence[Tensor | None]) -> Non
 
 
 def done_so_far(device: torch.device) -> torch.Event | None:
-    """What the current stream was given until now; None where there are no streams."""
+    """An event after all present work of the current stream; None without streams."""
     if not has_streams(device):
         return None
     event = torch.Event(device)
@@ -85,27 +89,27 @@ def done_so_far(device: torch.device) -> torch.Event | None:
 
 
 def settle(device: torch.device) -> None:
-    """Wait on the host for what the current stream was given."""
+    """Wait on the host until the current stream has finished."""
     if has_streams(device):
         torch.accelerator.current_stream(device).synchronize()
 
 
 def take_over(tensors: Iterable[Tensor]) -> None:
-    """Tell the allocator that the current stream uses tensors that another one made."""
+    """Tell the allocator that the current stream uses tensors of another one."""
     for tensor in tensors:
         if has_streams(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 class OwnStream:
-    """A stream beside the current one; on the CPU nothing."""
+    """A further stream of a device; on the CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device) if has_streams(device) else None
 
     @contextlib.contextmanager
-    def behind(self, event: torch.Event | None) -> Iterator[None]:
-        """Give this stream what is launched inside, to do behind ``event``."""
+    def after(self, event: torch.Event | None) -> Iterator[None]:
+        """Launch the work of the ``with`` block on this stream, after ``event``."""
         if self._stream is None:
             yield
             return
@@ -116,17 +120,17 @@ class OwnStream:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Where the generator that a device draws from by default stands."""
+    """The state of a device's default generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     module = torch.get_device_module(device)
-    # There is one of Metal, and no way to say which.
+    # Metal has one generator, and its function takes no device.
     state: Tensor = module.get_rng_state(*([] if device.type == "mps" else [device]))
     return state
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Have it stand there."""
+    """Set the state of a device's default generator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
         return
@@ -147,15 +151,14 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the generators back at the end: the CPU's, and those of accelerators that this process
-    uses.
+    """Restore the generators at the end: the CPU's, and those of accelerators in use.
 
-    Left to itself torch would set up every GPU of the machine, after which processes cannot be
-    forked any more, and warn that there are several.
+    ``torch.random.fork_rng`` would initialise every GPU of the machine, after which processes
+    cannot be forked, and warn that there are several.
     """
     devices = [torch.device("cpu")]
-    if (found := _in_use()) is not None:
-        kind, module = found
+    if (accelerator := _in_use()) is not None:
+        kind, module = accelerator
         devices += [torch.device(kind, index) for index in range(module.device_count())]
     states = [(device, generator_state(device)) for device in devices]
     try:
@@ -166,39 +169,39 @@ def generators_kept() -> Iterator[None]:
 
 
 class GeneratorStates(NamedTuple):
-    """States of the generators that a graph may draw from: the CPU's, and by accelerator its."""
+    """States of the generators that a graph may draw from: the CPU's, and each accelerator's."""
 
     cpu: Tensor
     accelerators: Mapping[torch.device, Tensor]
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> GeneratorStates:
-        """Those of the devices that these tensors lie on, as they are now."""
-        found = _accelerator()
-        kind = None if found is None else found[0]
+        """The present states for the devices of these tensors."""
+        accelerator = _accelerator()
+        kind = None if accelerator is None else accelerator[0]
         devices = {tensor.device for tensor in tensors if tensor.device.type == kind}
-        return cls(torch.get_rng_state(), {each: generator_state(each) for each in devices})
+        return cls(torch.get_rng_state(), {device: generator_state(device) for device in devices})
 
     @classmethod
     def on(cls, device: torch.device) -> GeneratorStates:
-        """The states of the CPU's generator and of that of ``device``, as they are now."""
+        """The present states of the CPU's generator and of that of ``device``."""
         beside = {} if device.type == "cpu" else {device: generator_state(device)}
         return cls(torch.get_rng_state(), beside)
 
     def unchanged(self) -> bool:
-        """Whether the generators still stand there."""
+        """Whether the generators still have these states."""
         now = ((generator_state(device), state) for device, state in self.accelerators.items())
         return torch.equal(torch.get_rng_state(), self.cpu) and all(torch.equal(*s) for s in now)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Draw inside from these states; afterwards the generators are as they were before."""
+        """Draw from these states in the ``with`` block; restore the generators afterwards."""
         with generators_kept():
             self.restore()
             yield
 
     def restore(self) -> None:
-        """Draw from these states from now on."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
         for device, state in self.accelerators.items():
             set_generator_state(device, state)

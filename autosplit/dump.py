@@ -1,11 +1,10 @@
-"""The graphs of a split module: ``report()``, what they cost and the tensors on their boundaries,
-as text tables; ``dump()``, readable, runnable files, with a folder for each kind of block that a
-model has several of.
+"""Show the graphs of a split module. ``report()`` returns their costs and the tensors on their
+boundaries as text tables. ``dump()`` writes readable, runnable files, with a folder for each kind
+of repeated block.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 from collections import defaultdict
@@ -14,59 +13,15 @@ from collections.abc import Iterable, Mapping
 from tabulate import tabulate
 from torch import fx
 
-from autosplit.passes.analysis.aliasing import distinct_bytes, is_view, storage_bytes, storage_root
+from autosplit.passes.analysis.aliasing import distinct_bytes, is_view
+from autosplit.passes.analysis.boundary import BoundaryTensor, boundary_tensors, total_bytes
 from autosplit.passes.analysis.operator_cost import graph_flops, weight_flops
-from autosplit.passes.graph import Kind, calls, descendants, inputs, outputs, source_line
+from autosplit.passes.graph import Kind, calls, inputs, outputs
 from autosplit.passes.lowering import codegen
-from autosplit.passes.lowering.codegen import value_text
 from autosplit.passes.subgraph import Subgraph, subgraphs
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.text.figures import few, size_text
+from autosplit.text.figures import few, short_source, size_text
 from autosplit.text.files import writing
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundaryTensor:
-    """A saved or deferred tensor.
-
-    Attributes:
-        name: module and use, see ``passes/partition/split_graphs.py``.
-        shape: dtype and shape.
-        bytes: storage it keeps alive; 0 where a tensor above it in the table counts it.
-        source: the user's line that made it, or an empty string.
-        consumers: what the next graph computes from it.
-    """
-
-    name: str
-    shape: str
-    bytes: int
-    source: str
-    consumers: tuple[str, ...]
-
-
-def boundary_tensors(
-    giver: fx.GraphModule, taker: fx.GraphModule, kind: Kind
-) -> list[BoundaryTensor]:
-    """Every tensor of the given kind that ``giver`` returns and ``taker`` takes."""
-    taken = {role.name: node for role, node in inputs(taker.graph, kind).items()}
-    results = [(role, value) for role, value in outputs(taker.graph) if isinstance(value, fx.Node)]
-    counted: set[fx.Node] = set()
-    rows = []
-    for role, value in outputs(giver.graph, kind):
-        root = storage_root(value)
-        size = 0 if root in counted else storage_bytes(root)
-        counted.add(root)
-        reached = descendants([taken[role.name]])
-        consumers = tuple(r.name for r, v in results if v in reached and r.kind is not kind)
-        shape = value_text(value.meta["val"])
-        rows.append(BoundaryTensor(role.name, shape, size, source_line(value), consumers))
-    return rows
-
-
-def total_bytes(rows: list[BoundaryTensor]) -> int:
-    """Bytes of distinct storage on the boundary."""
-    return sum(row.bytes for row in rows)
-
 
 _TITLES = {
     "forward": "F  forward",
@@ -101,7 +56,7 @@ def report(functions: SplitFunctions, title: str) -> str:
 
 
 def specialized_text(functions: SplitFunctions) -> list[str]:
-    """For which backwards there are graphs beside those of the tables."""
+    """The sets of missing gradients for which specialised graphs exist."""
     return [
         f"Backwards without a gradient of {few(sorted(missing), 3)} run I and W of their own, "
         "compiled at the first of them, without what only these outputs need. The tables here and "
@@ -111,19 +66,21 @@ def specialized_text(functions: SplitFunctions) -> list[str]:
 
 
 def sizes_text(functions: SplitFunctions) -> list[str]:
-    """For which sizes the graphs hold, where that is more than those of one call."""
+    """The dimensions for whose sizes the graphs hold, if they are symbolic."""
     sizes, names = functions.capture.sizes, functions.capture.inputs
     if sizes is None:
         return []
-    found = [
+    columns = [
         f"{names[at]} along dimension {' and '.join(map(str, sorted(dimensions)))}"
         for at, dimensions in sorted(sizes.dimensions.items())
     ]
-    return [f"Captured for any size of {', '.join(found)}; figures are for the first that varied."]
+    return [
+        f"Captured for any size of {', '.join(columns)}; figures are for the first that varied."
+    ]
 
 
 def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
-    """A row a graph: operators, views, FLOPs, bytes in and out (distinct storage)."""
+    """One row per graph: operators, views, FLOPs, bytes in and out (distinct storage)."""
     graphs = functions.graphs.graphs()
     rows = [[title, *_graph_row(graphs[name])] for name, title in _TITLES.items() if name in graphs]
     headers = ["graph", "ops", "views", "GFLOPs", "state in", "other in", "out"]
@@ -132,7 +89,7 @@ def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
 
 
 def share_text(waiting: int, early: int) -> str:
-    """Which share of weight gradients' products W does, of the graphs that run."""
+    """The share of the weight gradients' FLOPs that W computes."""
     if not waiting + early:
         return "none takes a matrix product or convolution that torch counts"
     share = f"{100 * waiting / (waiting + early):.1f} %"
@@ -141,19 +98,21 @@ def share_text(waiting: int, early: int) -> str:
 
 
 def inseparable_table(functions: SplitFunctions, style: str = "simple") -> str:
-    """A row a parameter whose gradient cannot wait, and the operator that makes it."""
+    """One row per parameter whose gradient cannot be deferred, with the operator that computes
+    it.
+    """
     rows = list(functions.dependence.inseparable.items())
     return tabulate(rows, ["parameter", "operator"], tablefmt=style, disable_numparse=True)
 
 
 def boundary_table(rows: list[BoundaryTensor], style: str) -> str:
-    """A row a tensor, the largest first."""
+    """One row per tensor, the largest first."""
     ordered = sorted(rows, key=lambda row: -row.bytes)
     table = [
         [row.name, row.shape, size_text(row.bytes), short_source(row.source), few(row.consumers)]
         for row in ordered
     ]
-    headers = ["tensor", "shape", "bytes", "made at", "for the gradient of"]
+    headers = ["tensor", "shape", "bytes", "computed at", "for the gradient of"]
     align = ("left", "left", "right", "left", "left")
     if not table:
         return "(no tensors)"
@@ -161,22 +120,9 @@ def boundary_table(rows: list[BoundaryTensor], style: str) -> str:
 
 
 def _giga(count: int) -> str:
-    """Billions; in powers of ten where they would read as none."""
+    """Billions; small ones in scientific notation."""
     value = count / 1e9
     return f"{value:.3f}" if value >= 5e-4 or not count else f"{value:.1e}"
-
-
-def milliseconds(seconds: float) -> str:
-    """The number of milliseconds, in three digits where it is small."""
-    value = 1e3 * seconds
-    return f"{value:,.1f}" if value >= 10.0 or value == 0.0 else f"{value:.3g}"
-
-
-def short_source(line: str) -> str:
-    """``file.py:12 code`` without the folder, cut to fit a table."""
-    path, _, code = line.partition(" ")
-    text = f"{os.path.basename(path)} {code}".strip()
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _graph_row(module: fx.GraphModule) -> list[str]:
@@ -201,9 +147,9 @@ _HALVES = ("forward", "backward_input", "backward_weight")
 
 def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) -> None:
     """Write ``joint.py``, ``forward.py``, ``backward_input.py``, ``backward_weight.py``,
-    ``backward.py`` and ``boundary.md``; and for a backend that generates code, that of every graph
-    that was compiled so far, as ``forward.generated.py``. Where the graphs call blocks, each kind
-    of block has a folder of its own, with F, I and W.
+    ``backward.py`` and ``boundary.md``; and for a backend that generates code, the code of every
+    graph that is compiled so far, as ``forward.generated.py``. Each kind of repeated block has a
+    folder of its own, with F, I and W.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -225,23 +171,23 @@ def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) 
 
 
 def _kinds(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[str, fx.GraphModule]]:
-    """Kind of block -> its F, I and W by name, of those that graphs call."""
+    """The graphs of each kind of called block, by kind and name."""
     kinds: dict[str, dict[str, fx.GraphModule]] = defaultdict(dict)
-    for called in (each for module in graphs for each in subgraphs(module.graph)):
+    for called in (subgraph for module in graphs for subgraph in subgraphs(module.graph)):
         kind, half = _kind_of(called)
         kinds[kind][half] = called.module
     return kinds
 
 
 def _kind_of(called: Subgraph) -> tuple[str, str]:
-    """The kind of block that a graph is of, and which of its graphs that is."""
+    """The kind of block of a called graph, and its name: forward, backward_input, ..."""
     half = next(half for half in _HALVES if called.name.endswith(f"_{half}"))
     return called.name.removesuffix(f"_{half}"), half
 
 
 _CALLS = """
 
-# Blocks that it calls, from their folders.
+# The blocks that it calls, from their folders.
 import pathlib
 import runpy
 
@@ -273,7 +219,7 @@ def _source(
 
 
 def _boundary(functions: SplitFunctions, title: str) -> str:
-    """What the graphs cost, and all tensors that cross between them, those of blocks included."""
+    """Costs of the graphs, and all tensors that cross between them, blocks included."""
     graphs = functions.graphs
     parts = [f"# {title}", graph_table(functions, "github")]
     if graphs.backward and graphs.backward_input and graphs.backward_weight:

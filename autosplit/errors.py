@@ -1,26 +1,39 @@
-"""Every error autosplit raises on purpose, and the warning that splitting gains little.
+"""Every error that autosplit raises on purpose, and the warning that splitting gains little.
 
-A message says what was expected, what came, and what to do; where a graph knows
-the user's source line, the message names it.
+A message says what was expected, what came, and what to do. It names the user's source line if a
+graph knows it. Each class has the page of the docs that explains it; tracebacks end with it.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import ClassVar
 
 _ENOUGH = 0.5
 
 
 class AutosplitError(Exception):
-    """Base of every error raised by autosplit."""
+    """Base of every error raised by autosplit.
+
+    Attributes:
+        page: the page of the docs about errors of this class, and its section.
+    """
+
+    page: ClassVar[str] = "docs/index.md"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"More: {self.page}")
 
 
 class CaptureError(AutosplitError):
     """A module could not be traced into one joint forward/backward graph.
 
     Attributes:
-        because: why, and what to do, in a line, for those who go on without that graph.
+        because: why, and what to do, in a line, for callers that go on without that graph.
     """
+
+    page = "docs/limitations.md#models"
 
     def __init__(self, message: str = "", *, because: str = "") -> None:
         super().__init__(message)
@@ -32,51 +45,57 @@ class FailingCallError(CaptureError):
 
 
 class RecursiveCallError(FailingCallError):
-    """The forward calls the split module that is made of it."""
+    """The forward calls the split module that was made from it."""
 
 
 class FirstCallError(CaptureError):
-    """A first call is to be run as it is, for what it does once; the next can be traced."""
+    """The first call has effects that happen once, so it must run untraced; the next is traced."""
 
 
 class PythonStateError(CaptureError):
-    """The forward changes Python state, constructs an object, such as a module, or takes a lock, to
-    do either, which no graph holds: often its first call alone does.
+    """The forward changes Python state, constructs an object such as a module, or takes a lock,
+    none of which a graph can record. Often only the first call does: run it once before.
     """
 
 
 class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 
+    page = "docs/limitations.md#what-waiting-changes"
+
 
 class CheckError(SplitError):
     """``AUTOSPLIT_CHECK=1`` found a gradient, a write or a hook unlike plain autograd's."""
 
+    page = "docs/debugging.md"
+
 
 class ShardedError(SplitError):
-    """A model is sharded (FSDP) where whole parameters are needed, or in a way that cannot be taken
-    apart; or its parameters are DTensors that cannot be trained.
+    """A model is sharded (FSDP) where whole parameters are needed, or in an unsupported way; or its
+    parameters are DTensors that cannot be trained.
     """
+
+    page = "docs/sharded.md"
 
 
 class BackendError(SplitError):
-    """A backend cannot compile a graph, or not for this machine."""
+    """A backend cannot compile a graph, or does not support this machine."""
 
 
 class DeferralWarning(UserWarning):
-    """Less than half of a module's weight gradients can wait for ``backward_weight()``."""
+    """Less than half of a module's weight gradients can be deferred to ``backward_weight()``."""
 
     @classmethod
     def issue(cls, name: str, share: float, because: str) -> bool:
-        """Warn if there is reason to.
+        """Warn if the share is below one half.
 
         Args:
             name: of the module.
-            share: of its weight gradients that can wait.
+            share: of its weight gradients that can be deferred.
             because: why others cannot.
 
         Returns:
-            Whether there was.
+            Whether it warned.
         """
         if share >= _ENOUGH:
             return False
@@ -89,34 +108,48 @@ class DeferralWarning(UserWarning):
 class AnomalyError(SplitError, RuntimeError):
     """A gradient has a NaN under ``torch.autograd.detect_anomaly()``; a RuntimeError, too."""
 
+    page = "docs/debugging.md"
+
 
 class ScheduleError(AutosplitError):
     """A pipeline schedule is unknown, malformed or illegal."""
 
+    page = "docs/schedules.md"
+
 
 class DeadlockError(ScheduleError):
-    """A pipeline schedule whose ranks wait for each other in a circle."""
+    """A pipeline schedule whose ranks wait for each other in a cycle."""
+
+    page = "docs/nccl.md"
 
 
 class PipelineError(AutosplitError):
     """A pipeline run failed: wrong input, a failed rank, a lost peer, a timeout."""
 
+    page = "docs/pipelines.md"
+
 
 class BatchError(PipelineError):
-    """No rank ran anything of a batch, as one refuses it; the trainer takes the next."""
+    """A rank refuses a batch, so no rank has run any of it. The trainer accepts the next batch."""
 
 
 class FactoryError(PipelineError):
-    """A function that a command names is not there, or returns no model with example inputs."""
+    """A command's factory does not exist, or does not return a model with example inputs."""
+
+    page = "docs/command-line.md"
 
 
 class PlanError(AutosplitError):
-    """A model cannot be cut, costed or planned as asked."""
+    """A model cannot be cut, measured or planned as requested."""
+
+    page = "docs/planner.md"
 
 
 class CheckpointError(AutosplitError):
     """A checkpoint cannot be read, or does not fit the model."""
 
+    page = "docs/checkpoints.md"
+
 
 class OutputError(AutosplitError):
-    """A file or folder that was asked for cannot be written."""
+    """An output file or folder cannot be written."""

@@ -1,7 +1,6 @@
-"""Timelines as files: pictures, and Chrome traces for Perfetto (https://ui.perfetto.dev) or
-chrome://tracing.
+"""Write timelines as pictures, and as Chrome traces for Perfetto (https://ui.perfetto.dev).
 
-A trace's format is the JSON object form of Google's "Trace Event Format".
+A trace has the JSON object form of Google's "Trace Event Format".
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ Event = dict[str, Any]
 
 
 def write_chrome_trace(rows: Rows, path: str | Path, memory: StepMemory | None = None) -> None:
-    """Write a trace: one process a timeline, labelled with its step and bubble, one thread a rank,
-    one slice an action; the moves of memory and reductions of a rank have a thread of their own,
-    for they go on meanwhile.
+    """Write a trace with one process per timeline, labelled with its step and bubble, one thread
+    per rank, and one slice per action. A rank's moves and reductions have a thread of their own,
+    because they overlap with computation.
 
-    Every timeline starts at 0. Arrows lead from an action to those on other ranks that need
-    its result: activations from F to F, gradients from I or B back to I or B.
+    Every timeline starts at 0. Arrows lead from an action to those on other ranks that need its
+    result: activations from F to F, gradients from I or B to I or B.
 
     Args:
         rows: timelines and their names.
         path: the file.
-        memory: what ranks held in the first of them; a track a rank.
+        memory: of the first timeline; one track per rank.
 
     Raises:
         AutosplitError: no timeline.
@@ -58,12 +57,12 @@ def write_chrome_trace(rows: Rows, path: str | Path, memory: StepMemory | None =
     )
     if memory is not None:
         origin = min(span.start for span in rows[0][1].spans)
-        events += "".join(f",\n{json.dumps(event)}" for event in _held(memory, origin))
+        events += "".join(f",\n{json.dumps(event)}" for event in _memory_events(memory, origin))
     text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
     write_text(path, text)
 
 
-def _held(memory: StepMemory, origin: float) -> Iterator[Event]:
+def _memory_events(memory: StepMemory, origin: float) -> Iterator[Event]:
     for rank, bands in enumerate(memory.bands):
         for band in bands:
             yield {
@@ -86,7 +85,7 @@ def _process(
         yield _metadata(process, "thread_name", rank, name=f"rank {rank}")
         yield _metadata(process, "thread_sort_index", rank, sort_index=rank)
     moving = sorted({span.rank for span in timeline.spans if span.action.kind.is_move})
-    for rank in moving:  # beside what the rank computes meanwhile
+    for rank in moving:  # moves overlap with the rank's computation
         yield _metadata(
             process, "thread_name", timeline.ranks + rank, name=f"rank {rank}: transfers"
         )
@@ -99,8 +98,8 @@ def _process(
         yield from _arrow(process, next(arrow_ids), maker, consumer, origin)
 
 
-def _metadata(process: int, what: str, thread: int = 0, **args: object) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+def _metadata(process: int, kind: str, thread: int = 0, **args: object) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
 
 
 def _slice(process: int, span: Span, origin: float, thread: int) -> Event:
@@ -118,7 +117,7 @@ def _slice(process: int, span: Span, origin: float, thread: int) -> Event:
 
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
-    """Pairs of spans on different ranks of which the second needs the first one's result."""
+    """Yield pairs of spans on different ranks in which the second needs the first one's result."""
     dataflow = StageDataflow(1 + max((span.action.stage for span in timeline.spans), default=0))
     makers = {result_of(span.action): span for span in timeline.spans}
     for consumer in timeline.spans:
@@ -146,7 +145,7 @@ def _arrow(
 
 
 def _nudge(span: Span) -> float:
-    """Seconds from a slice's edge to its arrow: an arrow on the edge may bind to a neighbour."""
+    """Seconds from a slice's edge to its arrow. An arrow on the edge may bind to a neighbour."""
     return min(1e-6, (span.end - span.start) / 2)
 
 
@@ -159,8 +158,8 @@ def _microseconds(seconds: float) -> float:
 
 _FORMATS = (".pdf", ".png", ".svg")
 
-# Okabe and Ito's palette: told apart under every common colour blindness. Label, fill, and ink of
-# the text inside.
+# Okabe and Ito's palette, distinguishable under every common colour blindness: label, fill, and the
+# colour of the text inside.
 _STYLES = {
     ActionKind.FORWARD: ("F  forward", "#0072B2", "white"),
     ActionKind.BACKWARD_INPUT: ("I  backward input", "#E69F00", "black"),
@@ -198,12 +197,12 @@ def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) ->
 
 
 def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
-    """Panels under each other, one a timeline, each starting at 0 ms, all to one scale.
+    """Draw one panel per timeline, each starting at 0 ms, all to one scale.
 
-    A bar is one action (its gid is PANEL/RANK/ACTION, as in "0/1/1F0"), labelled with its
-    kind and microbatch where there is room, or with the whole action where a rank holds
-    several stages. The share of the makespan in which a rank computes nothing stands at the end of
-    its row; what goes on beside computation is in traces, and not drawn here.
+    A bar is one action (its gid is PANEL/RANK/ACTION, as in "0/1/1F0"). If there is room, it is
+    labelled with its kind and microbatch, or with the whole action if a rank has several stages.
+    The end of each row shows the rank's idle share of the makespan. Moves and reductions are in
+    traces only.
 
     Raises:
         AutosplitError: no timeline, one in which nothing is computed, or no matplotlib.
@@ -214,7 +213,7 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
         if not any(timeline.busy(rank) for rank in range(timeline.ranks)):
             raise AutosplitError(f"nothing to draw: no rank computes in the timeline {name!r}")
     heights = [timeline.ranks for _, timeline in rows]
-    busiest = max(max(Counter(s.rank for s in each.spans).values()) for _, each in rows)
+    busiest = max(max(Counter(s.rank for s in timeline.spans).values()) for _, timeline in rows)
     width = min(22.0, max(11.0, 2.0 + 0.2 * busiest))
     height = 1.0 + min(0.42, max(0.2, 14.0 / sum(heights))) * sum(heights) + 0.4 * len(rows)
     try:
@@ -239,7 +238,7 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
 
 
 def _draw_panel(axes: Axes, index: str, name: str, timeline: Timeline) -> None:
-    """All but the bars."""
+    """Draw axes, titles and idle time of a panel."""
     ranks, makespan = range(timeline.ranks), 1e3 * timeline.makespan
     axes.set_ylim(timeline.ranks - 0.5, -0.5)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
@@ -327,37 +326,38 @@ def write_timeline(
     title: str = "Timeline",
     memory: StepMemory | None = None,
 ) -> None:
-    """Write what ran when, such as ``trainer.timeline()``, into a file; its suffix says as what.
+    """Write a timeline, such as ``trainer.timeline()``, into a file; the suffix names the format.
 
     Args:
         timeline: of a step, measured or simulated.
         path: ``.json`` for a Chrome trace, to be opened in https://ui.perfetto.dev; ``.pdf``,
             ``.png`` or ``.svg`` for a picture.
         title: its name.
-        memory: what ranks held meanwhile, as ``trainer.memory()`` tells it; traces show it.
+        memory: of the same step, as ``trainer.memory()`` returns it; only traces show it.
 
     Raises:
-        AutosplitError: another suffix, nothing in it is computed, memory for a picture, or no
-            matplotlib for one.
+        AutosplitError: another suffix, a timeline without computation, memory for a picture, or
+            matplotlib is not installed.
         OutputError: the file cannot be written.
     """
     if Path(path).suffix.lower() == ".json":
         write_chrome_trace([(title, timeline)], path, memory)
     elif memory is not None:
-        raise AutosplitError(f"traces show memory, pictures do not: name {str(path)!r} .json")
+        raise AutosplitError(
+            f"traces show memory, pictures do not: give {str(path)!r} the suffix .json"
+        )
     else:
         draw_timelines([("", timeline)], path, title=title)
 
 
 def write_timelines(rows: Rows, folder: Path, *, title: str, trace_rows: Rows = ()) -> list[Path]:
-    """``trace.json``, and ``timeline.png`` where matplotlib is there; returns the paths of what was
-    written.
+    """Write ``trace.json``, and ``timeline.png`` if matplotlib is installed; return their paths.
 
     Args:
         rows: timelines and their names.
-        folder: made where it is not there.
+        folder: created if it does not exist.
         title: of the picture.
-        trace_rows: what the trace shows; none: the rows.
+        trace_rows: timelines for the trace; default: ``rows``.
 
     Raises:
         AutosplitError: nothing to show.

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import dtype_abbrs  # type: ignore[attr-defined]
 
 from .memory_policy import BALANCED, Memory, Price
 
@@ -250,6 +251,16 @@ def descendants(roots: list[fx.Node]) -> set[fx.Node]:
             seen.add(node)
             stack.extend(node.users)
     return seen
+
+
+def value_text(value: object) -> str:
+    """``f32[2, 3]`` for a tensor, the text of anything else, a tuple for several."""
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(str(size) for size in value.shape)
+        return f"{dtype_abbrs.get(value.dtype, str(value.dtype))}[{shape}]"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(value_text(item) for item in value) + ")"
+    return str(value)
 
 
 def source_line(node: fx.Node) -> str:

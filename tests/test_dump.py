@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.dump import short_source
 from autosplit.passes.graph import Kind, inputs, outputs
+from autosplit.text.figures import short_source
 from tests.zoo import Made, SwiGLU, convolutions
 
 # --- dump(): every file is there, the code runs and computes what the module computes -------------
@@ -110,10 +110,10 @@ def test_report_of_a_linear_layer() -> None:
         "Saved by F for the backward: 1 tensors, 48 B.",
         "Deferred by I for W: 2 tensors, 80 B:",
         "",
-        "tensor       shape        bytes  made at    for the gradient of",
-        "-----------  ---------  -------  ---------  ---------------------",
-        "args_0       f32[4, 3]     48 B             weight",
-        "grad_output  f32[4, 2]     32 B             weight and 1 more",
+        "tensor       shape        bytes  computed at    for the gradient of",
+        "-----------  ---------  -------  -------------  ---------------------",
+        "args_0       f32[4, 3]     48 B                 weight",
+        "grad_output  f32[4, 2]     32 B                 weight and 1 more",
         "",
         "Deferred: 100.0 % of the weight gradients' floating-point operations (4.8e-08 of 4.8e-08 "
         "GFLOPs a microbatch).",

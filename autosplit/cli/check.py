@@ -32,16 +32,16 @@ _RULES: dict[Sharing, str] = {
 def read_schedule(
     source: str, ranks: int | None, microbatches: int | None
 ) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
-    """A schedule from a file, or one of ours by its name; and per rank its actions with sends and
-    receives, where a file lists these.
+    """Read a schedule from a file, or build one by name. If a file lists sends and receives, also
+    return its actions per rank.
 
     Args:
         source: the file, in any form, or the name.
-        ranks: that there are to be; None: as the file has them.
-        microbatches: likewise; of one of ours None is two a rank.
+        ranks: the expected number; None: that of the file.
+        microbatches: the expected number; None: that of the file, or two per rank for a name.
 
     Raises:
-        ScheduleError: no such schedule, an illegal one, or one of other ranks or microbatches.
+        ScheduleError: the schedule does not exist, is illegal, or has other counts.
     """
     if source in SCHEDULES and ranks is not None:
         stages = ranks * (SCHEDULES[source].chunks or 2)
@@ -52,31 +52,37 @@ def read_schedule(
             f"{', '.join(SCHEDULES)}{nearest(source, () if source in SCHEDULES else SCHEDULES)}"
         )
     schedule, rows = read_actions(source)
-    for what, given, found in (
+    for noun, requested, actual in (
         ("ranks", ranks, len(schedule.ranks)),
         ("microbatches", microbatches, schedule.microbatches),
     ):
-        if given not in (None, found):
-            raise ScheduleError(f"{source!r} has {found} {what}, not the {given} of the command")
+        if requested not in (None, actual):
+            raise ScheduleError(
+                f"{source!r} has {actual} {noun}, not the {requested} of the command"
+            )
     return schedule, rows
 
 
 def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
-    """Of a step that is known to end where each communicator has a stream: whether it ends whatever
-    queues share, as far as that is judged; and what is proved, and of which communicators.
+    """Decide whether a step also ends if queues share a connection or a kernel slot. Returns the
+    verdict, and a text with what is proved and the communicators.
+
+    Args:
+        schedule: the schedule.
+        programs: of a step that ends if each communicator has its own stream.
     """
     verdicts = dict.fromkeys(_RULES, "ends")
-    found = {}
+    circles = {}
     for sharing in ("launches", "kernels"):
         if has_moves(schedule):
-            verdicts[sharing] = "not judged, as moves have threads of their own"
+            verdicts[sharing] = "not judged, because moves have threads of their own"
         elif circle := stuck(programs, sharing):
             verdicts[sharing] = "may hang"
-            found[_RULES[sharing]] = circle
-    ends = "ends" if not found else f"may hang with {' or '.join(found)}, else ends"
+            circles[_RULES[sharing]] = circle
+    ends = "ends" if not circles else f"may hang with {' or '.join(circles)}, else ends"
     lines = [f"{ends}, whatever anything takes, with any buffers in the network or none:"]
-    lines += [f"  {what}: {verdicts[sharing]}" for sharing, what in _RULES.items()]
-    lines += [f"with {what}:\n{circle}" for what, circle in found.items()][:1]
+    lines += [f"  {rule}: {verdicts[sharing]}" for sharing, rule in _RULES.items()]
+    lines += [f"with {rule}:\n{circle}" for rule, circle in circles.items()][:1]
     lines.append("communicators, and the most operations of a rank over one of them:")
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for program in programs.values():
@@ -85,7 +91,7 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
             kinds[re.sub("[0-9]+", "", name)] |= Counter({name: count})
     for names in kinds.values():
         lines.append(f"  {len(names)}: {few([*names], 2)}: {max(names.values())}")
-    return not found, "\n".join(lines)
+    return not circles, "\n".join(lines)
 
 
 @click.command()
@@ -101,7 +107,7 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
     "--torch",
     "communicators",
     type=click.Choice([*COMMUNICATORS]),
-    help="Run by torch.distributed.pipelining: what messages have a communicator for.",
+    help="Check torch.distributed.pipelining's runtime, with these communicators.",
 )
 @partial(typed_errors, verdicts=())
 def check(
@@ -110,37 +116,37 @@ def check(
     microbatches: int | None,
     communicators: str | None,
 ) -> None:
-    """Prove that a step of SCHEDULE ends, or print what waits for itself.
+    """Prove that a step of SCHEDULE ends, or print the operations that wait for each other.
 
-    SCHEDULE is a CSV file as torch writes them, or the name of one of our schedules.
+    SCHEDULE is a CSV file in torch's format, or the name of one of our schedules.
 
     \b
-    The exit status is 0 where it ends, 1 where it never does or may hang,
-    2 where that cannot be told: there is no such schedule, or an illegal one.
+    The exit status is 0 if the step ends, 1 if it never ends or may hang,
+    2 if the schedule does not exist or is illegal.
     """
     sizes = dict(mesh)
     check_dimensions([name for name, _ in mesh])
     try:
-        found, rows = read_schedule(schedule, sizes.get(PIPELINE), microbatches)
+        plan, rows = read_schedule(schedule, sizes.get(PIPELINE), microbatches)
     except DeadlockError as error:
         click.echo(f"never ends, whatever anything takes:\n{error}")
         raise click.exceptions.Exit(1) from error
     several = [name for name, size in mesh if size > 1 and name != PIPELINE]
     if communicators is None:
-        programs = of_engine(found, several)
+        programs = of_engine(plan, several)
     else:
-        check_memory(found)
-        listed = add_communication(found) if rows is None else rows
-        programs = of_torch(listed, found.placement, communicators, several)
-    click.echo(f"{describe(found)}{''.join(f', {n}={s}' for n, s in mesh)}")
+        check_memory(plan)
+        listed = add_communication(plan) if rows is None else rows
+        programs = of_torch(listed, plan.placement, communicators, several)
+    click.echo(f"{describe(plan)}{''.join(f', {n}={s}' for n, s in mesh)}")
     if rows is not None and communicators is None:
         click.echo(
-            "the sends and receives of the file are not judged, as this engine has its own; with "
-            "--torch pair, group, direction or edge they are"
+            "the sends and receives of the file are not judged, because this engine has its own; "
+            "to judge them, give --torch pair, group, direction or edge"
         )
     circle = stuck(programs)
     if circle is None:
-        ends, text = certificate(found, programs)
+        ends, text = certificate(plan, programs)
     else:
         ends, text = False, f"never ends, whatever anything takes:\n{circle}"
     click.echo(text)

@@ -66,16 +66,16 @@ def compare(
     ranks = stages if ranks is None else ranks
     settings = Settings(factory, stages=stages, ranks=ranks, cases=cases, **options)
     _check_before_launch(settings)
-    found = run(settings)
-    if found is None:
+    comparison = run(settings)
+    if comparison is None:
         return
-    click.echo(comparison_table(found.rows))
-    click.echo("\n" + durations_table(found.rows))
+    click.echo(comparison_table(comparison.rows))
+    click.echo("\n" + durations_table(comparison.rows))
     if json_file:
-        _write_json(found, json_file)
+        _write_json(comparison, json_file)
     if output:
-        files = [*_write_timelines(found, output), output / "results.json"]
-        _write_json(found, files[-1])
+        files = [*_write_timelines(comparison, output), output / "results.json"]
+        _write_json(comparison, files[-1])
         tell_written(files)
 
 

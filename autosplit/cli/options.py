@@ -1,4 +1,4 @@
-"""What several commands share: kinds of values, options, errors as messages."""
+"""Shared by several commands: kinds of values, options, and errors as messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def typed_errors(
 
 
 def _words(error: AutosplitError) -> str:
-    """What it says, without the traceback of a rank that raised an error of autosplit itself."""
+    """The error's text, without the traceback of a rank that raised an autosplit error."""
     text = str(error)
     if isinstance(error.__cause__, AutosplitError):
         text = text.partition("\nTraceback (most recent call last)")[0]
@@ -62,8 +62,8 @@ class Read(click.ParamType):  # type: ignore[type-arg]
     """A value that a function reads from text.
 
     Args:
-        name: of such values, for help.
-        read: raises an ``AutosplitError`` or a ``ValueError`` where the text is none.
+        name: of the values, for help.
+        read: parses the text; raises an ``AutosplitError`` or a ``ValueError`` if it is invalid.
     """
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
@@ -79,8 +79,8 @@ class Read(click.ParamType):  # type: ignore[type-arg]
 class Listed(click.ParamType):  # type: ignore[type-arg]
     """One or more values with commas between them."""
 
-    def __init__(self, each: click.ParamType[Any]) -> None:
-        self.name, self._each = f"{each.name},...", each
+    def __init__(self, element: click.ParamType[Any]) -> None:
+        self.name, self._element = f"{element.name},...", element
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not isinstance(value, str):
@@ -88,7 +88,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
         parts = [part.strip() for part in value.split(",") if part.strip()]
         if not parts:
             self.fail(f"expected one or more values with commas, got {value!r}", param, ctx)
-        return tuple(self._each.convert(part, param, ctx) for part in parts)
+        return tuple(self._element.convert(part, param, ctx) for part in parts)
 
 
 COUNTS = Listed(click.IntRange(min=1))
@@ -101,8 +101,8 @@ class Assigned(click.ParamType):  # type: ignore[type-arg]
 
     name = "NAME=VALUE"
 
-    def __init__(self, each: click.ParamType[Any]) -> None:
-        self._each = each
+    def __init__(self, element: click.ParamType[Any]) -> None:
+        self._element = element
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not isinstance(value, str):
@@ -110,7 +110,7 @@ class Assigned(click.ParamType):  # type: ignore[type-arg]
         name, sign, text = map(str.strip, value.partition("="))
         if not (name and sign):
             self.fail(f"expected NAME=VALUE, got {value!r}", param, ctx)
-        return name, self._each.convert(text, param, ctx)
+        return name, self._element.convert(text, param, ctx)
 
 
 def _literal(text: str) -> object:

@@ -1,5 +1,5 @@
-"""``autosplit plan``: the best stages, microbatches and schedule for a model on some devices, and
-where to cut it.
+"""``autosplit plan``: the best stages, microbatches, schedule and cuts for a model on some
+devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from tabulate import tabulate
 
 from autosplit.compare.example import example_of, resized, samples_of
-from autosplit.dump import milliseconds
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.build import SCHEDULES, ScheduleRequest, unknown_schedule
@@ -26,7 +25,7 @@ from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
 from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.planner.meta_model import meta_model
 from autosplit.runtime.build import SplitOptions
-from autosplit.text.figures import few, size_text
+from autosplit.text.figures import few, milliseconds, size_text
 from autosplit.text.files import write_text
 from autosplit.text.progress import working
 from autosplit.trainer.plan import Plan
@@ -43,9 +42,9 @@ from .options import (
     typed_errors,
 )
 
-_PER_DEVICE = (1, 2, 4)  # microbatches for each device, where their number is open
-_CHUNKS = (2, 3, 4)  # stages a rank, where a schedule leaves that open
-_REFINED = 6  # of the best configurations, whose cuts are worked on
+_PER_DEVICE = (1, 2, 4)  # microbatches per device to try
+_CHUNKS = (2, 3, 4)  # stages per rank to try, for schedules with any number
+_REFINED = 6  # the number of best configurations whose cuts are refined
 
 
 class Configuration(NamedTuple):
@@ -55,22 +54,22 @@ class Configuration(NamedTuple):
         stages: N.
         size: samples in a microbatch.
         request: the schedule, with M and the ranks.
-        found: its stages and the predicted step, or why it cannot run.
+        outcome: its stages and the predicted step, or the error for which it cannot run.
     """
 
     stages: int
     size: int
     request: ScheduleRequest
-    found: Solution | PlanError | ScheduleError
+    outcome: Solution | PlanError | ScheduleError
 
     @property
     def key(self) -> tuple[float, float]:
-        """What is less is better: seconds of a step, to a hundredth, as no prediction is worth
-        more, then bytes of the fullest rank. What cannot run comes last.
+        """Sort key, the best first: seconds of a step, to a hundredth, because predictions are not
+        more precise; then bytes of the fullest rank. Configurations that cannot run come last.
         """
-        if not isinstance(self.found, Solution):
-            return (math.inf, getattr(self.found, "least", math.inf))
-        return (round(math.log(self.found.step), 2), max(self.found.peaks))
+        if not isinstance(self.outcome, Solution):
+            return (math.inf, getattr(self.outcome, "least", math.inf))
+        return (round(math.log(self.outcome.step), 2), max(self.outcome.peaks))
 
 
 def search_plans(
@@ -83,22 +82,22 @@ def search_plans(
     schedules: Sequence[str] | None = None,
     **memory: Any,
 ) -> list[Configuration]:
-    """All configurations, the best first; those that cannot run come last.
+    """Return all configurations, the best first; those that cannot run come last.
 
-    Each gets cuts at even shares; those of the best are then refined, see ``solve``.
+    Each gets even cuts first. The cuts of the best ones are then refined, see ``solve``.
 
     Args:
-        costs_of: gives the costs for microbatches of so many samples.
+        costs_of: maps the number of samples in a microbatch to the costs.
         devices: one rank each.
         batch: samples in a step.
-        stages: N; None: one a device, or as many as a schedule wants.
-        microbatches: Ms; None: those that divide the batch into about 1, 2 and 4 a device.
+        stages: N; None: one per device, or as many as a schedule needs.
+        microbatches: Ms; None: divisors of the batch near 1, 2 and 4 per device.
         schedules: names; None: all.
         memory: of a rank, and links: ``cap``, ``optimizer_state`` and ``links`` of ``solve``.
 
     Raises:
         PlanError: a batch that M does not divide, more stages than blocks, or nothing that can run.
-        CapError: nothing fits under the cap; says the least cap that would do.
+        CapError: nothing fits under the cap; says the least cap that works.
         ScheduleError: an unknown schedule.
     """
     for name in schedules or ():
@@ -108,28 +107,33 @@ def search_plans(
 
     def solved(count: int, number: int, name: str, *, refine: bool) -> Configuration:
         request = ScheduleRequest(name, count, devices)
-        found: Solution | PlanError | ScheduleError
+        outcome: Solution | PlanError | ScheduleError
         try:
-            found = solve(costs[count], number, request, refine=refine, **memory)
+            outcome = solve(costs[count], number, request, refine=refine, **memory)
         except (PlanError, ScheduleError) as error:
-            found = error
-        return Configuration(number, batch // count, request, found)
+            outcome = error
+        return Configuration(number, batch // count, request, outcome)
 
     choices = [*_choices(schedules, stages, devices)]
     rough = [solved(count, *choice, refine=False) for count in costs for choice in choices]
-    rough.sort(key=lambda each: each.key)
+    rough.sort(key=lambda configuration: configuration.key)
     best = [
-        solved(each.request.microbatches, each.stages, each.request.name, refine=True)
-        for each in rough[:_REFINED]
+        solved(
+            configuration.request.microbatches,
+            configuration.stages,
+            configuration.request.name,
+            refine=True,
+        )
+        for configuration in rough[:_REFINED]
     ]
-    found = sorted([*best, *rough[_REFINED:]], key=lambda each: each.key)
-    lost = found[0].found
+    configurations = sorted([*best, *rough[_REFINED:]], key=lambda configuration: configuration.key)
+    lost = configurations[0].outcome
     if isinstance(lost, CapError):
         raise lost
     if not isinstance(lost, Solution):
-        reasons = dict.fromkeys(str(each.found) for each in found)
+        reasons = dict.fromkeys(str(configuration.outcome) for configuration in configurations)
         raise PlanError("nothing can run: " + "; ".join(reasons))
-    return found
+    return configurations
 
 
 def _counts(devices: int, batch: int, microbatches: Sequence[int] | None) -> Sequence[int]:
@@ -139,9 +143,9 @@ def _counts(devices: int, batch: int, microbatches: Sequence[int] | None) -> Seq
         if count not in divisors:
             raise PlanError(
                 f"a batch of {batch} cannot be cut into {count} equal microbatches; "
-                f"it can into {few([*map(str, divisors)], 20)}"
+                f"possible counts: {few([*map(str, divisors)], 20)}"
             )
-    wanted = (each * devices for each in _PER_DEVICE)
+    wanted = (factor * devices for factor in _PER_DEVICE)
     near = (min(divisors, key=lambda d: abs(math.log(d / want))) for want in wanted)
     return sorted({*(microbatches or near)})
 
@@ -149,49 +153,49 @@ def _counts(devices: int, batch: int, microbatches: Sequence[int] | None) -> Seq
 def _choices(
     schedules: Sequence[str] | None, stages: int | None, devices: int
 ) -> Iterator[tuple[int, str]]:
-    """Every schedule, with the numbers of stages that it wants."""
+    """Yield every schedule with the numbers of stages that it needs."""
     for name in schedules or SCHEDULES:
         chunks = SCHEDULES[name].chunks
         several = _CHUNKS if chunks is None else (chunks,)
         yield from ((n, name) for n in ([stages] if stages else [n * devices for n in several]))
 
 
-def search_table(found: Sequence[Configuration], rows: int | None = None) -> str:
-    """The best ``rows`` configurations that can run; then why others cannot.
+def search_table(configurations: Sequence[Configuration], rows: int | None = None) -> str:
+    """The best ``rows`` configurations that can run, and the errors of the others.
 
     Args:
-        found: the best first.
+        configurations: the best first.
         rows: to show.
     """
-    able = [(each, each.found) for each in found if isinstance(each.found, Solution)]
+    able = [(c, c.outcome) for c in configurations if isinstance(c.outcome, Solution)]
     best = able[0][1].step
     table = [
         [
-            each.request.name,
-            str(each.stages),
-            str(each.request.microbatches),
-            str(each.size),
+            configuration.request.name,
+            str(configuration.stages),
+            str(configuration.request.microbatches),
+            str(configuration.size),
             milliseconds(plan.step),
             f"{plan.step / best:.3f}x",
             f"{plan.bubble:.1%}",
             size_text(round(max(plan.peaks))),
         ]
-        for each, plan in able[:rows]
+        for configuration, plan in able[:rows]
     ]
     headers = ["schedule", "N", "M", "size", "step ms", "of the best", "bubble", "peak"]
     text = tabulate(table, headers, colalign=("left", *["right"] * 7), disable_numparse=True)
     if left_out := len(able) - len(table):
         text += f"\n... and {left_out} more (--rows shows them)"
-    lost = [each for each in found if not isinstance(each.found, Solution)]
-    reasons = "\n".join(dict.fromkeys(f"not {each.request.name}: {each.found}" for each in lost))
+    lost = [c for c in configurations if not isinstance(c.outcome, Solution)]
+    reasons = "\n".join(dict.fromkeys(f"not {c.request.name}: {c.outcome}" for c in lost))
     return f"{text}\n\n{reasons}" if reasons else text
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
-_REACHED = 0.5  # the share of the rates in data sheets that models reach
-_CALL = 5e-6  # seconds between two kernels, whatever they do
+_REACHED = 0.5  # the share of a data sheet's rates that models reach
+_CALL = 5e-6  # the least seconds of a kernel
 _LATENCY = 1e-5  # seconds of a message between two devices
 
 
@@ -208,8 +212,8 @@ def _data_sheet(text: str) -> float:
     if value > 0:
         return value
     raise ValueError(
-        f"{text!r} is no positive number: expected two of a data sheet, the TFLOPS of its matrix "
-        "products and the GB/s of its memory, such as --device 989 3350 for an H100"
+        f"{text!r} is not a positive number: expected two figures of a data sheet, the TFLOPS of "
+        "matrix products and the GB/s of memory, such as --device 989 3350 for an H100"
     )
 
 
@@ -221,42 +225,44 @@ def _data_sheet(text: str) -> float:
 @click.option(
     "--batch",
     type=click.IntRange(1, 1_000_000),
-    help="Samples in a step; default: as the example has.",
+    help="Samples in a step; default: those of the example.",
 )
 @memory_option
-@click.option("--limit", type=SIZE, help="Most that a device may hold, such as 80GiB.")
-@click.option("--stages", type=click.IntRange(min=1), help="Default: as the schedules want.")
+@click.option("--limit", type=SIZE, help="The most memory of a device, such as 80GiB.")
+@click.option("--stages", type=click.IntRange(min=1), help="Default: as the schedules need.")
 @click.option("--schedule", "schedules", type=NAMES, default=(), help="Default: try all.")
-@click.option("--microbatches", type=COUNTS, help="Default: about 1, 2 and 4 a device.")
+@click.option("--microbatches", type=COUNTS, help="Default: about 1, 2 and 4 per device.")
 @click.option("--estimate", "estimated", is_flag=True, help="From FLOPs and bytes, not measured.")
 @click.option(
     "--device",
     nargs=2,
     type=Read("FIGURE", _data_sheet),
     metavar="TFLOPS GB/S",
-    help="Plan for this device: what its data sheet says of products, and of its memory.",
+    help="Plan for this device, by two figures of its data sheet.",
 )
 @click.option(
     "--link",
     type=click.FloatRange(min=0.0, min_open=True),
-    help="Between devices: gigabytes a second in one direction.",
+    help="Bandwidth between devices, in gigabytes per second and direction.",
 )
 @click.option(
     "--seconds",
     default=20.0,
     show_default=True,
-    help="To measure blocks for, with each size of microbatches.",
+    help="Time to measure blocks, for each size of microbatches.",
 )
 @click.option(
     "--optimizer-state",
     type=click.FloatRange(min=0.0),
     default=2.0,
     show_default=True,
-    help="Bytes for each byte of parameters; Adam has 2.",
+    help="Bytes per byte of parameters; 2 for Adam.",
 )
 @click.option("--rows", type=click.IntRange(min=1), default=10, help="Configurations to show.")
 @click.option(
-    "--output", type=FILE, help="Write what gives partition() the plan, and its figures, as JSON."
+    "--output",
+    type=FILE,
+    help="Write the arguments for partition(), and the plan's figures, as JSON.",
 )
 @typed_errors
 def plan(
@@ -304,7 +310,7 @@ def plan(
             return profile(whole, options, seconds=seconds)
 
     with working(f"comparing what {devices} devices can run"):
-        found = search_plans(
+        configurations = search_plans(
             costs_of,
             devices,
             batch,
@@ -313,16 +319,16 @@ def plan(
             links=links,
             **space,
         )
-    best = found[0].found
-    if not isinstance(best, Solution):  # cannot be: the first of them can run
+    best = configurations[0].outcome
+    if not isinstance(best, Solution):  # unreachable: search_plans raises if none can run
         raise best
-    chosen = Plan(whole_of(found[0].size), best, options, limit)
+    chosen = Plan(whole_of(configurations[0].size), best, options, limit)
     source = "measured block by block"
     if speed is not None:
         source = "estimated from FLOPs and bytes, nothing was measured"
     if devices > 1 and links is None:
-        source += "; links take no time (--link says what one carries)"
-    click.echo(f"{search_table(found, rows)}\n\n{chosen.report()}; {source}")
+        source += "; links take no time (give their bandwidth as --link)"
+    click.echo(f"{search_table(configurations, rows)}\n\n{chosen.report()}; {source}")
     if output:
         figures = {"predicted_step": chosen.predicted_step, "peak_memory": chosen.peak_memory}
         data = {"partition": chosen.arguments, **figures, "stage_times": chosen.stage_times}

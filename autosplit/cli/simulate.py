@@ -13,7 +13,6 @@ import click
 from tabulate import tabulate
 
 from autosplit.cli.options import FOLDER, NUMBERS, json_option, tell_written, typed_errors
-from autosplit.dump import milliseconds
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
@@ -25,10 +24,11 @@ from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.grid import format_schedule
 from autosplit.planner.cuts import CapError
 from autosplit.report import write_timelines
+from autosplit.text.figures import milliseconds
 from autosplit.text.files import write_text
 
 MOST = 200_000
-"""Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
+"""Most actions of a step, over all chunks. More would take minutes and gigabytes to simulate."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class SimulatedSchedule:
     Attributes:
         name: of the schedule.
         weights: the placement of W, ``"fused"`` or ``"own"``.
-        schedule: itself.
+        schedule: the schedule.
         timeline: its step.
-        peaks: per rank, the most that it keeps.
-        fits: whether that is within the cap.
+        peaks: per rank, its peak memory.
+        fits: whether the peaks are within the cap.
     """
 
     name: str
@@ -53,23 +53,23 @@ class SimulatedSchedule:
 
     @property
     def parts(self) -> int:
-        """Into how many stages a rank's part of the model is cut."""
+        """The number of stages into which a rank's part of the model is cut."""
         return self.schedule.stages // len(self.schedule.ranks)
 
 
 Survey = tuple[list[SimulatedSchedule], dict[str, str]]
-"""The schedules that a pipeline admits, and why it does not admit the others, by name."""
+"""The schedules that a pipeline admits, and the errors of the others, by name."""
 
 
 def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = math.inf) -> Survey:
     """Simulate every schedule in every form.
 
     Args:
-        costs: of one stage a rank; where a schedule has several stages a rank, each is cut into as
-            many equal ones.
+        costs: of one stage per rank; for a schedule with several stages per rank, each stage is
+            cut into that many equal ones.
         microbatches: M >= 1.
-        chunks: stages a rank where the schedule leaves that open.
-        cap: the most that a rank may keep.
+        chunks: stages per rank, for schedules with any number.
+        cap: the most memory of a rank.
 
     Raises:
         ScheduleError: a bad count, or nothing within the cap.
@@ -77,7 +77,7 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
     ranks = len(costs.times)
     check_counts(microbatches=microbatches)
     caps_of(cap, ranks)
-    found: list[SimulatedSchedule] = []
+    entries: list[SimulatedSchedule] = []
     refused: dict[str, str] = {}
     for name, family in SCHEDULES.items():
         cut = costs.cut(family.chunks or chunks)
@@ -86,51 +86,53 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
                 peaks = tuple(peak_memory(schedule, cut.memory))
                 fits = max(peaks) <= cap * ROUNDING
                 timeline = cut.timeline(schedule)
-                found.append(SimulatedSchedule(name, weights, schedule, timeline, peaks, fits))
+                entries.append(SimulatedSchedule(name, weights, schedule, timeline, peaks, fits))
         except ScheduleError as error:
             refused[name] = str(error)
-    if not found:
+    if not entries:
         raise ScheduleError(next(iter(refused.values())))
-    if not any(entry.fits for entry in found):
-        least = min(max(entry.peaks) for entry in found)
+    if not any(entry.fits for entry in entries):
+        least = min(max(entry.peaks) for entry in entries)
         raise CapError(
-            f"no schedule keeps the cap {cap:g}; the most frugal one keeps {least:g} on its "
+            f"no schedule is within the cap {cap:g}; the most frugal one needs {least:g} on its "
             "fullest rank: raise the cap, or cut the batch into more microbatches"
         )
-    return found, refused
+    return entries, refused
 
 
-def _each(what: str, numbers: Sequence[float], size: int, stages: int) -> list[Sequence[float]]:
+def _per_stage(
+    option: str, numbers: Sequence[float], size: int, stages: int
+) -> list[Sequence[float]]:
     """``size`` numbers for each stage."""
     if len(numbers) == size:
         return [numbers] * stages
     if len(numbers) != size * stages:
         raise ScheduleError(
-            f"{what} needs {size} numbers, or {size} for each of the {stages} stages: "
+            f"{option} needs {size} numbers, or {size} for each of the {stages} stages: "
             f"{size * stages}; got {len(numbers)}"
         )
     return [numbers[first : first + size] for first in range(0, len(numbers), size)]
 
 
-def choose_schedule(found: Survey, name: str | None) -> SimulatedSchedule:
+def choose_schedule(simulated: Survey, name: str | None) -> SimulatedSchedule:
     """The shortest step within the cap, or of the schedule ``name`` if it is given.
 
     Raises:
         ScheduleError: no such schedule was simulated.
     """
-    entries, refused = found
-    named = [each for each in entries if (each.fits if name is None else name == each.name)]
+    entries, refused = simulated
+    named = [entry for entry in entries if (entry.fits if name is None else name == entry.name)]
     if not named:
-        known = ", ".join(dict.fromkeys(entry.name for entry in entries))
+        names = ", ".join(dict.fromkeys(entry.name for entry in entries))
         raise ScheduleError(
-            f"no simulated schedule {name!r}; simulated: {known}. {refused.get(str(name), '')}"
+            f"no simulated schedule {name!r}; simulated: {names}. {refused.get(str(name), '')}"
         )
     return min(named, key=lambda entry: entry.timeline.step_time)
 
 
 def survey_table(entries: Sequence[SimulatedSchedule]) -> str:
-    """A row a schedule: milliseconds, bubble, memory, and what is best marked with a star. Below
-    it, what the columns mean and what can be compared with what.
+    """One row per schedule: milliseconds, bubble, memory, and a star for the Pareto front; then
+    notes on the columns.
     """
     fitting = [entry for entry in entries if entry.fits]
     front = [id(entry) for entry in pareto_front(fitting)]
@@ -155,22 +157,22 @@ def survey_table(entries: Sequence[SimulatedSchedule]) -> str:
 
 
 def _notes(entries: Sequence[SimulatedSchedule]) -> Iterator[str]:
-    """What a reader of the table could take wrongly."""
-    yield "weights     fused: full backwards (B); own: where the schedule itself has them"
-    yield "rank holds  parts: of its stage, cut equally"
-    yield "peak        what a microbatch leaves (--memory) on the fullest rank; no parameters"
-    yield "Pareto      *: no other row that keeps the cap is as fast and keeps as little"
+    """Yield notes on columns that could be misread."""
+    yield "weights     fused: full backwards (B); own: the schedule places its own"
+    yield "rank holds  parts: its stage, cut into equal parts"
+    yield "peak        activations (--memory) on the fullest rank, without parameters"
+    yield "Pareto      *: no other row within the cap is as fast with as little memory"
     if overlapping := [e for e in entries if e.timeline.makespan > e.timeline.step_time]:
         names = ", ".join(dict.fromkeys(entry.name for entry in overlapping))
         longest = milliseconds(max(entry.timeline.makespan for entry in overlapping))
         yield f"step ms     from one step to the next: steps of {names} overlap, and one"
         yield f"            by itself takes {longest} ms"
     if not all(entry.fits for entry in entries):
-        yield "            over cap: keeps more on a rank, counts as no best"
+        yield "            over cap: a rank exceeds the cap"
 
 
 def survey_rows(entries: Sequence[SimulatedSchedule]) -> list[dict[str, Any]]:
-    """The same for JSON. Times are in milliseconds; ``bubble`` is a ratio."""
+    """The rows for JSON. Times are in milliseconds; ``bubble`` is a ratio."""
     return [
         {
             "schedule": entry.name,
@@ -188,7 +190,7 @@ def survey_rows(entries: Sequence[SimulatedSchedule]) -> list[dict[str, Any]]:
 
 def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
     """The entries that no other beats in step time and peak memory, the shortest step first."""
-    ordered = sorted(entries, key=lambda each: (each.timeline.step_time, max(each.peaks)))
+    ordered = sorted(entries, key=lambda entry: (entry.timeline.step_time, max(entry.peaks)))
     front: list[SimulatedSchedule] = []
     for entry in ordered:
         if not front or max(entry.peaks) < max(front[-1].peaks):
@@ -212,24 +214,24 @@ def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule
     show_default=True,
     type=NUMBERS,
     metavar="SAVED,DEFERRED[,...]",
-    help="What a stage keeps of a microbatch from F to I and from I to W, in any unit.",
+    help="Memory of a microbatch on a stage from F to I and from I to W, in any unit.",
 )
 @click.option(
     "--chunks",
     default=2,
     show_default=True,
     type=click.IntRange(min=2),
-    help="Stages a rank in interleaved schedules; each stage is cut into as many.",
+    help="Stages per rank in interleaved schedules; each stage is cut into as many.",
 )
 @click.option("--latency", default=0.0, show_default=True, help="Milliseconds of a transfer.")
-@click.option("--bandwidth", type=float, help="Of a link, in gigabytes a second.")
+@click.option("--bandwidth", type=float, help="Of a link, in gigabytes per second.")
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
 @click.option(
     "--cap",
     default=math.inf,
-    help="Most that a rank may keep, in the unit of --memory; what keeps more is no best.",
+    help="The most memory of a rank, in the unit of --memory.",
 )
-@click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
+@click.option("--schedule", help="The schedule to draw; default: the one with the shortest step.")
 @click.option("--output", type=FOLDER, help="For trace.json and timeline.png.")
 @json_option
 @typed_errors
@@ -250,15 +252,15 @@ def simulate(
     """Simulate every schedule on a pipeline of the given stages, and print them side by side."""
     check_size(stages * chunks, microbatches, MOST)
     if (bandwidth is None) != (message is None):
-        raise ScheduleError("bandwidth and message have a meaning only together: give both")
+        raise ScheduleError("--bandwidth and --message work only together: give both")
     rate = math.inf if bandwidth is None else 1e9 * bandwidth
     costs = Costs(
-        [(f / 1e3, i / 1e3, w / 1e3) for f, i, w in _each("times", times, 3, stages)],
-        [StageMemory(*pair) for pair in _each("memory", memory, 2, stages)],
+        [(f / 1e3, i / 1e3, w / 1e3) for f, i, w in _per_stage("times", times, 3, stages)],
+        [StageMemory(*pair) for pair in _per_stage("memory", memory, 2, stages)],
         Transfer(latency / 1e3, rate, 1e6 * (message or 0.0)),
     )
-    found = entries, refused = survey(costs, microbatches, chunks=chunks, cap=cap)
-    shown = choose_schedule(found, schedule)
+    simulated = entries, refused = survey(costs, microbatches, chunks=chunks, cap=cap)
+    shown = choose_schedule(simulated, schedule)
     click.echo(survey_table(entries))
     for name, reason in refused.items():
         click.echo(f"\nnot {name}: {reason}")

@@ -1,7 +1,7 @@
-"""A user's function named as `MODULE:FACTORY`, called with settings from a command line, its
-failures told as its own; the model with example inputs that it returns, and batches of these.
+"""Call a user's factory, named as `MODULE:FACTORY`, for a model with example inputs.
 
 A factory takes keyword settings (`--set dim=256`) and returns `(model, args)`, see `example_of`.
+Its errors are reported as the user's. `resized` makes batches of the example inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
 def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
-    """What the function that `spec` names, a text like "examples.models:llama", returns.
+    """Call the function that `spec` names, as in "examples.models:llama", and return its result.
 
     The working directory comes first on `sys.path` from here on, as under `python -m`, so
     that a model's file needs no installation and its own late imports work too.
@@ -56,12 +56,12 @@ def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
 
 
 @contextlib.contextmanager
-def failures_of(what: str, kind: type[PipelineError] = PipelineError) -> Iterator[None]:
-    """Around a user's own code: an error of it says whose it is, and where.
+def failures_of(code: str, kind: type[PipelineError] = PipelineError) -> Iterator[None]:
+    """Report an error of the user's code as one, with its line.
 
     Args:
-        what: is called, for messages.
-        kind: of the error that is raised.
+        code: the name of the code, for messages.
+        kind: the type of the error that is raised.
 
     Raises:
         PipelineError: in place of any error that is not autosplit's own.
@@ -71,17 +71,19 @@ def failures_of(what: str, kind: type[PipelineError] = PipelineError) -> Iterato
     except AutosplitError:
         raise
     except Exception as error:  # a user's code may raise anything
-        raise kind(f"{what} raised {type(error).__name__}: {error} ({_where(error)})") from error
+        raise kind(
+            f"{code} raised {type(error).__name__}: {error} ({_user_line(error)})"
+        ) from error
 
 
-def _where(error: Exception) -> str:
-    """The user's line: the last one that is neither in torch nor in Python's import."""
+def _user_line(error: Exception) -> str:
+    """The user's line: the last one outside torch and Python's import machinery."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     names = [(frame, Path(frame.filename).as_posix()) for frame in frames]
-    own = [frame for frame, name in names if "/torch/" not in name and name[0] != "<"]
-    frame = (own or frames)[-1]
+    user_frames = [frame for frame, name in names if "/torch/" not in name and name[0] != "<"]
+    frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
 
 
@@ -99,21 +101,21 @@ def example_of(
     Raises:
         FactoryError: as `call_factory`; or it returns something else.
     """
-    made = call_factory(spec, settings)
-    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        model, args, kwargs = *made[:2], made[2] if len(made) == 3 else {}
+    result = call_factory(spec, settings)
+    if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module):
+        model, args, kwargs = *result[:2], result[2] if len(result) == 3 else {}
         if isinstance(args, Mapping) and not kwargs:
             args, kwargs = (), args
         if isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs):
             return model, args if isinstance(args, tuple) else (args,), dict(kwargs)
-    dummy = getattr(made, "dummy_inputs", None)
-    if isinstance(made, nn.Module) and isinstance(dummy, Mapping):
-        return made, (), dict(dummy)
-    came = f"a {type(made).__name__}"
-    if isinstance(made, nn.Module):
+    dummy = getattr(result, "dummy_inputs", None)
+    if isinstance(result, nn.Module) and isinstance(dummy, Mapping):
+        return result, (), dict(dummy)
+    came = f"a {type(result).__name__}"
+    if isinstance(result, nn.Module):
         came += " without example inputs"
-    elif isinstance(made, tuple):
-        came += f" of {', '.join(type(each).__name__ for each in made)}"
+    elif isinstance(result, tuple):
+        came += f" of {', '.join(type(item).__name__ for item in result)}"
     raise FactoryError(
         f"{spec} returned {came}; return (model, args) or (model, args, kwargs), a tuple of inputs "
         "and a dictionary of keyword inputs, so that there is something to trace the model with"
@@ -135,14 +137,14 @@ def trained_example(spec: str, settings: Mapping[str, object]) -> tuple[nn.Modul
 
 
 def own_loss(output: Any, targets: Any) -> Tensor:
-    """An output's own `loss`, or the output itself where it is a number; otherwise the mean square
-    of its first floating-point tensor stands in for a loss.
+    """An output's own `loss`, or the output itself if it is a number; otherwise the mean square of
+    its first floating-point tensor, in place of a loss.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     leaves = tree_flatten(output)[0]
-    floating = (each for each in leaves if isinstance(each, Tensor) and each.is_floating_point())
+    floating = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
     first = next(floating)
     return first if first.dim() == 0 else first.float().square().mean()
 
@@ -178,7 +180,7 @@ def resized(inputs: Any, size: int) -> Any:
 
 
 def samples_of(inputs: Any) -> int:
-    """Of the first tensor among example inputs, along dimension 0.
+    """The samples in example inputs: the size of the first tensor along dimension 0.
 
     Raises:
         PlanError: there is none.
@@ -187,7 +189,7 @@ def samples_of(inputs: Any) -> int:
     counts = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not counts or not counts[0]:
         raise PlanError(
-            "the example inputs hold no tensor with samples along dimension 0, of which a batch "
+            "the example inputs have no tensor with samples along dimension 0, from which a batch "
             "could be made"
         )
     return counts[0]
@@ -197,7 +199,7 @@ def _half_of_memory() -> float:
     """Bytes: half of what the machine, or its devices, have."""
     if torch.cuda.device_count():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return sum(each.total_memory for each in devices) / 2
+        return sum(device.total_memory for device in devices) / 2
     if not hasattr(os, "sysconf"):
         return 0.0
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2

@@ -1,4 +1,4 @@
-"""A comparison: fused against split, on ranks that alternate step by step; its table.
+"""Compare fused and split backwards on ranks that alternate step by step, and format the table.
 
 Every rank makes the same calls in the same order.
 """
@@ -44,17 +44,17 @@ _TIMEOUT, _WAITS = 120.0, 40  # seconds to wait for a rank, and so many single w
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to compare. Picklable: every rank gets a copy.
+    """The settings of a comparison. Picklable, because every rank gets a copy.
 
     Attributes:
         factory: ``MODULE:FACTORY`` that returns a model and the inputs of a microbatch.
         overrides: keyword settings for the factory.
         stages: number of pipeline stages.
-        ranks: number of processes; fewer along a pipeline than stages puts several stages in one.
+        ranks: number of processes; with fewer than stages, a process runs several stages.
         cases: schedules and numbers of microbatches, in the order in which they are compared.
         steps: timed steps of each of the two, alternating.
-        backend: how the stages' graphs are run, see ``autosplit.split``.
-        profiling: seconds of measuring what a whole model's blocks cost, to cut it by.
+        backend: runs the stages' graphs, see ``autosplit.split``.
+        profiling: seconds for measuring the costs of blocks, by which the model is cut.
     """
 
     factory: str
@@ -131,15 +131,15 @@ def compare(settings: Settings) -> Comparison | None:
     """Run a comparison on ranks of this machine, or as one rank of a torchrun launch.
 
     Returns:
-        What was found; None on ranks other than 0 under torchrun.
+        The comparison; None on ranks other than 0 under torchrun.
 
     Raises:
         PipelineError: a rank failed; carries its error.
     """
     if "RANK" in os.environ:
         with process_group(_TIMEOUT):
-            found = compare_on_rank(settings)
-        return found if os.environ["RANK"] == "0" else None
+            comparison = compare_on_rank(settings)
+        return comparison if os.environ["RANK"] == "0" else None
     return launch(compare_on_rank, settings.ranks, (settings,), timeout=_TIMEOUT * _WAITS)[0]
 
 
@@ -147,15 +147,15 @@ def compare_on_rank(settings: Settings) -> Comparison:
     """Run the whole comparison; the result is the same on every rank."""
     model, inputs = trained_example(settings.factory, settings.overrides)
     costs = _measured_costs(model, inputs, settings)
-    found: list[_Summary] = []
+    summaries: list[_Summary] = []
     for schedule, microbatches in settings.cases:
         with working(f"{schedule} of {microbatches} microbatches"):
-            found += _Case(settings, model, inputs, costs, schedule, microbatches).run()
-    return Comparison(*map(list, zip(*found, strict=True)))
+            summaries += _Case(settings, model, inputs, costs, schedule, microbatches).run()
+    return Comparison(*map(list, zip(*summaries, strict=True)))
 
 
 def _measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCosts:
-    """What the blocks of the whole model cost, measured on all ranks at once."""
+    """The costs of the whole model's blocks, measured on all ranks at once."""
     whole = WholeModel.capture(copy.deepcopy(model), inputs)
     options = BlockOptions(SplitOptions(settings.backend), device=device_of_trainer())
     return on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
@@ -200,10 +200,11 @@ class _Case:
         # Trainers take tensors; named inputs have other values, too, which are fixed when the model
         # is cut.
         if isinstance(batch, Mapping):
-            batch = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
-        self.given = batch, ()
+            batch = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        self.step_batch = batch, ()
 
     def run(self) -> list[_Summary]:
+        """Compare the first gradients, measure memory, then time steps in turns."""
         runs = [_Run(self._trainer(split), split) for split in (False, True)]
         try:
             self._check_gradients(runs)
@@ -234,16 +235,17 @@ class _Case:
         )
 
     def _schedule(self, split: bool) -> str:
-        """Some schedules exist only split; what they are held against is 1F1B."""
+        """The schedule; schedules that exist only split are compared with fused 1F1B."""
         return self.schedule if split or SCHEDULES[self.schedule].fused else "1f1b"
 
     def _check_gradients(self, runs: list[_Run]) -> None:
         """Compare both trainers' gradients of the first step with plain autograd's, on rank 0."""
         wholes = [self._whole(runs[0].trainer.device) for _ in runs] if dist.get_rank() == 0 else []
         for run in runs:
-            run.trainer.forward_backward(self.given)
-            own = [_gradients(module) for module in run.trainer.modules.values()]
-            mine = {name: g for part in gather(own) for each in part for name, g in each.items()}
+            run.trainer.forward_backward(self.step_batch)
+            local = [_gradients(module) for module in run.trainer.modules.values()]
+            stages = [gradients for part in gather(local) for gradients in part]
+            mine = {name: grad for gradients in stages for name, grad in gradients.items()}
             if wholes:
                 run.difference = largest_difference(mine, wholes[0])
                 if 0.0 < run.difference < math.inf and largest_difference(*wholes):
@@ -252,12 +254,12 @@ class _Case:
                 module.zero_grad(set_to_none=True)
 
     def _whole(self, device: torch.device) -> Gradients:
-        """Those of the mean loss over the microbatches, of the whole model in this process."""
+        """Gradients of the mean loss over the microbatches, for the whole model in this process."""
         model, count = copy.deepcopy(self.model).to(device), self.microbatches
         leaves, spec = tree_flatten(self.batch)
         cut = [
-            each.to(device).chunk(count) if isinstance(each, Tensor) else [each] * count
-            for each in leaves
+            leaf.to(device).chunk(count) if isinstance(leaf, Tensor) else [leaf] * count
+            for leaf in leaves
         ]
         for parts in zip(*cut, strict=True):
             inputs = tree_unflatten([*parts], spec)
@@ -269,9 +271,9 @@ class _Case:
     def _measure_memory(self, run: _Run) -> None:
         """Steps that are not timed; the optimizer's state exists from here on."""
         trainer = run.trainer
-        trainer.step(self.given)
+        trainer.step(self.step_batch)
         trainer.record = "memory"
-        trainer.step(self.given)
+        trainer.step(self.step_batch)
         memory, at = trainer.memory(), trainer.rank
         trainer.record = True
         run.peak = gather(memory.fixed[at] + memory.peak_activations[at])
@@ -279,7 +281,7 @@ class _Case:
     def _time_step(self, run: _Run, *, timed: bool) -> None:
         dist.barrier()
         start = time.perf_counter()
-        run.trainer.step(self.given)
+        run.trainer.step(self.step_batch)
         seconds = time.perf_counter() - start
         if timed:
             run.seconds.append(seconds)
@@ -298,7 +300,7 @@ class _Case:
             spread_s=spread(run.seconds),
             speedup=_speedup(fused.seconds, run.seconds),
             ideal_speedup=ideal_fused.makespan / ideal.makespan,
-            bubble=statistics.median(each.bubble_ratio() for each in run.timelines),
+            bubble=statistics.median(timeline.bubble_ratio() for timeline in run.timelines),
             ideal_bubble=ideal.bubble_ratio(),
             peak_bytes=run.peak,
             max_grad_diff=run.difference,
@@ -333,12 +335,12 @@ def typical_pair(seconds: Sequence[Sequence[float]], makespans: Sequence[Sequenc
 
 def _gradients(module: nn.Module) -> Gradients:
     named = module.named_parameters()
-    return {name: each.grad.cpu() for name, each in named if each.grad is not None}
+    return {name: parameter.grad.cpu() for name, parameter in named if parameter.grad is not None}
 
 
 def largest_difference(mine: Gradients, whole: Gradients) -> float:
-    """The largest absolute difference of stages' gradients from those of the whole model; infinite
-    where they lack one. Of a parameter that several stages hold each has the sum.
+    """The largest absolute difference of the stages' gradients from the whole model's; infinite if
+    one is missing. Each stage with a tied parameter has the sum of its gradients.
     """
     if not mine.keys() >= whole.keys():
         return float("inf")
@@ -367,7 +369,7 @@ _HEADERS = (
 
 
 def comparison_table(rows: Sequence[Row], style: str = "simple") -> str:
-    """A row each; times are medians, the spread is the interquartile range."""
+    """One table row per ``Row``; times are medians, the spread is the interquartile range."""
     align = ("left", "right", "left", *["right"] * 6, "left", "right")
     table = [_cells(row) for row in rows]
     return tabulate(table, _HEADERS, tablefmt=style, colalign=align, disable_numparse=True)

@@ -26,13 +26,13 @@ from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import WeightAnchor, hooks_text
 from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.capture.dynamo_graph import compile_model
-from autosplit.dump import dump, short_source
+from autosplit.dump import dump
 from autosplit.dynamo.backend import DynamoGraph, SplittingBackend
 from autosplit.dynamo.pending_weights import ForwardCall
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.specializations import calls_itself
-from autosplit.text.figures import few
+from autosplit.text.figures import few, short_source
 from autosplit.torch_internals.autograd import LeavesCache, has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, synchronises
 from autosplit.torch_internals.dynamo import BreakReason, BreakWatch

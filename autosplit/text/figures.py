@@ -1,9 +1,12 @@
-"""Figures as people write them: sizes in bytes (12GiB, 800 MB, 1.50 MiB), names, quartiles."""
+"""Figures as people write them: sizes (12GiB, 1.50 MiB), milliseconds, lists of names,
+quartiles.
+"""
 
 from __future__ import annotations
 
 import difflib
 import operator
+import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,7 +26,7 @@ _MOST = 2**63 - 1
 
 def parse_size(
     size: str | SupportsIndex,
-    what: str = "a size",
+    subject: str = "a size",
     error: type[AutosplitError] = PlanError,
 ) -> int:
     """Whole bytes, at least 1; a fraction of a byte is left out.
@@ -31,20 +34,20 @@ def parse_size(
     Args:
         size: text, in B, KiB to TiB (powers of 1024), KB to TB (powers of 1000), in capitals or
             not, or without a unit, which is bytes; or a number of bytes, of any whole type.
-        what: it is of, for messages, as in ``"memory_limit"``.
-        error: what to raise.
+        subject: the name of the size, for messages, as in ``"memory_limit"``.
+        error: the type of error to raise.
 
     Raises:
-        AutosplitError: of that type: this is no size, less than a byte, or more than a machine can
-            address.
+        AutosplitError: of that type, if this is not a size, is less than a byte, or is more than a
+            machine can address.
     """
-    found = _read(size.lower()) if isinstance(size, str) else _counted(size)
-    if not 1 <= found <= _MOST:
+    count = _read(size.lower()) if isinstance(size, str) else _counted(size)
+    if not 1 <= count <= _MOST:
         raise error(
-            f"expected {what} such as 80GiB, '800 MB' or a whole number of bytes (units: B, KiB to "
-            f"TiB, KB to TB), got {size!r}"
+            f"expected {subject} such as 80GiB, '800 MB' or a whole number of bytes (units: B, KiB "
+            f"to TiB, KB to TB), got {size!r}"
         )
-    return found
+    return count
 
 
 def size_text(count: int) -> str:
@@ -57,7 +60,7 @@ def size_text(count: int) -> str:
 
 
 def _counted(size: object) -> int:
-    """A number of bytes, or 0 where it is none."""
+    """A number of bytes; 0 if it is not one."""
     try:
         return 0 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
     except TypeError:
@@ -65,7 +68,7 @@ def _counted(size: object) -> int:
 
 
 def _read(text: str) -> int:
-    """The bytes that a text says, or 0 where it says none."""
+    """The bytes that a text names; 0 if it names none."""
     match = _SIZE.fullmatch(text)
     if match is None or match[3] not in _UNITS or len(match[1]) > 30:
         return 0
@@ -75,23 +78,36 @@ def _read(text: str) -> int:
 
 
 def few(names: Sequence[str], shown: int = 1) -> str:
-    """The first names, and how many more there are; nothing where there are none."""
+    """The first names, and the number of further ones; empty for no names."""
     first = ", ".join(names[:shown])
     return f"{first} and {len(names) - shown} more" if len(names) > shown else first
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A question that names what is known by the name most like one, or by those few that begin
-    so; nothing where none is.
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """A question that suggests the most similar candidate, or the few that start with ``name``;
+    empty if none is similar.
     """
-    names = [*known]
-    begun = [each for each in names if name and each.startswith(name)]
+    names = [*candidates]
+    begun = [candidate for candidate in names if name and candidate.startswith(name)]
     close = begun if 0 < len(begun) < 3 else difflib.get_close_matches(name, names, 1, 0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
+def milliseconds(seconds: float) -> str:
+    """Milliseconds as text, with three significant digits if they are few."""
+    value = 1e3 * seconds
+    return f"{value:,.1f}" if value >= 10.0 or value == 0.0 else f"{value:.3g}"
+
+
+def short_source(line: str) -> str:
+    """``file.py:12 code`` without the folder, shortened to 60 characters."""
+    path, _, code = line.partition(" ")
+    text = f"{os.path.basename(path)} {code}".strip()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile, none of which is beyond the values."""
+    """The lower quartile, the median and the upper quartile, within the range of the values."""
     if len(values) < 2:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""Files: read up to a bound, and checked before the work that fills them, with typed errors."""
+"""Read files up to a bound, and check output files before long work, with typed errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from autosplit.errors import AutosplitError, OutputError
 
 LARGEST = 1 << 25
-"""Bytes: several times what the largest schedule or plan that is accepted takes."""
+"""Most bytes of a file; the largest accepted schedule or plan takes a fraction of it."""
 
 
 def read_text(path: str | Path, kind: str, error: type[AutosplitError]) -> str:
@@ -19,11 +19,11 @@ def read_text(path: str | Path, kind: str, error: type[AutosplitError]) -> str:
 
     Args:
         path: the file; devices and pipes are read up to the bound.
-        kind: what it should hold, for messages, as in ``"a plan"``.
-        error: what to raise.
+        kind: the expected content, for messages, as in ``"a plan"``.
+        error: the type of error to raise.
 
     Raises:
-        AutosplitError: of that type, if there is no such file, it cannot be read, is no UTF-8
+        AutosplitError: of that type, if the file does not exist, cannot be read, is not UTF-8
             text, or has more than ``LARGEST`` bytes.
     """
     try:
@@ -31,16 +31,16 @@ def read_text(path: str | Path, kind: str, error: type[AutosplitError]) -> str:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise error(
-                f"cannot read {kind} from {str(path)!r}: it has more than {LARGEST:,} bytes, which "
-                "none has"
+                f"cannot read {kind} from {str(path)!r}: it has more than {LARGEST:,} bytes, the "
+                "limit"
             )
-        return content.decode("utf-8-sig")  # some editors put a mark in front
+        return content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as problem:
         raise error(
-            f"cannot read {kind} from {str(path)!r}: it is no UTF-8 text ({problem.reason} at byte "
-            f"{problem.start})"
+            f"cannot read {kind} from {str(path)!r}: it is not UTF-8 text ({problem.reason} at "
+            f"byte {problem.start})"
         ) from problem
-    except (OSError, ValueError) as problem:  # a path may hold what no path can, such as "\0"
+    except (OSError, ValueError) as problem:  # ValueError: a path with a null character
         raise error(f"cannot read {kind} from {str(path)!r}: {problem}") from problem
 
 
@@ -70,11 +70,11 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that could not be written, before what it is to hold is computed. Nothing is
-    left behind, and a file that is there stays as it is.
+    """Refuse a file that cannot be written, before its content is computed. No new file is left,
+    and an existing file is not changed.
 
     Raises:
-        OutputError: says what is in the way.
+        OutputError: says why it cannot be written.
     """
     path = Path(path)
     with writing(path):
@@ -87,21 +87,23 @@ def check_file(path: str | os.PathLike[str]) -> None:
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Refuse a folder that could not be made or written into; as ``check_file``.
+    """Refuse a folder that cannot be created or written into, as ``check_file`` does.
 
     Raises:
-        OutputError: says what is in the way.
+        OutputError: says why.
     """
     path = Path(path)
     with writing(path):
-        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-        if not there.is_dir():
-            raise OutputError(f"cannot write into a folder {path}: {there} is a file")
-        _check_place(there)
+        existing = next(
+            folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+        )
+        if not existing.is_dir():
+            raise OutputError(f"cannot write into a folder {path}: {existing} is a file")
+        _check_place(existing)
 
 
 def _check_place(folder: Path) -> None:
-    """Only an attempt tells: permissions are nothing to root, nor on a read-only disk."""
+    """Try to write. Permissions would say nothing for root, or on a read-only disk."""
     with tempfile.TemporaryFile(dir=folder):
         pass
 

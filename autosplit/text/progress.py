@@ -1,4 +1,4 @@
-"""What long work says: into Python's log, and to whoever waits for it without one."""
+"""Progress of long work: in Python's log, or on the standard error if nobody handles the log."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import time
 from collections.abc import Iterator
 
 _LOG = logging.getLogger("autosplit")
-_FIRST, _EVERY = 5.0, 30.0
+_FIRST_PAUSE, _LATER_PAUSES = 5.0, 30.0  # seconds between messages
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Log how long some work took; while it takes more than five seconds, say that it goes on.
+def working(work: str) -> Iterator[None]:
+    """Log how long some work took, and report from five seconds on that it is still running.
 
-    What goes on is logged, too (at INFO, under ``autosplit``); where nobody handles that log, the
-    first rank prints it to the standard error.
+    Messages are logged at INFO under ``autosplit``. If nobody handles that log, rank 0 prints the
+    reports to the standard error.
 
     Args:
-        what: the work, as in ``"capturing Llama"``.
+        work: the work, as in ``"capturing Llama"``.
     """
     started, done = time.perf_counter(), threading.Event()
 
     def go_on() -> None:
-        patience = _FIRST
+        patience = _FIRST_PAUSE
         while not done.wait(patience):
-            _say(f"{what}: {time.perf_counter() - started:.0f} s so far")
-            patience = _EVERY
+            _say(f"{work}: {time.perf_counter() - started:.0f} s so far")
+            patience = _LATER_PAUSES
 
     talking = threading.Thread(target=go_on, name="autosplit-progress", daemon=True)
     talking.start()
@@ -39,7 +39,7 @@ def working(what: str) -> Iterator[None]:
     finally:
         done.set()
         talking.join()
-        _LOG.info("%s: %.2f s", what, time.perf_counter() - started)
+        _LOG.info("%s: %.2f s", work, time.perf_counter() - started)
 
 
 def _say(text: str) -> None:

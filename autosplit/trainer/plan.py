@@ -16,7 +16,6 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from autosplit.dump import milliseconds
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -25,7 +24,7 @@ from autosplit.planner.costs import BlockOptions, ModelCosts
 from autosplit.planner.cuts import Solution
 from autosplit.planner.cutting import Partition, cut_model
 from autosplit.runtime.build import SplitOptions
-from autosplit.text.figures import few, parse_size, size_text
+from autosplit.text.figures import few, milliseconds, parse_size, size_text
 from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.trainer.options import StageOptions
 from autosplit.trainer.rank_model import OptimizerFunction

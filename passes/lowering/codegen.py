@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.graph import dtype_abbrs  # type: ignore[attr-defined]
 
 from ..analysis.operators import IN_PLACE, OPERATORS, OVERLOAD, overload
 from ..errors import PassError, StrideError
-from ..graph import SUBGRAPH, outputs, placeholders, role_of, source_line
+from ..graph import SUBGRAPH, outputs, placeholders, role_of, source_line, value_text
 from ..subgraph import operands
 from .buffers import last_uses, reusable_operands
 
@@ -111,16 +110,6 @@ def constants(module: fx.GraphModule) -> dict[str, Any]:
     """Tensors and submodules that the graph reads from its module, by target."""
     targets = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     return {target: operator.attrgetter(target)(module) for target in sorted(targets)}
-
-
-def value_text(value: object) -> str:
-    """``f32[2, 3]`` for a tensor, the text of anything else, a tuple for several."""
-    if isinstance(value, torch.Tensor):
-        shape = ", ".join(str(size) for size in value.shape)
-        return f"{dtype_abbrs.get(value.dtype, str(value.dtype))}[{shape}]"
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(value_text(item) for item in value) + ")"
-    return str(value)
 
 
 def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> list[str]:

@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 import autosplit.cli.plan
 import autosplit.compare.run  # noqa: F401  # both launch ranks, and are imported late otherwise
 from autosplit.cli import main
-from autosplit.dump import milliseconds
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.planner import partition
+from autosplit.text.figures import milliseconds
 from tests.planner import planned_models
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
@@ -114,7 +114,7 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     capped = run(f"{PIPELINE} --cap 3.5 --output {tmp_path}/capped").output
     rows = {line.split()[0]: line.split() for line in capped.splitlines() if "x  " in line}
     assert (rows["v-half"][5], rows["v-half"][-1], rows["gpipe"][-1]) == ("1.000x", "*", "cap")
-    assert "over cap: keeps more on a rank" in capped
+    assert "over cap: a rank exceeds the cap" in capped
     assert '"v-half, fill"' in (tmp_path / "capped" / "trace.json").read_text()
     capped = simulated(tmp_path, "--cap 3.5")
     over = {name: row["over_cap"] for name, row in capped.items()}
@@ -194,11 +194,14 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
     assert step("--device 1e-3 1") > step("--device 989 3350")
     assert step("--estimate") < step("--estimate --link 1e-6")
     assert (
-        "links take no time (--link says what one carries)" in run(f"{command} --estimate").output
+        "links take no time (give their bandwidth as --link)" in run(f"{command} --estimate").output
     )
     assert "links take no time" not in run(f"{command} --estimate --link 1").output
     for options, text in (
-        ("--device h100 1", "'h100' is no positive number: expected two of a data sheet"),
+        (
+            "--device h100 1",
+            "'h100' is not a positive number: expected two figures of a data sheet",
+        ),
         ("--link string", "'string' is not a valid float range"),
     ):
         result = run(f"{command} {options}")
@@ -299,7 +302,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
         (f"{STEP} --times 1,2,x", "'x' is not a valid float"),
         (f"{STEP} --times 1,2,-3", "-3.0 is not in the range x>=0.0"),
         (f"{PIPELINE} --memory 1,2,3", "memory needs 2 numbers, or 2 for each of the 4"),
-        (f"{PIPELINE} --message 1", "bandwidth and message have a meaning only together"),
+        (f"{PIPELINE} --message 1", "--bandwidth and --message work only together"),
         (f"{PIPELINE} --schedule zigzag", "no simulated schedule 'zigzag'; simulated: naive,"),
         (f"{PLAN} --limit '80 lots'", "expected bytes such as 80GiB, '800 MB' or a"),
         (
@@ -335,7 +338,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
         ),
         (f"{PIPELINE} --chunks 1000000", "4,000,000 stages and 8 microbatches make a step"),
         (f"{PIPELINE} --cap nan", "a limit is a number >= 0"),
-        (f"{PIPELINE} --cap 0.5", "no schedule keeps the cap 0.5; the most frugal"),
+        (f"{PIPELINE} --cap 0.5", "no schedule is within the cap 0.5; the most frugal"),
         (f"{PIPELINE} --output README.md/x", "cannot write into a folder README.md/x"),
         (f"{PIPELINE} --output /proc/x", "cannot write '/proc/x': No such file"),
         (f"{PLAN} --batch 99999999999999999999", "is not in the range 1<=x<=1000000"),
@@ -477,7 +480,7 @@ def test_check(tmp_path: pathlib.Path) -> None:
     )
     offloaded = tmp_path / "offloaded.csv"
     offloaded.write_text("0F0,0OFFLOAD0,0F1,0RELOAD0,0B0,0B1\n")
-    assert "not judged, as moves have threads" in run("check", offloaded).output
+    assert "not judged, because moves have threads" in run("check", offloaded).output
     for command, said in (
         (("check", crossed, "--mesh", "pp=3"), "has 2 ranks, not the 3 of the command"),
         (("check", crossed, "--microbatches", "3"), "has 2 microbatches, not the 3 of the"),

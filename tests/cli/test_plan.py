@@ -33,13 +33,13 @@ def named(found: list[Configuration], name: str) -> list[Configuration]:
 
 
 def plan_of(one: Configuration) -> Solution:
-    assert isinstance(one.found, Solution)
-    return one.found
+    assert isinstance(one.outcome, Solution)
+    return one.outcome
 
 
 def test_the_best_comes_first_and_the_others_say_why_not() -> None:
     found = search_plans(costs_of, 4, 32)
-    able = [each.found for each in found if isinstance(each.found, Solution)]
+    able = [each.outcome for each in found if isinstance(each.outcome, Solution)]
     assert {each.request.name for each in found} == {*SCHEDULES}
     assert {each.request.microbatches for each in found} == {4, 8, 16}
     assert {each.size for each in found} == {8, 4, 2}
@@ -47,11 +47,11 @@ def test_the_best_comes_first_and_the_others_say_why_not() -> None:
     slow = min(plan_of(each).step for each in named(found, "naive"))
     assert slow > 2 * plan_of(found[0]).step
     (few, *_) = [each for each in named(found, "dualpipe-v") if each.request.microbatches == 4]
-    assert "at least 2P microbatches" in str(few.found)
+    assert "at least 2P microbatches" in str(few.outcome)
     table = search_table(found, 3)
     assert "1.000x" in table.splitlines()[2]
     assert " more (--rows shows them)" in table
-    assert table.count(str(few.found)) == 1
+    assert table.count(str(few.outcome)) == 1
 
 
 def test_of_steps_that_are_about_as_long_the_one_that_holds_least_is_best() -> None:
@@ -60,7 +60,7 @@ def test_of_steps_that_are_about_as_long_the_one_that_holds_least_is_best() -> N
 
     def like(longer: float, part: float) -> Configuration:
         changed = tuple(part * peak for peak in plan.peaks)
-        return one._replace(found=replace(plan, step=math.exp(longer), peaks=changed))
+        return one._replace(outcome=replace(plan, step=math.exp(longer), peaks=changed))
 
     full, light, late = like(1.0, 1.0), like(1.004, 0.5), like(1.02, 0.1)
     assert sorted([full, late, light], key=lambda each: each.key) == [light, full, late]
@@ -72,7 +72,7 @@ def test_a_cap_makes_others_win() -> None:
     most = max(max(plan_of(each).peaks) for each in free)
     capped = search_plans(costs_of, 4, 32, **space, cap=0.75 * most)
     assert max(plan_of(capped[0]).peaks) <= 0.75 * most
-    assert all("fit under a cap of" in str(each.found) for each in named(capped, "gpipe"))
+    assert all("fit under a cap of" in str(each.outcome) for each in named(capped, "gpipe"))
     with pytest.raises(CapError, match="the least cap that works is") as caught:
         search_plans(costs_of, 4, 32, **space, cap=10.0)
     fits = search_plans(costs_of, 4, 32, **space, cap=caught.value.least)
@@ -91,7 +91,7 @@ def test_what_is_settled_stays() -> None:
         costs_of, 4, 32, stages=10, microbatches=[16], schedules=["1f1b", "interleaved"]
     )
     (lost, *_) = named(odd, "interleaved")
-    assert "expected a multiple of 4 stages for 4 ranks, got 10" in str(lost.found)
+    assert "expected a multiple of 4 stages for 4 ranks, got 10" in str(lost.outcome)
     slow = search_plans(costs_of, 4, 32, stages=8, **space, links=Transfer(5.0))
     assert slow[0].key > found[0].key
     light = search_plans(costs_of, 4, 32, stages=8, **space, optimizer_state=0.0)
@@ -105,7 +105,7 @@ def test_what_is_settled_stays() -> None:
             {"microbatches": [5]},
             32,
             PlanError,
-            "a batch of 32 cannot be cut into 5 equal microbatches; it can into 1, 2, 4, 8, 16, 32",
+            "a batch of 32 cannot be cut into 5 equal microbatches; possible counts: 1, 2, 4, 8",
         ),
         ({"stages": 20}, 32, PlanError, "nothing can run: cannot cut 16 blocks into 20 stages"),
         (

@@ -120,7 +120,7 @@ def test_dump(tmp_path: pathlib.Path) -> None:
 def test_nothing_captured() -> None:
     with pytest.raises(SplitError, match="nothing captured yet: call the module"):
         PartialModel(TwoLayers()).report()
-    with pytest.raises(SplitError, match=r"split graph by graph; for a reason$"):
+    with pytest.raises(SplitError, match=r"split graph by graph; for a reason\nMore: "):
         PartialModel(TwoLayers(), reason="for a reason").report()
 
 

@@ -47,7 +47,7 @@ def test_without_a_log_the_first_rank_says_that_it_goes_on(
     rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(progress, "_FIRST", 0.01)
+    monkeypatch.setattr(progress, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with working("searching"):
         time.sleep(0.2)

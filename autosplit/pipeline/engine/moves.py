@@ -82,7 +82,7 @@ class Lane:
 
         def run() -> tuple[Any, float, float]:
             sizes = record_sizes() if counted else contextlib.nullcontext()
-            with self._stream.behind(given), torch.inference_mode(False), sizes:
+            with self._stream.after(given), torch.inference_mode(False), sizes:
                 return work(), started, perf_counter()
 
         return self._pool.submit(run)

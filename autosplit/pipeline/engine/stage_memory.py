@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosplit.dump import boundary_tensors, total_bytes
+from autosplit.passes.analysis.boundary import boundary_tensors, total_bytes
 from autosplit.passes import Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.graph import inputs as graph_inputs

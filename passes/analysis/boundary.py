@@ -1,0 +1,53 @@
+"""The tensors that cross from one graph to the next, and their bytes of distinct storage."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from ..graph import Kind, descendants, inputs, outputs, source_line, value_text
+from .aliasing import storage_bytes, storage_root
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundaryTensor:
+    """A saved or deferred tensor.
+
+    Attributes:
+        name: module and relation, see ``passes/partition/split_graphs.py``.
+        shape: dtype and shape.
+        bytes: of the storage that it keeps alive; 0 if an earlier tensor counts it.
+        source: the user's line that computed it, or an empty string.
+        consumers: the results that the next graph computes from it.
+    """
+
+    name: str
+    shape: str
+    bytes: int
+    source: str
+    consumers: tuple[str, ...]
+
+
+def boundary_tensors(
+    giver: fx.GraphModule, taker: fx.GraphModule, kind: Kind
+) -> list[BoundaryTensor]:
+    """Every tensor of a kind that ``giver`` returns and ``taker`` has as an input."""
+    inputs_of_taker = {role.name: node for role, node in inputs(taker.graph, kind).items()}
+    results = [(role, value) for role, value in outputs(taker.graph) if isinstance(value, fx.Node)]
+    counted: set[fx.Node] = set()
+    rows = []
+    for role, value in outputs(giver.graph, kind):
+        root = storage_root(value)
+        size = 0 if root in counted else storage_bytes(root)
+        counted.add(root)
+        reached = descendants([inputs_of_taker[role.name]])
+        consumers = tuple(r.name for r, v in results if v in reached and r.kind is not kind)
+        shape = value_text(value.meta["val"])
+        rows.append(BoundaryTensor(role.name, shape, size, source_line(value), consumers))
+    return rows
+
+
+def total_bytes(rows: list[BoundaryTensor]) -> int:
+    """Bytes of distinct storage on the boundary."""
+    return sum(row.bytes for row in rows)
