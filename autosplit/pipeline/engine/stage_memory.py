@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autosplit.passes.analysis.boundary import boundary_tensors, total_bytes
 from autosplit.passes import Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.analysis.boundary import boundary_tensors, total_bytes
 from autosplit.passes.graph import inputs as graph_inputs
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.simulation.activation_memory import StageMemory
