@@ -6,7 +6,9 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from traceback import FrameSummary
 from typing import Any, NamedTuple
 
 import torch
@@ -122,9 +124,11 @@ def user_errors(module: nn.Module) -> Iterator[None]:
             frame.name == "__init__" for frame in getattr(error, "real_stack", None) or ()
         ):
             kind = PythonStateError
-        reason, advice = _reason(error), _advice(module, line, error)
+        failure = _failure(str(error))
+        what = "run on these inputs" if failure else "be captured in one graph"
+        reason, advice = failure or _reason(error), _advice(module, line, error)
         raise kind(
-            f"{type(module).__name__} cannot be captured in one graph.\n"
+            f"{type(module).__name__} cannot {what}.\n"
             f"  at {line}\n  because {reason}\n  {advice}",
             because=f"{reason.partition(chr(10))[0].rstrip('.')} (at {line}). {advice}",
         ) from error
@@ -170,11 +174,35 @@ def _below_error(record: logging.LogRecord) -> bool:
 
 def _user_line(error: Exception) -> str:
     """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
-    stack = getattr(error, "real_stack", None) or ()
+    frame = user_frame(getattr(error, "real_stack", None) or ())
+    if frame is not None:
+        return f"{frame.filename}:{frame.lineno}"
+    lines = re.findall(r'File "(.+?)", line (\d+)', str(error).partition("Original traceback:")[2])
+    return ":".join(next((each for each in lines[::-1] if not is_library_file(each[0])), ()))
+
+
+def user_frame(stack: Sequence[FrameSummary]) -> FrameSummary | None:
+    """The innermost frame of the user's code, else of one of torch's modules."""
     frames = [frame for frame in stack if not is_library_file(frame.filename)]
-    layers = (frame for frame in reversed(stack) if f"nn{os.sep}modules" in frame.filename)
-    user_frames = frames or [*layers][:1]  # the model is one of torch's modules
-    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
+    layers = [frame for frame in stack if f"nn{os.sep}modules" in frame.filename]
+    return next(reversed(frames or layers), None)
+
+
+_FAILURES = {
+    r"fake tensors: call_\w+ (?:<(?:built-in )?(?:function|method) )?([\w.]+)"
+    r".*: got \w+\(([\"'])(.*)\2\)$": r"\1 fails: \3",
+    r"raised exception (\w+)\(\[?([\"'])(.*)\2\]?\)": r"it raises \1: \3",
+}
+
+
+def _failure(text: str) -> str:
+    """The message of an operator or a module about inputs that do not fit, from Dynamo's error;
+    empty for other errors.
+    """
+    for pattern, message in _FAILURES.items():
+        if match := re.search(pattern, text, re.MULTILINE):
+            return match.expand(message)
+    return ""
 
 
 def _advice(module: nn.Module, line: str, error: Exception) -> str:
@@ -183,21 +211,23 @@ def _advice(module: nn.Module, line: str, error: Exception) -> str:
             "Have the experts be one operator, experts_implementation='grouped_mm' of the model's "
             "configuration, instead of a loop over those that have tokens."
         )
-    if isinstance(error, TorchRuntimeError):
+    if isinstance(error, TorchRuntimeError) or _failure(str(error)):
         return (
-            "Run the model on these inputs without autosplit: where this operator fails, too, they "
-            "do not fit; where it does not, torch cannot trace it, and such calls run unsplit but "
-            "where one graph is asked for."
+            "Pass inputs of sizes and dtypes that the module takes. If it runs on these inputs "
+            "without autosplit, torch cannot trace it: such a call runs unsplit, unless one graph "
+            "is asked for (a stage, fullgraph=True)."
         )
     if "share storage" in str(error) or "view input mutations" in str(error):
         return (
             "The module writes into an input that shares its memory with another one; pass a "
             "clone, or one and the same tensor as both."
         )
-    if "FunctionalTensor" in str(error) or str(error).startswith("tensor("):
+    text = str(error)
+    if "FunctionalTensor" in text or "a functional tensor" in text or text.startswith("tensor("):
         return (
             "An attribute of a parameter is read, or a tensor written into that is no buffer: "
-            "register_buffer(name, tensor, persistent=False), and read it as the module's."
+            "register_buffer(name, tensor, persistent=False), and read it as the module's (a loss "
+            "that is an nn.Module may have buffers)."
         )
     if "saved_tensors_hooks" in str(error) or "save_on_cpu" in str(error):
         return (
@@ -238,7 +268,7 @@ def definition(module: nn.Module) -> str:
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).partition("from user code:")[0].strip()
+    text = re.split("from user code:|Original traceback:", str(error))[0].strip()
     kept = [
         line.strip()
         for line in text.splitlines()

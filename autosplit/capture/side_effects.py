@@ -13,7 +13,8 @@ import contextlib
 import inspect
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from traceback import FrameSummary
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,8 +25,9 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._guards import TracingContext
 
-from autosplit.capture.diagnosis import forward_of
+from autosplit.capture.diagnosis import forward_of, user_frame
 from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dynamo import source_name, traced_value
@@ -54,10 +56,12 @@ class Written(NamedTuple):
         source: where the forward found it, as Python.
         left: attribute, or key of a dictionary -> what Dynamo knows of the value that the forward
             leaves there; None where it is neither.
+        frame: the user's code that writes, if Dynamo knows it.
     """
 
     source: str
     left: dict[Any, Any] | None
+    frame: FrameSummary | None
 
 
 @contextlib.contextmanager
@@ -65,15 +69,26 @@ def record_writes() -> Iterator[list[Written]]:
     """The objects that the forward writes to which Dynamo traces in here."""
     written: list[Written] = []
     original: Any = SideEffects._get_modified_vars
+    kinds = AttributeMutationExisting, ValueMutationExisting
+    stacks: dict[Any, Sequence[FrameSummary]] = {}
+
+    def note_stack(_: Any, variable: Any) -> None:
+        if isinstance(variable.mutation_type, kinds):
+            stacks[variable] = TracingContext.extract_stack()
 
     def modified(effects: Any) -> Any:
         variables = original(effects)
-        kinds = AttributeMutationExisting, ValueMutationExisting
         old = [variable for variable in variables if isinstance(variable.mutation_type, kinds)]
-        written[:] = [Written(source_name(v.source), _left(effects, v)) for v in old]
+        written[:] = [
+            Written(source_name(v.source), _left(effects, v), user_frame(stacks.get(v, ())))
+            for v in old
+        ]
         return variables
 
-    with patch.object(SideEffects, "_get_modified_vars", modified):
+    with (
+        patch.object(SideEffects, "_get_modified_vars", modified),
+        patch.object(SideEffects, "_capture_user_stack", note_stack),
+    ):
         yield written
 
 
@@ -111,15 +126,15 @@ def setters(
     traced = {
         id(traced_value(n)): n._dynamo_source for n in graph_inputs if hasattr(n, "_dynamo_source")
     }
-    lasting, unchanged = [], list[Setter]()
-    for source, left in written:
+    lasting, unchanged = dict[str, FrameSummary | None](), list[Setter]()
+    for source, left, frame in written:
         if not source.startswith(("L[", "G[")) or source in keyword_dicts:
             continue
         target = eval(source, scope)
         if _is_context(target):
             continue
         if not left or (isinstance(target, dict) and target.keys() != left.keys()):
-            lasting.append(source)
+            lasting[source] = frame
             continue
         for key, value in left.items():
             place = f"{source}[{key!r}]" if isinstance(target, dict) else f"{source}.{key}"
@@ -134,14 +149,17 @@ def setters(
                         f"{forward_of(module)} replaces buffer {key!r} by a new tensor; write into "
                         "it instead, as in self.buffer.copy_(new) or self.buffer += 1"
                     )
-                lasting.append(place)
+                lasting[place] = frame
     if lasting:
+        at = next(filter(None, lasting.values()), None)
+        where = f"{at.name} (at {at.filename}:{at.lineno})" if at else forward_of(module)
         raise PythonStateError(
-            f"{forward_of(module)} changes Python state, "
+            f"{where} changes Python state, "
             f"{', '.join(dict.fromkeys(map(_readable, lasting)))}, which a graph cannot repeat on "
-            "every call. Return such a tensor instead, keep such state outside of the forward, or "
-            "in a buffer that is written in place. If only the first call does it, call the model "
-            "once before it is split."
+            "every call. Write a tensor into a buffer in place (self.buffer.copy_(x.detach()); a "
+            "loss can be an nn.Module with buffers), return it (a loss cannot), or keep the state "
+            "outside of the forward. If only the first call changes it, call the model once before "
+            "it is split."
         )
     return unchanged
 

@@ -193,6 +193,13 @@ class BatchSplitter:
             PipelineError: it is another one, or no tensor.
         """
         if isinstance(tensor, Mapping):
+            if name == "targets":
+                values = ", ".join(f"{path}[{key!r}]" for key in tensor)
+                raise PipelineError(
+                    f"expected a tensor for the batch's {path}, got a dictionary: "
+                    "loss_fn(output, targets) gets a tensor, or a tuple of tensors in the order in "
+                    f"which they are passed: target={values if len(tensor) == 1 else f'({values})'}"
+                )
             raise PipelineError(
                 f"the batch's {name} have names ({', '.join(map(str, tensor))}), and this trainer "
                 "takes them in order: step((x, y), target=z). To pass inputs by name, cut the "

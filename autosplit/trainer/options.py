@@ -113,7 +113,13 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
     built.
     """
     if o.stages.autocast not in (None, torch.bfloat16):
-        yield f"autocast is None or torch.bfloat16; got {o.stages.autocast}"
+        text = f"autocast is None or torch.bfloat16; got {o.stages.autocast}"
+        if o.stages.autocast == torch.float16:
+            text += (
+                ", whose small gradients become zeros without loss scaling, which trainers do not "
+                "have: use torch.bfloat16, which has the range of float32"
+            )
+        yield text
     norm = o.max_grad_norm
     if norm is not None and not is_positive(norm):
         yield f"max_grad_norm is a positive number or None; got {norm!r}"
