@@ -128,8 +128,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         what = "run on these inputs" if failure else "be captured in one graph"
         reason, advice = failure or _reason(error), _advice(module, line, error)
         raise kind(
-            f"{type(module).__name__} cannot {what}.\n"
-            f"  at {line}\n  because {reason}\n  {advice}",
+            f"{type(module).__name__} cannot {what}.\n  at {line}\n  because {reason}\n  {advice}",
             because=f"{reason.partition(chr(10))[0].rstrip('.')} (at {line}). {advice}",
         ) from error
 
@@ -269,6 +268,8 @@ def definition(module: nn.Module) -> str:
 
 def _reason(error: Exception) -> str:
     text = re.split("from user code:|Original traceback:", str(error))[0].strip()
+    if "mutating a non-functional tensor" in text:
+        return "it writes into a tensor that is no input, parameter or buffer"
     kept = [
         line.strip()
         for line in text.splitlines()

@@ -199,6 +199,12 @@ _CALL = 5e-6  # the least seconds of a kernel
 _LATENCY = 1e-5  # seconds of a message between two devices
 
 
+_DATA_SHEET = (
+    "Expected two numbers of a data sheet, the TFLOPS of matrix products and the GB/s of memory, "
+    "such as --device 989 3350 for an H100"
+)
+
+
 def _data_sheet(text: str) -> float:
     """A positive number.
 
@@ -211,13 +217,23 @@ def _data_sheet(text: str) -> float:
         value = 0.0
     if value > 0:
         return value
-    raise ValueError(
-        f"{text!r} is not a positive number: expected two figures of a data sheet, the TFLOPS of "
-        "matrix products and the GB/s of memory, such as --device 989 3350 for an H100"
-    )
+    raise ValueError(f"{text!r} is not a positive number. {_DATA_SHEET}")
 
 
-@click.command()
+class _PlanCommand(click.Command):
+    """The command; says which two numbers ``--device`` takes if the second is missing."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadOptionUsage as error:
+            if error.option_name != "--device":
+                raise
+            text = f"{error.message} {_DATA_SHEET}"
+            raise click.BadOptionUsage(error.option_name, text, error.ctx) from error
+
+
+@click.command(cls=_PlanCommand)
 @click.argument("factory")
 @setting
 @backend

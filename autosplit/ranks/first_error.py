@@ -29,9 +29,11 @@ class RankActivity:
         action: the action of the schedule, within a step.
         waiting: whether it waits for other ranks.
         turn: counts the changes of these.
+        announce: tells other ranks the phase at once, if somebody watches.
     """
 
     def __init__(self) -> None:
+        self.announce: Callable[[], None] = lambda: None
         self.phase = AROUND
         self.action: object = None
         self.waiting = False
@@ -42,16 +44,25 @@ class RankActivity:
         return self.phase if action is None else str(action)
 
     @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Be in a phase. An error that ends a run leaves it as it is, to say where that was."""
+    def __call__(self, phase: str, *, announced: bool = False) -> Iterator[None]:
+        """Be in a phase. An error that ends a run leaves it as it is, to say where that was.
+
+        Args:
+            phase: in words.
+            announced: whether other ranks learn at once of its begin and end, for the price of
+                two messages. Of other phases they learn at the next heartbeat.
+        """
         before = self.phase
+        announce = self.announce if announced else lambda: None
         self.enter(phase)
+        announce()
         try:
             yield
         except BatchError:
             self.enter(before)
             raise
         self.enter(before)
+        announce()
 
     def enter(self, phase: str) -> None:
         """Be in another phase."""
@@ -143,8 +154,8 @@ class Guard:
         self._closed = False
 
     @contextlib.contextmanager
-    def __call__(self, where: str) -> Iterator[None]:
-        """Guard a phase of the work, described by ``where``.
+    def __call__(self, where: str, *, announced: bool = False) -> Iterator[None]:
+        """Guard a phase of the work, described by ``where`` and announced as by ``RankActivity``.
 
         Raises:
             RankError: this rank failed, or another one did; or the run had ended before.
@@ -161,7 +172,7 @@ class Guard:
         if self._closed:
             raise PipelineError("this trainer was closed: build a new one")
         try:
-            with self._place(where):
+            with self._place(where, announced=announced):
                 yield
         except BatchError:
             raise

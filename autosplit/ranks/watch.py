@@ -92,6 +92,7 @@ class PeerWatch:
         self._turn, self._since = -1, 0.0
         self._stopping = threading.Event()
         self._own.enter(rank, Process.of(os.getpid()))
+        place.announce = lambda: self._beat(self._own)
         self._thread = threading.Thread(target=self._run, name="autosplit-watch", daemon=True)
         self._thread.start()
 
@@ -106,6 +107,7 @@ class PeerWatch:
     def stop(self) -> None:
         """Stop watching."""
         self._stopping.set()
+        self._place.announce = lambda: None
         if self._thread is not threading.current_thread():  # which may collect garbage
             self._thread.join(_JOIN)
 
@@ -124,9 +126,9 @@ class PeerWatch:
     # --- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._beat()
+        self._beat(self._board)
         while not self._stopping.wait(_BEAT):
-            self._beat()
+            self._beat(self._board)
             over = {rank for rank in self._others if self._is_over(rank)}
             if over != self._over or (self.missing is None and self._board.get(*_DEPARTED)):
                 self._over = over
@@ -141,14 +143,14 @@ class PeerWatch:
         process = self._board.process(rank)
         return process is not None and process.ending() is not None
 
-    def _beat(self) -> None:
+    def _beat(self, board: Board) -> None:
         place, now = self._place, time.monotonic()
         if place.turn != self._turn:
             self._turn, self._since = place.turn, now
         seconds = now - self._since
         self._beats += 1
         pulse = Pulse(self._beats, time.time(), place.phase, str(place), seconds, place.waiting)
-        self._board.put("pulse", self._rank, json.dumps(pulse))
+        board.put("pulse", self._rank, json.dumps(pulse))
 
     def _look(self) -> None:
         """Note who has ended. One that left may have done all it should; a death is posted."""

@@ -286,7 +286,7 @@ class Runner:
     ) -> Executor:
         """Build the stages and the executor of a training step from its first batch."""
         place = self._groups.place
-        with place("building its stages"):
+        with place("building its stages", announced=True):
             plan.stages, plan.boundaries = build_stages(
                 self._complete(batch),
                 self.schedule.stages,
@@ -297,7 +297,7 @@ class Runner:
                 targets=_examples(plan, "targets", targets),
                 device=self._device,
             )
-        with place("compiling its stages"):
+        with place("compiling its stages", announced=True):
             compile_stages(plan.stages, self.schedule)
         plan.dtype = plan.boundaries.known[self._last][0].dtype
         stages = plan.stages.values()

@@ -577,7 +577,7 @@ class PipelineTrainer:
         Raises:
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
-        with self._guard(where):
+        with self._guard(where, announced=True):
             yield self._groups
 
     def finish(self, end: Callable[[], None] | None = None) -> None:

@@ -79,7 +79,7 @@ def line_of(function: Callable[..., object], text: str) -> int:
     ("model", "text", "because"),
     [
         (Branches(), "if x.sum() > 0", "Data-dependent branching"),
-        (Broken(), "torch.zeros(7, 7)", "mat"),
+        (Broken(), "torch.zeros(7, 7)", "matmul fails: "),
         (Breaks(), "graph_break", "graph_break"),
     ],
     ids=lambda value: type(value).__name__,
@@ -88,7 +88,7 @@ def test_error_names_the_users_line(model: nn.Module, text: str, because: str) -
     with pytest.raises(CaptureError) as caught:
         capture(model, (torch.randn(2, 3, requires_grad=True),), {})
     message = str(caught.value)
-    assert message.startswith(f"{type(model).__name__} cannot be captured in one graph.")
+    assert message.startswith(f"{type(model).__name__} cannot ")
     assert f"test_joint_graph.py:{line_of(type(model).forward, text)}\n" in message
     assert because in message
 

@@ -148,7 +148,7 @@ def test_a_rank_that_is_killed_while_saving_leaves_the_old_checkpoint(
 ) -> None:
     path = tmp_path / "it"
     started = time.monotonic()
-    with pytest.raises(PipelineError, match="rank 1"):
+    with pytest.raises(PipelineError, match=r"rank 1 .*last heard of in sav"):
         on_ranks(killed, 2, (path,), timeout=100)
     assert time.monotonic() - started < 60
     assert len([*path.glob("save-*")]) == 2  # the old one's files, and what the killed one left

@@ -198,10 +198,8 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
     )
     assert "links take no time" not in run(f"{command} --estimate --link 1").output
     for options, text in (
-        (
-            "--device h100 1",
-            "'h100' is not a positive number: expected two figures of a data sheet",
-        ),
+        ("--device h100 1", "'h100' is not a positive number. Expected two numbers of a data"),
+        ("--device h100", "requires 2 arguments. Expected two numbers of a data sheet"),
         ("--link string", "'string' is not a valid float range"),
     ):
         result = run(f"{command} {options}")

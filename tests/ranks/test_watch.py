@@ -242,3 +242,17 @@ def test_a_board_tells_which_of_the_others_has_ended(child: subprocess.Popen[byt
     assert await_ending(board, [0, 1], 30.0) == "rank 1 was killed by SIGKILL"
     board.put("words", 1, "raised KeyError: 'lr'")
     assert await_ending(board, [0, 1], 30.0) == "rank 1 raised KeyError: 'lr'"
+
+
+def test_others_know_an_announced_phase_before_the_next_heartbeat(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "_BEAT", 60)
+    watch = ranks.watch(0)
+    ranks.watch(1)
+    own = ranks.places[1]
+    known = []
+    with own("saving a checkpoint", announced=True), own("gathering"):
+        known.append(watch._pulse(1))
+    known.append(watch._pulse(1))
+    assert [pulse and pulse.place for pulse in known] == ["saving a checkpoint", AROUND]

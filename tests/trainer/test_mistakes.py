@@ -74,6 +74,38 @@ def complex_loss(output: Tensor, targets: Tensor) -> Tensor:
     return ((output - targets) * 1j).mean()
 
 
+PARTS: dict[str, Tensor] = {}
+
+
+def noting_loss(output: Tensor, targets: Tensor) -> Tensor:
+    PARTS["mse"] = nn.functional.mse_loss(output, targets)
+    return PARTS["mse"]
+
+
+class NotingLoss(nn.Module):
+    """Does the same as the errors of ``noting_loss`` and ``adding_loss`` advise."""
+
+    mse: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mse", torch.zeros(()), persistent=False)
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        mse = nn.functional.mse_loss(output, targets)
+        self.mse.add_(mse.detach())
+        return mse
+
+
+TOTAL = torch.zeros(())
+
+
+def adding_loss(output: Tensor, targets: Tensor) -> Tensor:
+    mse = nn.functional.mse_loss(output, targets)
+    TOTAL.add_(mse.detach())
+    return mse
+
+
 def of_keys(output: Any, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(output["logits"], targets)
 
@@ -104,8 +136,30 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         (lambda: trainer(schedule="1F1B"), "torch's 1F1B is '1f1b' here"),
         (
             lambda: trainer(model=[nn.Linear(8, 8), nn.Linear(4, 4)]).step((X, Y)),
-            r"stage 1 cannot take what it is given, .*float32\[2, 8\].*: Linear cannot be "
-            r"captured in one graph\.\n  at .*linear\.py:",
+            r"stage 1 cannot take what it is given, .*float32\[2, 8\].*: Linear cannot run "
+            r"on these inputs\.\n  at .*linear\.py:\d+\n  because linear fails: .*\n  Pass inputs",
+        ),
+        (
+            lambda: trainer(loss_fn=noting_loss).step((X, Y)),
+            rf"^stage 1: noting_loss \(at {__file__}:{noting_loss.__code__.co_firstlineno + 1}\) "
+            r"changes Python state, .*PARTS\['mse'\], .* a loss can be an nn\.Module with buffers",
+        ),
+        (
+            lambda: trainer(loss_fn=adding_loss).step((X, Y)),
+            rf"^stage 1: .*\n  at {__file__}:{adding_loss.__code__.co_firstlineno + 2}\n  because "
+            r"it writes into a tensor .*\n  An .*\(a loss that is an nn\.Module may have buffers",
+        ),
+        (
+            lambda: trainer(autocast=torch.float16),
+            r"got torch\.float16, .* without loss scaling, .*: use torch\.bfloat16",
+        ),
+        (
+            lambda: trainer().step(X, target={"labels": Y}),
+            r"a tensor for the batch's targets, got a dictionary: .*: target=targets\['labels'\]$",
+        ),
+        (
+            lambda: trainer().step((X, {"a": Y, "b": Y})),
+            r"got a dictionary: .*: target=\(targets\['a'\], targets\['b'\]\)$",
         ),
         (
             lambda: trainer().step((X.double(), Y.double())),
@@ -122,7 +176,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer(model=[nn.Linear(8, 8), Doing(leaves_something)]).step((X, Y)),
-            rf"^stage 1: Doing\.forward \(at {__file__}:.* changes .*aux, .*Return such a tensor",
+            rf"^stage 1: leaves_something \(at {__file__}:.* changes .*aux, .*return it",
         ),
         (
             lambda: trainer(model=[nn.Linear(8, 8), hooked()]).step((X, Y)),
@@ -165,6 +219,11 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         "torch's class",
         "torch's name",
         "widths",
+        "a loss that notes",
+        "a loss that adds",
+        "float16",
+        "targets by name",
+        "several targets by name",
         "float64",
         "nothing returned",
         "two for one",
@@ -183,6 +242,12 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
 def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
     with pytest.raises(AutosplitError, match=text):
         mistake()
+
+
+def test_a_loss_keeps_its_parts_in_a_buffer() -> None:
+    loss = NotingLoss()
+    losses = trainer(loss_fn=loss).step((X, Y))
+    assert torch.allclose(loss.mse, losses.sum())
 
 
 def test_too_many_inputs_are_refused_before_the_step() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from autosplit.capture.export import export
 from autosplit.errors import CaptureError, PythonStateError
-from tests import zoo
 from tests.zoo import Made
 
 SEEN: list[int] = []
@@ -68,20 +67,23 @@ def traced(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "named"),
+    ("effect", "attributes", "named"),
     [
-        (with_effect(count, calls=0), "self"),
-        (with_effect(append, log=[]), "self.log"),
-        (with_effect(remember), "SEEN"),
+        (count, {"calls": 0}, "self"),
+        (append, {"log": []}, "self.log"),
+        (remember, {}, "SEEN"),
     ],
     ids=["counter", "list", "global"],
 )
-def test_what_every_call_changes_is_refused(model: nn.Module, named: str) -> None:
+def test_what_every_call_changes_is_refused_with_the_line(
+    effect: Any, attributes: dict[str, Any], named: str
+) -> None:
     before = list(SEEN)
     with pytest.raises(PythonStateError, match=r"changes Python state, .*which a graph") as caught:
-        traced(model)
+        traced(with_effect(effect, **attributes))
     assert named in str(caught.value)
-    assert f"(at {zoo.__file__}:" in str(caught.value)
+    line = effect.__code__.co_firstlineno + 1
+    assert str(caught.value).startswith(f"{effect.__name__} (at {__file__}:{line})")
     assert before == SEEN
 
 
