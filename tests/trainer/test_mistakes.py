@@ -155,11 +155,11 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer().step(X, target={"labels": Y}),
-            r"a tensor for the batch's targets, got a dictionary: .*: target=targets\['labels'\]$",
+            r"a tensor for the batch's targets, got a dictionary: .*: target=targets\['labels'\]\n",
         ),
         (
             lambda: trainer().step((X, {"a": Y, "b": Y})),
-            r"got a dictionary: .*: target=\(targets\['a'\], targets\['b'\]\)$",
+            r"got a dictionary: .*: target=\(targets\['a'\], targets\['b'\]\)\n",
         ),
         (
             lambda: trainer().step((X.double(), Y.double())),
