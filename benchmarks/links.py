@@ -62,7 +62,7 @@ def _between(groups: Groups, device: torch.device, pair: Pair) -> Link:
             for sender in pair:
                 work = (groups.isend if groups.rank == sender else groups.irecv)(tensor, peer)
                 if work is not None:
-                    with groups.losing(groups.named(peer)):
+                    with groups.as_lost_peer(groups.rank_name(peer)):
                         work.wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -125,7 +125,7 @@ def load_checkpoint(
             run_state.restore_optimizer(checkpoint, restored, naming.groups, states)
         for restore in run.restore:
             restore()
-        groups.everybody.meet()
+        groups.everybody.barrier()
     return Loaded(missing, more, run.step, run.extra, run.generators)
 
 

@@ -154,7 +154,7 @@ def save_checkpoint(
         if not asynchronous:
             error = _write(content, writer, groups.everybody)
         else:
-            apart = groups.beside()
+            apart = groups.background_control()
     if asynchronous:
         pending = PendingSave(lambda: _write(content, writer, apart))
         trainer.finish(pending.wait)
@@ -197,7 +197,7 @@ def _write(state: dict[str, Any], writer: _StagedWriter, ranks: Control) -> Chec
     """
     alone = ranks.ranks == 1
     try:
-        with ranks.losing("the other ranks"), without_single_process_warning():
+        with ranks.as_lost_peer("the other ranks"), without_single_process_warning():
             save(
                 state,
                 storage_writer=writer,

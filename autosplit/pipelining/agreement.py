@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.ranks.board import describe_error
+from autosplit.ranks.fault_store import describe_error
 from autosplit.torch_internals.distributed import is_fake, timeout_of
 from autosplit.torch_internals.pipelining_stage import StageShapes
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action
-from autosplit.ranks.board import Board, Fault
+from autosplit.ranks.fault_store import Fault, FaultStore
 from autosplit.ranks.first_error import RankError
 from autosplit.ranks.groups import disconnect
 from autosplit.runtime.specializations import CallSignature, flatten
@@ -171,11 +171,11 @@ class ScheduleSteps:
         """The fault that ends the steps; None where all ranks know of the error, which came before
         the first microbatch.
         """
-        board = Board(self._store)
-        fault = board.first()
+        faults = FaultStore(self._store)
+        fault = faults.first()
         if fault is None and not self._agreeing:
             where = f"a step of {self.running.name}"
-            fault = board.post(Fault.of(dist.get_rank(), where, error, error.__traceback__))
+            fault = faults.post(Fault.of(dist.get_rank(), where, error, error.__traceback__))
         return fault
 
     def _end(self, fault: Fault) -> None:

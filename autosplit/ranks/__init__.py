@@ -1,1 +1,1 @@
-"""The processes of a run: launch, process groups, and how the first error of any reaches all."""
+"""The processes of a run: launch, process groups, and the first error, which reaches all ranks."""

@@ -1,4 +1,4 @@
-"""Plain data and sums between ranks, over a group of their own."""
+"""Control messages between ranks: plain data and small sums, over a Gloo group of their own."""
 
 from __future__ import annotations
 
@@ -16,161 +16,176 @@ from autosplit.errors import PipelineError
 from autosplit.text.figures import few
 
 
-def gather_in(value: object, group: dist.ProcessGroup | None, doing: str = "") -> list[Any]:
-    """``value`` of every rank of a group, by rank, on all of them.
+def gather_in(value: object, group: dist.ProcessGroup | None, call: str = "") -> list[Any]:
+    """Gather ``value`` from every rank of a group; collective.
 
     Args:
-        value: what can be pickled.
-        group: over which; None for the default group.
-        doing: the call that this is part of, in words.
+        value: an object that can be pickled.
+        group: the group; None for the default group.
+        call: the trainer's call that gathers, in words.
+
+    Returns:
+        The values by rank, on every rank.
 
     Raises:
         RuntimeError: a rank did not take part.
-        PipelineError: a rank is in another call.
+        PipelineError: the ranks are in different calls.
     """
-    heard: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(heard, (doing, value), group=group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (call, value), group=group)
     members = dist.get_process_group_ranks(group)
-    _check_calls({rank: call for rank, (call, _) in zip(members, heard, strict=True)})
-    return [each for _, each in heard]
+    _check_calls({rank: name for rank, (name, _) in zip(members, gathered, strict=True)})
+    return [item for _, item in gathered]
 
 
 def _check_calls(calls: Mapping[int, str]) -> None:
-    """What ranks in different calls tell each other would be taken for something else."""
+    """Refuse ranks in different calls, which would misread each other's values."""
     if len({*calls.values()}) > 1:
         ranks: dict[str, list[str]] = {}
         for rank, call in sorted(calls.items()):
             ranks.setdefault(call, []).append(f"rank {rank}")
-        told = "; ".join(f"{few(at, 8)} in {call}" for call, at in ranks.items())
+        states = "; ".join(f"{few(members, 8)} in {call}" for call, members in ranks.items())
         raise PipelineError(
-            f"ranks are in different calls of one trainer: {told}. Every rank makes the same calls "
-            "in the same order: let none stand under a condition such as `if rank == 0`"
+            f"ranks are in different calls of one trainer: {states}. Every rank must make the "
+            "same calls in the same order: put no call under a condition such as `if rank == 0`"
         )
 
 
-OTHERS = "the other ranks"
+ALL_PEERS = "the other ranks"
 
-Losing = Callable[[str], AbstractContextManager[None]]
-"""Waits for what it is told, see ``Groups.losing``."""
+LostPeerContext = Callable[[str], AbstractContextManager[None]]
+"""Takes the name of a peer and guards a wait for it, see ``groups.as_lost_peer``."""
 
 
 class Control:
-    """Plain data and sums over some ranks, on the host.
+    """Collectives on plain data, on the host, over some ranks.
 
     Args:
         members: the ranks, as the default process group numbers them, in the order in which they
             are numbered here.
-        own: this rank's number in the default process group.
-        group: connects them over Gloo; None for a single one.
-        losing: waits for them.
-        doing: the call that this rank is in, in words.
+        world_rank: this rank's number in the default process group.
+        group: connects the members over Gloo; None for a single rank.
+        as_lost_peer: guards each wait for the members.
+        call: returns the trainer's call that this rank is in, in words.
 
     Attributes:
-        rank: this rank's number here.
-        ranks: how many there are.
-        members: see above.
-        losing: see above.
+        rank: this rank's number among the members.
+        ranks: the number of members.
+        members: see Args.
+        as_lost_peer: see Args.
     """
 
     def __init__(
         self,
         members: Sequence[int],
-        own: int,
+        world_rank: int,
         group: dist.ProcessGroup | None,
-        losing: Losing,
-        doing: Callable[[], str] = str,
+        as_lost_peer: LostPeerContext,
+        call: Callable[[], str] = str,
     ) -> None:
         self.members = tuple(members)
-        self.rank = self.members.index(own)
+        self.rank = self.members.index(world_rank)
         self.ranks = len(self.members)
-        self._group, self._doing = group, doing
-        self.losing = losing
+        self._group, self._call = group, call
+        self.as_lost_peer = as_lost_peer
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """What connects the ranks."""
+        """The process group of the members."""
         if self._group is None:
             raise PipelineError("this trainer was closed: build a new one")
         return self._group
 
     @property
     def store(self) -> Store:
-        """A key-value store that the ranks share and nobody else writes to."""
+        """The key-value store of the group, to which only the members write."""
         return self.group.get_group_store()
 
-    def let_go(self) -> None:
-        """Let go of the group."""
+    def drop_group(self) -> None:
+        """Drop the reference to the group."""
         self._group = None
 
-    def meet(self) -> None:
-        """Wait until every rank is here.
+    def barrier(self) -> None:
+        """Wait until every rank has made this call.
 
         Raises:
-            LostPeerError: some rank did not come.
+            LostPeerError: a rank did not make it.
         """
-        self.common_bits()
+        self.all_reduce_and()
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to sum ``tensor`` (CPU) over all ranks, in place; what it gives waits for the sum,
-        and raises LostPeerError where some rank did not take part.
+        """Start to sum a CPU tensor over all ranks, in place.
+
+        Returns:
+            A function that waits for the sum and returns it. It raises LostPeerError if a rank did
+            not take part.
 
         Raises:
             LostPeerError: a rank is known to be gone.
         """
-        with self.losing(OTHERS):
+        with self.as_lost_peer(ALL_PEERS):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             if work is not None:
-                with self.losing(OTHERS):
+                with self.as_lost_peer(ALL_PEERS):
                     work.wait()
             return tensor
 
         return wait
 
-    def common_bits(self, *numbers: int) -> list[int]:
-        """Of up to three numbers, which are int64, the bits that all ranks have.
+    def all_reduce_and(self, *numbers: int) -> list[int]:
+        """Reduce up to three int64 numbers over all ranks with bitwise AND.
 
         Raises:
-            LostPeerError: some rank did not take part.
-            PipelineError: a rank is in another call.
+            LostPeerError: a rank did not take part.
+            PipelineError: the ranks are in different calls.
         """
         if self.ranks == 1:
             return [*numbers]
-        call, padding = crc32(self._doing().encode()), [0] * (3 - len(numbers))
-        # Of one size in all calls, as ranks may be in different ones.
+        call, padding = crc32(self._call().encode()), [0] * (3 - len(numbers))
+        # The size is the same in all calls, as ranks may be in different ones.
         values = [call, ~call, *numbers, *padding]
-        found = torch.tensor(values, dtype=torch.int64, device="cpu")
-        with self.losing(OTHERS):
-            dist.all_reduce(found, dist.ReduceOp.BAND, group=self.group)
-        ones, zeros, *common = found.tolist()
-        if ones | zeros != -1:  # not of one call
-            self.gather(None)  # raises, on all
+        reduced = torch.tensor(values, dtype=torch.int64, device="cpu")
+        with self.as_lost_peer(ALL_PEERS):
+            dist.all_reduce(reduced, dist.ReduceOp.BAND, group=self.group)
+        ones, zeros, *common = reduced.tolist()
+        if ones | zeros != -1:  # the ranks are in different calls
+            self.gather(None)  # raises, on all ranks
         return common[: len(numbers)]
 
-    def announce(self, numbers: Sequence[int], source: int) -> list[int]:
-        """The numbers of rank ``source``, on every rank; that one does not wait for the others.
+    def broadcast(self, numbers: Sequence[int], source: int) -> list[int]:
+        """Return the numbers of rank ``source`` on every rank; ``source`` does not wait.
 
         Raises:
-            LostPeerError: some rank did not take part.
+            LostPeerError: a rank did not take part.
         """
         if self.ranks == 1:
             return [*numbers]
-        found, origin = torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.members[source]
-        with self.losing(OTHERS if source == self.rank else f"rank {origin}"):
-            dist.broadcast(found, origin, group=self.group)
-        return found.tolist()
+        origin = self.members[source]
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        with self.as_lost_peer(ALL_PEERS if source == self.rank else f"rank {origin}"):
+            dist.broadcast(tensor, origin, group=self.group)
+        return tensor.tolist()
 
-    def gather(self, value: Any, awaited: str = OTHERS) -> list[Any]:
-        """``value`` of every rank, by rank; ``awaited`` is what this waits for, in words.
+    def gather(self, value: Any, awaited: str = ALL_PEERS) -> list[Any]:
+        """Gather ``value`` from every rank; collective.
+
+        Args:
+            value: an object that can be pickled.
+            awaited: the peers that this rank waits for, in words, for errors.
+
+        Returns:
+            The values by rank, on every rank.
 
         Raises:
-            LostPeerError: some rank did not take part.
-            PipelineError: a rank is in another call.
+            LostPeerError: a rank did not take part.
+            PipelineError: the ranks are in different calls.
         """
         if self.ranks == 1:
             return [value]
-        with self.losing(awaited):
-            rows = gather_in(value, self.group, self._doing())
+        with self.as_lost_peer(awaited):
+            rows = gather_in(value, self.group, self._call())
         # The members of a group are in the order of their numbers in the default one.
-        return [rows[sorted(self.members).index(each)] for each in self.members]
+        order = sorted(self.members)
+        return [rows[order.index(member)] for member in self.members]

@@ -1,7 +1,7 @@
-"""The default process group: who is in it, its device and size, and plain data over it.
+"""The default process group: its creation, its size, and plain data over it.
 
-What ranks of one machine say to each other stays on it: their sockets no other host reaches. Ranks
-that torchrun starts, and starts again, find those of the same start.
+Ranks of one machine listen on its loopback interface, which other hosts cannot reach. Ranks that
+torchrun restarts find the ranks of the same restart.
 """
 
 from __future__ import annotations
@@ -23,64 +23,65 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import PipelineError
-from autosplit.ranks.board import RETURNED, Board, Process, describe_error
 from autosplit.ranks.control import gather_in
+from autosplit.ranks.fault_store import RETURNED, FaultStore, Process, describe_error
 
-# Whoever loses a peer looks this long for what became of it.
+# A rank that loses a peer looks for the cause for so long.
 _PATIENCE = 1.0
-_LOOK_EVERY = 0.01
-_LONGEST = 10**8  # seconds; torch's clocks end at some more
+_CHECK_EVERY = 0.01
+_LONGEST = 10**8  # seconds; torch's clocks overflow at little more
 
 
 def gather(value: object) -> list[Any]:
-    """``value`` of every process, by rank. Collective.
+    """Gather ``value`` from every process, by rank; collective over the default group.
 
     Raises:
-        PipelineError: a process did not take part; it names one that has ended.
+        PipelineError: a process did not take part; the message names a process that has ended.
     """
-    with _naming_the_lost():
+    with _naming_lost_rank():
         return gather_in(value, None)
 
 
-def board_of_world() -> Board:
-    """What the ranks of the default process group leave for each other."""
+def world_fault_store() -> FaultStore:
+    """The fault store of the default process group."""
     world = dist.group.WORLD
     if world is None:
         raise PipelineError("there is no default process group")
-    return Board(world.get_group_store())
+    return FaultStore(world.get_group_store())
 
 
 @contextlib.contextmanager
-def _naming_the_lost() -> Iterator[None]:
+def _naming_lost_rank() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        found = await_ending(board_of_world(), ranks, _PATIENCE) or "lost the other ranks"
+        ending = await_ending(world_fault_store(), ranks, _PATIENCE) or "lost the other ranks"
         reason = str(error).partition(". ")[0].partition("\n")[0]
-        raise PipelineError(f"{found}, and rank {dist.get_rank()} needs it: {reason}") from error
+        raise PipelineError(f"{ending}, and rank {dist.get_rank()} needs it: {reason}") from error
 
 
-def await_ending(board: Board, ranks: Iterable[int], seconds: float) -> str:
-    """Which of some ranks has ended and how, as soon as one has; empty if none does in time."""
-    others, deadline = list(ranks), time.monotonic() + seconds
+def await_ending(faults: FaultStore, ranks: Iterable[int], seconds: float) -> str:
+    """Wait until one of the ranks has ended, and say how, in words; empty if none ends in time."""
+    candidates, deadline = list(ranks), time.monotonic() + seconds
     while True:
-        for rank in others:
-            if how := board.ending(rank):
+        for rank in candidates:
+            if how := faults.ending(rank):
                 return f"rank {rank} {how}"
         if time.monotonic() > deadline:
             return ""
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_CHECK_EVERY)
 
 
 def process_count(ranks: int | None, stages: int) -> int:
-    """How many processes hold the ``stages`` stages.
+    """The number of processes that hold the stages.
 
     Args:
-        ranks: what the user asked for; None takes the size of the default process group.
+        ranks: the number that the user passed; None for the size of the default process group.
+        stages: the number of stages.
 
     Raises:
-        PipelineError: no process group where one is needed, or a count that does not fit.
+        PipelineError: there is no process group and one is needed, or the count does not fit.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     if ranks is None and world is None and stages > 1:
@@ -99,7 +100,7 @@ def process_count(ranks: int | None, stages: int) -> int:
     if count > 1 and count != world:
         raise PipelineError(
             f"ranks={ranks} but the process group has {world or 'no'} processes: "
-            "leave ranks out to use them all, or say ranks=1 for one process"
+            "leave ranks= out to use all of them, or pass ranks=1 for one process"
         )
     return count
 
@@ -109,27 +110,30 @@ _NAMES = ("lo", "lo0")
 
 
 def is_positive(value: object, below: float = math.inf) -> bool:
-    """Whether this is a number between 0 and another, and not True."""
+    """Whether ``value`` is a number (not a bool) above 0 and at most ``below``."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) <= below
 
 
 def wait_limit(timeout: float) -> timedelta:
-    """How long a wait may take, as torch is told.
+    """The timeout of a wait, for torch.
+
+    Args:
+        timeout: seconds.
 
     Raises:
-        PipelineError: no such number of seconds.
+        PipelineError: ``timeout`` is not a positive number, or is too large for torch.
     """
     if not is_positive(timeout, _LONGEST):
         raise PipelineError(
-            f"timeout is a positive number of seconds, at most {_LONGEST:,}; got {timeout!r}"
+            f"timeout must be a positive number of seconds, at most {_LONGEST:,}; got {timeout!r}"
         )
     return timedelta(seconds=timeout)
 
 
 def serve_store(timeout: float) -> dist.TCPStore:  # type: ignore[name-defined]  # not in __all__
-    """A store that processes of this machine reach, on ``store.port``.
+    """Serve a store to the processes of this machine, on ``store.port``.
 
-    Left to itself, TCPStore listens on all interfaces, so it gets a socket that is bound already.
+    By default TCPStore listens on all interfaces, so it gets a socket that is bound already.
 
     Args:
         timeout: seconds for a wait.
@@ -148,9 +152,10 @@ def serve_store(timeout: float) -> dist.TCPStore:  # type: ignore[name-defined] 
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Have process groups that are made inside listen on the loopback interface.
+    """Process groups that are made inside listen on the loopback interface.
 
-    Gloo takes that of the machine's name otherwise, NCCL any. Whoever has named one is obeyed.
+    By default Gloo uses the interface of the machine's name, and NCCL any. Environment variables
+    that name an interface take precedence.
     """
     interface = next((name for _, name in socket.if_nameindex() if name in _NAMES), None)
     wanted = {"GLOO_SOCKET_IFNAME": f"{interface}", "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -165,18 +170,18 @@ def on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_group(timeout: float = 300.0) -> Iterator[None]:
-    """The default process group of a rank started by torchrun or ``launch``.
+    """The default process group of a rank that torchrun has started; destroyed at the end.
 
-    Functions run by ``launch`` are inside one already. NCCL for CUDA tensors where every rank of
-    this machine has a GPU of its own, which becomes the current device; Gloo for the rest. Where
+    ``launch`` runs its function inside this context already. CUDA tensors use NCCL if every rank
+    of this machine has a GPU of its own, which becomes the current device; all others use Gloo. If
     all ranks are on one machine, they listen on its loopback interface only, unless
-    ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` name another.
+    ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names another.
 
     Args:
-        timeout: seconds for a wait.
+        timeout: seconds after which a wait for another rank fails.
 
     Raises:
-        PipelineError: the process was started by neither.
+        PipelineError: the process has no rank, or ``timeout`` is not a positive number.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise PipelineError(
@@ -184,25 +189,25 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
             "or use autosplit.pipeline.launch"
         )
     limit = wait_limit(timeout)
-    local, here = (int(os.environ.get(f"LOCAL_{name}", 0)) for name in ("RANK", "WORLD_SIZE"))
+    local, local_size = (int(os.environ.get(f"LOCAL_{name}", 0)) for name in ("RANK", "WORLD_SIZE"))
     backend = "gloo"
-    if dist.is_nccl_available() and torch.cuda.device_count() >= max(here, local + 1):
+    if dist.is_nccl_available() and torch.cuda.device_count() >= max(local_size, local + 1):
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
-    alone = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
-    with on_loopback() if alone else contextlib.nullcontext():
+    is_one_machine = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+    with on_loopback() if is_one_machine else contextlib.nullcontext():
         _initialise(backend, limit)
-        board = board_of_world()
+        faults = world_fault_store()
         rank = dist.get_rank()
-        board.enter(rank, Process.of(os.getpid()))
-        board.put("words", rank, "")  # an earlier group may have ended
+        faults.register(rank, Process.of(os.getpid()))
+        faults.put("ending", rank, "")  # clears the entry of an earlier group
         try:
             yield
         except BaseException as error:
-            board.put("words", rank, f"raised {describe_error(error)}")
+            faults.put("ending", rank, f"raised {describe_error(error)}")
             raise
         else:
-            board.put("words", rank, RETURNED)
+            faults.put("ending", rank, RETURNED)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -211,36 +216,37 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
 def _initialise(backend: str, timeout: timedelta) -> None:
     """Make the default process group.
 
-    torchrun's agent has one store for all attempts, in which ranks that it has started again would
-    find the addresses of those that are gone, and wait for them. So each attempt has its own keys.
+    torchrun's agent keeps one store for all attempts. Restarted ranks would find in it the
+    addresses of ranks that are gone, and wait for them. So each attempt has its own keys.
     """
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     attempt = "0"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        shared = dist.PrefixStore("attempts", store)  # type: ignore[attr-defined]  # documented
-        attempt = agree_on_attempt(shared, rank, world, timeout)
-    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
+        attempts = dist.PrefixStore("attempts", store)  # type: ignore[attr-defined]  # documented
+        attempt = agree_on_attempt(attempts, rank, world, timeout)
+    keys = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=keys, rank=rank, world_size=world, timeout=timeout)
 
 
 def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A name of this start of all ranks, the same on all of them, which no earlier start had.
+    """Agree on a new name for this start of all ranks.
 
-    torchrun's agents may keep one store for all starts, and count restarts each for itself: one
-    whose ranks were stopped because those of another host had failed has not restarted them. So
-    rank 0 chooses, and answers every rank by a token that is new with its process; what it found of
-    a process that is gone, it answers in vain. Agents start no rank before all earlier ones have
-    ended.
+        rank r:  writes a new token     ->  rank 0:  answers the token with the name
+        rank r:  confirms the name      ->  rank 0:  returns when all ranks have confirmed
+
+    The agents' counts of restarts cannot be the name: each agent counts its own, and does not count
+    a stop that a failure on another host caused. A token belongs to one process, so an answer to a
+    process that is gone has no effect. Agents start no rank before all earlier ones have ended.
 
     Args:
-        store: of all starts.
-        rank: of this process.
-        world: how many ranks there are.
-        timeout: for the others to start.
+        store: the store of all starts.
+        rank: this rank.
+        world: the number of ranks.
+        timeout: the time in which all ranks must start.
 
     Raises:
-        PipelineError: on rank 0, of ranks that did not start in time.
-        DistStoreError: on the others, where rank 0 did not.
+        PipelineError: on rank 0: other ranks did not start in time.
+        DistStoreError: on the other ranks: rank 0 did not start in time.
     """
     name = uuid.uuid4().hex
     if rank:
@@ -256,9 +262,9 @@ def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) ->
         if not missing:
             return name
         if time.monotonic() > deadline:
-            said = ", ".join(map(str, sorted(missing)))
+            ranks = ", ".join(map(str, sorted(missing)))
             seconds = timeout.total_seconds()
-            raise PipelineError(f"ranks {said} of {world} did not start within {seconds:g} s")
+            raise PipelineError(f"ranks {ranks} of {world} did not start within {seconds:g} s")
         for other in missing:
             if not store.check([f"token of {other}"]):
                 continue
@@ -266,4 +272,4 @@ def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) ->
             if answered.get(other) != token:
                 store.set(token.decode(), name)
                 answered[other] = token
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_CHECK_EVERY)

@@ -1,8 +1,8 @@
 """The first error of a run, made known to every rank.
 
-A rank that fails posts what happened on a board that all ranks share, then closes its
-connections. Its peers see only the closed connection; they look at the board and raise the first
-cause. They close their own connections too, so the news reaches ranks that wait for others.
+failing rank   posts its fault in the shared store, then closes its connections
+its peers      see a closed connection, read the fault, and raise it as the first cause
+               close their own connections, which ends the waits of further ranks
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from autosplit.errors import AutosplitError, BatchError, PipelineError
-from autosplit.ranks.board import Board, Fault
+from autosplit.ranks.fault_store import Fault, FaultStore
 
 if TYPE_CHECKING:
     from autosplit.ranks.watch import PeerWatch
 
-AROUND = "the code around the trainer"
+OUTSIDE_CALLS = "the code around the trainer"
 
 
 class RankActivity:
-    """What a rank is doing: written by the thread that does it, read by the one that watches.
+    """The present activity of a rank: written by the training thread, read by the watch's thread.
 
     Attributes:
-        phase: in words.
-        action: the action of the schedule, within a step.
-        waiting: whether it waits for other ranks.
-        turn: counts the changes of these.
-        announce: tells other ranks the phase at once, if somebody watches.
+        phase: the trainer's call, or a part of it, in words.
+        action: the action of the schedule; None outside of a step.
+        waiting: whether the rank waits for other ranks.
+        turn: the number of changes so far.
+        announce: writes the phase for the other ranks at once; has no effect without a watch.
     """
 
     def __init__(self) -> None:
         self.announce: Callable[[], None] = lambda: None
-        self.phase = AROUND
+        self.phase = OUTSIDE_CALLS
         self.action: object = None
         self.waiting = False
         self.turn = 0
@@ -44,48 +44,49 @@ class RankActivity:
         return self.phase if action is None else str(action)
 
     @contextlib.contextmanager
-    def __call__(self, phase: str, *, announced: bool = False) -> Iterator[None]:
-        """Be in a phase. An error that ends a run leaves it as it is, to say where that was.
+    def during(self, phase: str, *, announced: bool = False) -> Iterator[None]:
+        """Set the phase inside the context. After an error that ends the run, the phase stays, for
+        the report.
 
         Args:
-            phase: in words.
-            announced: whether other ranks learn at once of its begin and end, for the price of
-                two messages. Of other phases they learn at the next heartbeat.
+            phase: the phase in words.
+            announced: whether other ranks learn of its begin and its end at once, for the price of
+                two messages, rather than at the next heartbeat.
         """
-        before = self.phase
+        previous = self.phase
         announce = self.announce if announced else lambda: None
         self.enter(phase)
         announce()
         try:
             yield
         except BatchError:
-            self.enter(before)
+            self.enter(previous)
             raise
-        self.enter(before)
+        self.enter(previous)
         announce()
 
     def enter(self, phase: str) -> None:
-        """Be in another phase."""
+        """Set the phase."""
         self.phase = phase
         self.turn += 1
 
-    def be(self, action: object, *, waiting: bool) -> None:
-        """Be in an action, or in none, and wait for what it needs, or do it."""
+    def set_action(self, action: object, *, waiting: bool) -> None:
+        """Set the action, or None, and whether the rank waits for other ranks."""
         self.action, self.waiting = action, waiting
         self.turn += 1
 
     @contextlib.contextmanager
-    def waits(self, action: object = None) -> Iterator[None]:
-        """Wait for other ranks; with an action, for something of it that none has a part in."""
-        before = self.action, self.waiting
-        self.be(action or self.action, waiting=action is None)
+    def during_wait(self, action: object = None) -> Iterator[None]:
+        """Set that the rank waits for other ranks, or, with an action, for its own host alone."""
+        previous = self.action, self.waiting
+        self.set_action(action or self.action, waiting=action is None)
         try:
             yield
         finally:
-            self.be(before[0], waiting=before[1])
+            self.set_action(previous[0], waiting=previous[1])
 
 
-# What Gloo says of a connection that has ended, and NCCL where the watch has cut it.
+# Messages of Gloo about a closed connection, and of NCCL about one that the watch has aborted.
 _LOST = (
     "gloo/transport",
     "Connection closed by peer",
@@ -93,8 +94,8 @@ _LOST = (
     "Socket closed",
     "communicator was aborted",
 )
-# A look costs a round trip to the store, so a wait for the device naps in between.
-_LOOK_WHILE_WAITING = 0.05
+# A check costs a round trip to the store, so a wait for the device sleeps in between.
+_CHECK_EVERY = 0.05
 _NAP = 0.0002
 
 
@@ -102,7 +103,7 @@ class LostPeerError(PipelineError):
     """Communication failed: a peer died, closed its connection, or did not answer in time.
 
     Attributes:
-        waited: how long for what, in words, where time was up; else empty.
+        waited: the wait that timed out, in words; empty for another failure.
     """
 
     def __init__(self, message: str, waited: str = "") -> None:
@@ -127,41 +128,45 @@ class RankError(PipelineError):
 
 
 class Guard:
-    """Turns whatever ends a rank's work into the first cause, on this rank and its peers.
+    """Turns any error of a rank into the first cause, on this rank and its peers.
 
     Args:
         rank: this rank.
-        board: the shared board; None in a run of one process.
+        faults: the shared store of faults; None in a run of one process.
         close: closes this rank's connections; called once, after the fault is posted.
-        place: what this rank is doing.
-        watch: knows of ranks that cannot say themselves what became of them.
+        activity: the present activity of this rank.
+        watch: reports ranks that died, left or hang.
     """
 
     def __init__(
         self,
         rank: int,
-        board: Board | None,
+        faults: FaultStore | None,
         close: Callable[[], None],
-        place: RankActivity | None = None,
+        activity: RankActivity | None = None,
         watch: PeerWatch | None = None,
     ) -> None:
         self._rank = rank
-        self._board = board
+        self._faults = faults
         self._close = close
-        self._place = RankActivity() if place is None else place
+        self._activity = RankActivity() if activity is None else activity
         self._watch = watch
         self._ended: Fault | None = None
         self._closed = False
 
     @contextlib.contextmanager
-    def __call__(self, where: str, *, announced: bool = False) -> Iterator[None]:
-        """Guard a phase of the work, described by ``where`` and announced as by ``RankActivity``.
+    def during(self, phase: str, *, announced: bool = False) -> Iterator[None]:
+        """Guard a phase of the work: an error inside ends the run on all ranks.
+
+        Args:
+            phase: the phase in words, for errors.
+            announced: as for ``RankActivity.during``.
 
         Raises:
-            RankError: this rank failed, or another one did; or the run had ended before.
-            PipelineError: the run was closed.
-            BatchError: as it was raised inside, which ends nothing.
-            AutosplitError: as it was raised inside, where it says all there is to say.
+            RankError: a rank failed, or the run had ended before.
+            PipelineError: the trainer is closed.
+            BatchError: a BatchError was raised inside; it does not end the run.
+            AutosplitError: another typed error was raised inside by this rank.
         """
         if self._ended is not None:
             raise RankError(
@@ -172,14 +177,14 @@ class Guard:
         if self._closed:
             raise PipelineError("this trainer was closed: build a new one")
         try:
-            with self._place(where, announced=announced):
+            with self._activity.during(phase, announced=announced):
                 yield
         except BatchError:
             raise
         except LostPeerError as error:
             self._end_lost(error)
         except RankError as error:
-            if self._ended is None:  # else a guard inside has seen to it
+            if self._ended is None:  # else an inner guard has ended the run
                 self._end_failed(error)
             raise
         except BaseException as error:
@@ -189,37 +194,41 @@ class Guard:
             self._end_failed(error)
 
     def close(self) -> None:
-        """Let nothing run any more."""
+        """Refuse further phases."""
         self._closed = True
 
     def left(self, error: BaseException) -> None:
-        """End the run because the caller's own code, between two calls, raised an error."""
+        """End the run, because the code between two calls raised an error."""
         if self._ended is None:
-            self._end(Fault.of(self._rank, AROUND, error, error.__traceback__))
+            self._end(Fault.of(self._rank, OUTSIDE_CALLS, error, error.__traceback__))
 
     def check(self) -> None:
-        """Raise LostPeerError if some rank has posted a fault; for loops that wait on the host."""
-        if self._board is not None and self._board.first() is not None:
+        """Raise LostPeerError if a rank has posted a fault or is gone; for loops on the host."""
+        if self._faults is not None and self._faults.first() is not None:
             raise LostPeerError("stopped because another rank failed")
         missing = None if self._watch is None else self._watch.missing
         if missing is not None:
             raise LostPeerError(missing.headline)
 
     def wait(self, done: Callable[[], bool], timeout: float) -> None:
-        """Wait on the host until ``done()``, with an eye on the board.
+        """Wait on the host until ``done()``, and check for faults of other ranks meanwhile.
 
         For devices whose communication does not end with an error when a peer fails.
+
+        Args:
+            done: returns whether the wait is over.
+            timeout: seconds.
 
         Raises:
             LostPeerError: another rank failed, or ``timeout`` seconds passed.
         """
-        started = looked = time.monotonic()
-        with self._place.waits():
+        started = checked = time.monotonic()
+        with self._activity.during_wait():
             while not done():
                 now = time.monotonic()
-                if now - looked > _LOOK_WHILE_WAITING:
+                if now - checked > _CHECK_EVERY:
                     self.check()
-                    looked = now
+                    checked = now
                 if now - started > timeout:
                     waited = f"waited {timeout:.3g} s for its device"
                     raise LostPeerError(f"{waited}: is another rank stuck?", waited)
@@ -229,21 +238,21 @@ class Guard:
         cause = None
         if self._watch is not None:
             cause = self._watch.explain(error)
-        elif self._board is not None:  # a rank posts before it closes a connection
-            cause = self._board.first()
-        fault = self._end(cause or Fault(self._rank, self._place.phase, str(error), lost=True))
-        # The closed connection is a consequence: the cause stands in the message. Nobody could ask
-        # a rank that died what it was at, but what it was to send is known here.
+        elif self._faults is not None:  # a rank posts before it closes a connection
+            cause = self._faults.first()
+        fault = self._end(cause or Fault(self._rank, self._activity.phase, str(error), lost=True))
+        # The closed connection is a consequence; the message names the cause. A rank that died has
+        # not reported its activity, but this rank knows which message it waits for.
         seen = f"\nRank {self._rank} {error}" if fault.ended else ""
         raise RankError(f"{fault.report}{seen}", fault) from None
 
     def _end_failed(self, error: BaseException) -> NoReturn:
-        cause, trace, where = error, error.__traceback__, self._place.phase
+        cause, trace, activity = error, error.__traceback__, self._activity.phase
         if isinstance(error, ActionError) and error.__cause__ is not None:
-            where, cause = str(error.action), error.__cause__
+            activity, cause = str(error.action), error.__cause__
             trace = cause.__traceback__
         # The first frame is the guard's or the executor's own.
-        fault = Fault.of(self._rank, where, cause, trace and trace.tb_next)
+        fault = Fault.of(self._rank, activity, cause, trace and trace.tb_next)
         self._end(fault)
         if not isinstance(cause, Exception) or (
             cause is error and isinstance(cause, AutosplitError)
@@ -252,22 +261,23 @@ class Guard:
         raise RankError(fault.headline, fault) from cause
 
     def _end(self, fault: Fault) -> Fault:
-        """End the run; the fault that stands for all."""
-        self._ended = fault if self._board is None else self._board.post(fault)
+        """End the run; return the fault that all ranks report."""
+        self._ended = fault if self._faults is None else self._faults.post(fault)
         self._close()
         return self._ended
 
 
 def _lost_inside(error: BaseException) -> LostPeerError | None:
-    """A connection that was lost in what a module or an optimizer does by itself, such as a
-    collective of ranks that share its tensors.
+    """The LostPeerError for a connection that was lost in a collective of a module or an optimizer,
+    such as one of ranks that share its tensors; None for another error.
     """
     action = f" in {error.action}" if isinstance(error, ActionError) else ""
     cause = error.__cause__ if isinstance(error, ActionError) else error
-    if not isinstance(cause, RuntimeError) or not any(said in str(cause) for said in _LOST):
+    if not isinstance(cause, RuntimeError) or not any(message in str(cause) for message in _LOST):
         return None
     reason = str(cause).partition("\n")[0]
     return LostPeerError(
-        f"lost a rank of a collective of its own{action}: {reason}. If a trainer whose ranks share "
-        "tensors has failed before, start the processes again: torch takes equal meshes for one"
+        f"lost a peer in a collective of the module or the optimizer{action}: {reason}. If an "
+        "earlier trainer whose ranks share tensors has failed, restart the processes: torch "
+        "treats an equal mesh as the old one"
     )

@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine as processes and brings back their results or first error."""
+"""Launch the ranks of one machine as processes; return their results, or raise the first error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import torch
 
 from autosplit.errors import AutosplitError, PipelineError
-from autosplit.ranks.board import describe_error, ended
 from autosplit.ranks.default_group import process_group, serve_store
+from autosplit.ranks.fault_store import describe_error, describe_exit
 from autosplit.ranks.first_error import RankError
 
-# What Gloo says when the other end is gone; a rank that says so suffers from another's failure.
+# Messages of Gloo for a peer that is gone: the rank failed because of another rank.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -36,53 +36,54 @@ _CONSEQUENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """What a rank's function returned."""
+    """The return value of a rank's function."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a rank that gave no result.
+    """The end of a rank without a result.
 
     Attributes:
-        report: the whole story, naming the rank.
-        when: seconds since the epoch.
-        consequence: True when the rank failed because another one had.
-        died: the rank, where its process died without a word.
-        tells_of: the rank that it tells of, where that is another one, which died, left or hangs.
-        error: what the rank's function raised, where that is typed and can be sent.
+        report: the error with its traceback, naming the rank.
+        timestamp: seconds since the epoch.
+        consequence: True if the rank failed because another one had.
+        died: the rank, if its process died without a report.
+        blamed: another rank, which died, left or hangs according to this one; None for its own
+            failure.
+        error: the error that the rank's function raised, if it is typed and can be pickled.
     """
 
     report: str
-    when: float
+    timestamp: float
     consequence: bool
     died: int | None = None
-    tells_of: int | None = None
+    blamed: int | None = None
     error: AutosplitError | None = None
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> Failure:
-        """For a rank whose function raised."""
+        """The failure of a rank whose function raised."""
         if isinstance(error, RankError):
-            # The same text on all ranks, so it does not matter whose is shown.
+            # The text is the same on all ranks, so any rank's may be shown.
             fault = error.fault
-            of = fault.rank if fault.ended else None
-            return cls(fault.report, time.time(), fault.lost, tells_of=of)
+            blamed = fault.rank if fault.ended else None
+            return cls(fault.report, time.time(), fault.lost, blamed=blamed)
         text = "".join(traceback.format_exception(error)).rstrip()
-        consequence = any(each in str(error) for each in _CONSEQUENCES)
+        consequence = any(message in str(error) for message in _CONSEQUENCES)
         report = f"rank {rank} failed: {describe_error(error)}\n{text}"
         return cls(report, time.time(), consequence, error=_sendable(error))
 
     @classmethod
     def of_death(cls, rank: int, status: int | None) -> Failure:
-        """For a rank whose process died without a word."""
-        report = f"rank {rank} {'ended' if status is None else ended(status)}"
+        """The failure of a rank whose process died without a report."""
+        report = f"rank {rank} {'ended' if status is None else describe_exit(status)}"
         if status is None or status >= 0:
             report += " and no result"
-        if status == 1:  # Python's own, before there was anybody to report
+        if status == 1:  # Python failed before the rank could report
             report += (
-                ", for the reason that it printed; if that is about bootstrapping: each rank "
+                ": see the error that it printed. If that is about bootstrapping: each rank "
                 "imports the script that calls launch(), which must do so under "
                 "if __name__ == '__main__':"
             )
@@ -90,23 +91,25 @@ class Failure:
 
 
 def _sendable(error: BaseException) -> AutosplitError | None:
-    """A typed error, if it is the same once it has been pickled."""
+    """The error, if it is typed and survives pickling."""
     if not isinstance(error, AutosplitError):
         return None
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever the error, or what it refers to, raises of its own
+    except Exception:  # user-defined pickling may raise anything
         return None
     return error if type(copy) is type(error) and str(copy) == str(error) else None
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The earliest failure that is not the consequence of another one; else the earliest. Of a
-    death, what another rank tells says more.
+    """The earliest failure that is not a consequence of another one; else the earliest.
+
+    For a death, another rank's report about it is preferred, as it says more.
     """
-    first = min(failures, key=lambda failure: (failure.consequence, failure.when))
-    told = (each for each in failures if first.died is not None and each.tells_of == first.died)
-    return next(told, first)
+    first = min(failures, key=lambda failure: (failure.consequence, failure.timestamp))
+    if first.died is None:
+        return first
+    return next((failure for failure in failures if failure.blamed == first.died), first)
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,9 @@ class Job:
     Attributes:
         call: the pickled function and arguments.
         nprocs: number of ranks.
-        port: where the store is served on 127.0.0.1.
-        timeout: seconds for a wait in the default process group.
-        threads: torch's threads, or None.
+        port: the port of the store on 127.0.0.1.
+        timeout: seconds after which a wait in the default process group fails.
+        threads: the number of torch's threads; None for torch's own choice.
     """
 
     call: bytes
@@ -150,21 +153,22 @@ def _loaded(call: bytes) -> Any:
     """The function to call, and its arguments.
 
     Raises:
-        PipelineError: they are not in what this process imports.
+        PipelineError: this process cannot import them.
     """
     try:
         return pickle.loads(call)
     except AttributeError as error:
         raise PipelineError(
-            f"{error}: new processes import the module, not what is under "
+            f"{error}: new processes import the module without the code under "
             'if __name__ == "__main__":; define it at the top of the module'
         ) from error
 
 
 def _environment(job: Job, rank: int) -> dict[str, str]:
-    """What torchrun would set. The counts of restarts and the agent's store make ranks use a store
-    that is there already. Without the barrier, a rank whose function returns at once closes
-    connections that others are still making, which then fail.
+    """The environment variables that torchrun would set.
+
+    The restart count and the agent's store make ranks use the existing store. The barrier keeps a
+    rank whose function returns at once from closing connections that others are still making.
     """
     return {
         "RANK": str(rank),
@@ -181,7 +185,7 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is gone, however that came about."""
+    """End this process as soon as its parent has ended."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -190,10 +194,10 @@ def _end_with_parent() -> None:
 
 T = TypeVar("T")
 
-# After the first failure, the others have this long to end by themselves and say what they saw.
+# After the first failure, the other ranks have this long to end by themselves and report.
 _GRACE = 5.0
-_LOOK_EVERY = 0.005
-# How long a process gets to leave after it gave its result, or after it was asked to stop.
+_CHECK_EVERY = 0.005
+# A process has this long to exit after its result, or after the signal to stop.
 _LEAVING = 5.0
 
 
@@ -205,30 +209,29 @@ def launch(
     timeout: float,
     threads: int | None = 1,
 ) -> list[T]:
-    """Run ``fn(*args)`` in ``nprocs`` new processes, each with its rank in a process group.
+    """Run ``fn(*args)`` in ``nprocs`` new processes, the ranks of one process group.
 
-    The processes see what torchrun would give them (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    so on), and the store that connects them lives in the calling process, so no rank is special.
-    None outlives the call, nor the calling process. No other host reaches their sockets.
+    The processes have the environment variables of torchrun (``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR`` and so on). The calling process serves their store, so no rank is special. No
+    process outlives the call or the calling process. Their sockets are local to this machine.
 
     Args:
-        fn: a function that the new processes can import, called on every rank.
-        nprocs: how many processes.
-        args: its arguments; they must be picklable.
+        fn: a function at the top of a module, which the new processes import and call.
+        nprocs: the number of processes.
+        args: the arguments of ``fn``; they must be picklable.
         timeout: seconds for the whole run, and for each wait in the default process group.
-        threads: torch's threads per process; None leaves torch's own choice.
+        threads: the number of torch's threads per process; None for torch's own choice.
 
     Returns:
-        What ``fn`` returned on each rank, by rank.
+        The return values of ``fn``, by rank.
 
     Raises:
-        PipelineError: a rank raised (the message carries its traceback; of several the first
-            cause; its ``__cause__`` is an error of autosplit that the function raised by itself,
-            not one that ended a step on all ranks), died, or was still running after
-            ``timeout`` seconds.
+        PipelineError: a rank raised, died, or still ran after ``timeout`` seconds. The message has
+            the traceback of the first cause. If ``fn`` raised an error of autosplit that did not
+            end a trainer on all ranks, it is the ``__cause__``.
     """
     if nprocs < 1:
-        raise PipelineError(f"expected one or more processes, got nprocs={nprocs}")
+        raise PipelineError(f"nprocs must be at least 1; got {nprocs}")
     _check_importable(fn)
     try:
         call = pickle.dumps((fn, tuple(args)))
@@ -249,15 +252,15 @@ def _is_file(main: ModuleType) -> bool:
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:
-    """Refuse a function of a program that is no file: new processes import what they call."""
+    """Refuse a function of a program without a file, which new processes cannot import."""
     main = sys.modules["__main__"]
     if getattr(fn, "__module__", "") == "__main__" and not _is_file(main):
         name = getattr(fn, "__name__", repr(fn))
         raise PipelineError(
-            f"launch() starts new processes, which import {name}: they cannot where it is "
-            "defined in a notebook, in an interpreter or in a program that is piped in. Write it "
-            f"into a file (in a notebook, a cell that begins with %%writefile train.py), then "
-            f"`from train import {name}` and launch that"
+            f"launch() starts new processes, which cannot import {name}: it is defined in a "
+            "notebook, an interpreter or a piped program. Write it into a file (in a notebook, a "
+            f"cell that begins with %%writefile train.py), then `from train import {name}` and "
+            "launch that"
         )
 
 
@@ -271,30 +274,30 @@ class _Process:
         self.outcome: Success | Failure | None = None
 
     def read(self) -> None:
-        """Take the report, or find that there is none because the process is dead."""
+        """Read the report; without one, the process is dead."""
         try:
             self.outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.outcome = Failure.of_death(self.rank, self._status())
 
     def _status(self) -> int | None:
-        """Its exit status, which stays there for the watches of other ranks to look at."""
+        """The exit status; WNOWAIT leaves it in place for the watches of other ranks."""
         if not hasattr(os, "waitid"):
             self.process.join(_LEAVING)
             return self.process.exitcode
         deadline = time.monotonic() + _LEAVING
-        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while time.monotonic() < deadline:
-            found = os.waitid(os.P_PID, self.process.pid or 0, look)
-            if found is not None:
-                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-            time.sleep(_LOOK_EVERY)
+            result = os.waitid(os.P_PID, self.process.pid or 0, options)
+            if result is not None:
+                return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            time.sleep(_CHECK_EVERY)
         return None
 
 
 @contextlib.contextmanager
 def _processes(job: Job) -> Iterator[list[_Process]]:
-    """Start the ranks; whatever happens, none is left at the end."""
+    """Start the ranks; end all of them at the end, after errors too."""
     context = get_context("spawn")
     started: list[_Process] = []
     try:
@@ -313,8 +316,8 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
 
 @contextlib.contextmanager
 def _no_piped_program() -> Iterator[None]:
-    """Processes that start meanwhile do not import a program that is piped in, which they cannot,
-    and need not for a function of another module.
+    """Processes that start inside do not import a piped program: they cannot, and need it only for
+    a function of that program, which ``_check_importable`` refuses.
     """
     main = sys.modules["__main__"]
     path = None if _is_file(main) else vars(main).pop("__file__", None)
@@ -326,46 +329,48 @@ def _no_piped_program() -> Iterator[None]:
 
 
 def _collect(processes: list[_Process], deadline: float, timeout: float) -> list[Any]:
-    """Wait for every report; at the first failure, only a little longer for the others."""
+    """Wait for every report; after the first failure, only a little longer."""
     failures: list[Failure] = []
-    while waiting := [each for each in processes if each.outcome is None]:
-        left = deadline - time.monotonic()
-        if left <= 0:
+    while waiting := [process for process in processes if process.outcome is None]:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
             break
-        for pipe in connection.wait([each.pipe for each in waiting], left):
-            each = next(each for each in waiting if each.pipe is pipe)
-            each.read()
-            if isinstance(each.outcome, Failure):
-                failures.append(each.outcome)
+        for pipe in connection.wait([process.pipe for process in waiting], seconds):
+            process = next(process for process in waiting if process.pipe is pipe)
+            process.read()
+            if isinstance(process.outcome, Failure):
+                failures.append(process.outcome)
                 deadline = min(deadline, time.monotonic() + _GRACE)
     if failures:
         first = first_cause(failures)
         raise PipelineError(first.report) from first.error
     if waiting:
-        ranks = ", ".join(str(each.rank) for each in waiting)
+        ranks = ", ".join(str(process.rank) for process in waiting)
         raise PipelineError(
             f"{'rank' if len(waiting) == 1 else 'ranks'} {ranks} did not end within {timeout:.3g} "
-            "s: raise timeout=; a shorter RunOptions(timeout=) says who waits for whom"
+            "s: increase timeout=; to see which rank waits for which, set RunOptions(timeout=) "
+            "below it"
         )
-    return [each.outcome.value for each in processes if isinstance(each.outcome, Success)]
+    outcomes = (process.outcome for process in processes)
+    return [outcome.value for outcome in outcomes if isinstance(outcome, Success)]
 
 
 def _join(processes: list[_Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    for each in processes:
-        each.process.join(max(0.0, deadline - time.monotonic()))
+    for rank in processes:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _end(processes: list[_Process]) -> None:
-    for each in processes:
-        each.pipe.close()
-        if each.process.is_alive():
-            each.process.terminate()
-            if hasattr(signal, "SIGCONT"):  # a stopped one would not hear of it
-                os.kill(each.process.pid or 0, signal.SIGCONT)
+    for rank in processes:
+        rank.pipe.close()
+        if rank.process.is_alive():
+            rank.process.terminate()
+            if hasattr(signal, "SIGCONT"):  # a stopped process receives no other signal
+                os.kill(rank.process.pid or 0, signal.SIGCONT)
     _join(processes, _LEAVING)
-    for each in processes:
-        if each.process.is_alive():
-            each.process.kill()
-        each.process.join()
-        each.process.close()
+    for rank in processes:
+        if rank.process.is_alive():
+            rank.process.kill()
+        rank.process.join()
+        rank.process.close()

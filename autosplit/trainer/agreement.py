@@ -170,7 +170,7 @@ class StepReduction:
             PipelineError: ranks that share the tensors of a stage have different losses; or
                 gradients are not finite, with ``raises``.
         """
-        with self._guard("the end of a step"):
+        with self._guard.during("the end of a step"):
             numbers = self._numbers()
             losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
             if len(losses) > 1:
@@ -211,7 +211,7 @@ class StepReduction:
 
         Waits as ``wait`` does. In seconds; zeros if nothing was recorded.
         """
-        with self._guard("the end of a step"):
+        with self._guard.during("the end of a step"):
             rows = self._numbers()[self._windows :].view(-1, 2).tolist()
         windows = [rows[rank] for rank in self._layout.pipeline if rows[rank] != [0.0, 0.0]]
         starts, ends = zip(*windows, strict=True) if windows else ([0.0], [0.0])
@@ -219,7 +219,7 @@ class StepReduction:
 
     def norm(self) -> float:
         """Return the norm of the model's gradient; waits as ``wait`` does."""
-        with self._guard("the end of a step"):
+        with self._guard.during("the end of a step"):
             return math.sqrt(self._numbers()[self._squares].item())
 
     def check_local(self) -> None:
@@ -228,13 +228,13 @@ class StepReduction:
         Raises:
             PipelineError: some are not, with ``raises``.
         """
-        with self._guard("the end of a step"):
+        with self._guard.during("the end of a step"):
             self._check_finite(self._unreduced)
 
     @property
     def finite(self) -> bool:
         """Whether all gradients of the step are finite, on all ranks; waits as ``wait`` does."""
-        with self._guard("the end of a step"):
+        with self._guard.during("the end of a step"):
             return not self._numbers()[self._stages : self._squares].any()
 
     def _check_finite(self, numbers: Tensor) -> None:

@@ -147,7 +147,7 @@ class ReplicatedParameters:
         for at in columns:
             for rank, place in zip(self._layout.columns[at], self._layout.places, strict=True):
                 sets[place._replace(**apart)].append(rank)
-        return self._groups.of_several([*sets.values()])
+        return self._groups.root_and_group([*sets.values()])
 
     def _adopt(self, copies: Sequence[Tensor], at: tuple[int, ...]) -> list[_Member]:
         """Have copies of one tensor start with the values of the first; what is to be reduced."""
@@ -181,7 +181,7 @@ class ReplicatedParameters:
                 parts += 1
                 _check_lies(what, lies, name, group)
                 for each in lies.mesh.get_all_groups():
-                    self._groups.watch_lent(each)
+                    self._groups.add_external_group(each)
             elif isinstance(tensor, nn.Parameter):
                 whole[id(tensor)] = tensor
         forms = [f"{what}: {_form(tensor)}" for what, tensor in _named(self._modules)]
@@ -282,12 +282,12 @@ class ReplicatedParameters:
                     given[place] = 1
         work = None
         if link is not None:
-            with self._groups.losing(_OTHERS):
+            with self._groups.as_lost_peer(_OTHERS):
                 work = dist.all_reduce(flat, group=link, async_op=True)
 
         def wait() -> None:
             if work is not None:
-                with self._groups.losing(_OTHERS):
+                with self._groups.as_lost_peer(_OTHERS):
                     work.wait()
                 self._synchronize()
             found = given.tolist()
@@ -330,7 +330,7 @@ def broadcast_from(
     for tensor in map(local_tensor, tensors) if link is not None else ():
         if tensor.numel():
             values = tensor.detach().clone(memory_format=torch.contiguous_format)
-            with groups.losing(_OTHERS):
+            with groups.as_lost_peer(_OTHERS):
                 # As bytes, for not every backend knows every dtype.
                 dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=link)
             tensor.copy_(values)

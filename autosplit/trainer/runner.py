@@ -253,7 +253,7 @@ class Runner:
         """Run backward from the tensors of the last batch that need a gradient."""
         count, shares = self.schedule.microbatches, self._groups.layout.shares
         tensors, self._grad_tensors = self._grad_tensors, {}
-        with self._guard("the backward of the batch's own tensors"):
+        with self._guard.during("the backward of the batch's own tensors"):
             deliver_gradients(tensors, self._batch_gradients, count, shares)
 
     def predict(self, batch: Batch | None) -> RankMemory:
@@ -285,8 +285,8 @@ class Runner:
         self, plan: StepPlan, batch: Batch | None, inputs: Microbatches, targets: Microbatches
     ) -> Executor:
         """Build the stages and the executor of a training step from its first batch."""
-        place = self._groups.place
-        with place("building its stages", announced=True):
+        activity = self._groups.activity
+        with activity.during("building its stages", announced=True):
             plan.stages, plan.boundaries = build_stages(
                 self._complete(batch),
                 self.schedule.stages,
@@ -297,13 +297,13 @@ class Runner:
                 targets=_examples(plan, "targets", targets),
                 device=self._device,
             )
-        with place("compiling its stages", announced=True):
+        with activity.during("compiling its stages", announced=True):
             compile_stages(plan.stages, self.schedule)
         plan.dtype = plan.boundaries.known[self._last][0].dtype
         stages = plan.stages.values()
         draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)
         # This also starts the step's clock on all ranks together, replicas included.
-        if self._groups.everybody.common_bits(0 if draws else -1) == [0]:
+        if self._groups.everybody.all_reduce_and(0 if draws else -1) == [0]:
             self._seeds.expect_draws()
         return self._build_executor(plan, self.schedule, plan.stages)
 
@@ -328,7 +328,7 @@ class Runner:
             groups.rank,
             Transport(routes, groups, plan.boundaries, device=self._device, posts=posts),
             loss_grad=loss_grad,
-            place=groups.place,
+            place=groups.activity,
             moves=moves,
             batch_arguments=self._batch_arguments(plan),
             seeds=self._seeds,
@@ -498,8 +498,8 @@ class Runner:
         """
         groups, numbers = self._groups, (fitting, *self._seeds.offer(evaluates=evaluates))
         if waits or len(groups.layout.pipelines) > 1:
-            return groups.everybody.common_bits(*numbers)
-        return groups.announce(numbers, self._source)
+            return groups.everybody.all_reduce_and(*numbers)
+        return groups.broadcast(numbers, self._source)
 
     def _agree_on_new_shape(
         self, batch: Batch | None, *, evaluates: bool

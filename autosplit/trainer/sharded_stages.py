@@ -75,10 +75,10 @@ class ShardedStages:
         """Communicate over groups of the trainer, and take over the first replica's values."""
         layout = self._groups.layout
         links = {
-            experts: self._groups.of(layout.shard_groups(experts=experts))
+            experts: self._groups.new_group_of_sets(layout.shard_groups(experts=experts))
             for experts in ((False, True) if layout.experts else (False,))
         }
-        first, copying = self._groups.of_several(layout.copies)
+        first, copying = self._groups.root_and_group(layout.copies)
         every = [group for stage in self._stages.values() for group in stage.groups]
         for group in every:
             experts = _has_experts(group)
@@ -102,7 +102,7 @@ class ShardedStages:
 
     def _gather(self, sharded: ShardedModule) -> None:
         if not sharded.is_unsharded:
-            with self._groups.losing(_SHARDS):
+            with self._groups.as_lost_peer(_SHARDS):
                 sharded.unshard(whole=True)
 
     def check(self) -> None:
@@ -155,13 +155,13 @@ class ShardedStages:
     def start(self) -> Wait:
         """Start to reduce their gradients."""
         for stage in self._stages.values():
-            with self._groups.losing(_SHARDS):
+            with self._groups.as_lost_peer(_SHARDS):
                 stage.accumulate()
                 stage.start_reduce()
 
         def wait() -> None:
             for stage in self._stages.values():
-                with self._groups.losing(_SHARDS):
+                with self._groups.as_lost_peer(_SHARDS):
                     stage.finish_reduce()
             self._synchronize()
 

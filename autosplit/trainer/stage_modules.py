@@ -16,7 +16,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.autocast import WithAutocast
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.schedule.routes import Wiring
-from autosplit.ranks.board import describe_error
+from autosplit.ranks.fault_store import describe_error
 from autosplit.runtime.refusals import misfit
 from autosplit.torch_internals.dtensor import dtensor_class
 

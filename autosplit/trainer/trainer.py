@@ -24,7 +24,7 @@ from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableSta
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import Timeline
-from autosplit.ranks.board import Board
+from autosplit.ranks.fault_store import FaultStore
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups, await_device
 from autosplit.ranks.watch import watch_over
@@ -188,7 +188,7 @@ class PipelineTrainer:
         check_unanimous(self._said(source, options, schedule, factory), layout)
         self._connect(layout, options)
         synchronize = partial(await_device, self.device, self._guard, options.run.timeout)
-        with self._guard("building the model"):
+        with self._guard.during("building the model"):
             store = store_for(options, schedule, self.device)
             self._model = rank_model = RankModel(
                 source, self.shared_parameters, schedule, self._groups, self.device, synchronize
@@ -200,8 +200,8 @@ class PipelineTrainer:
             self.optimizer = rank_model.optimizer
             # Whoever gets here knows that every other rank did.
             everybody = self._groups.everybody
-            everybody.meet()
-        self._meet = everybody.meet if everybody.ranks > 1 else None
+            everybody.barrier()
+        self._meet = everybody.barrier if everybody.ranks > 1 else None
         self._runner = Runner(
             source,
             loss_fn,
@@ -226,14 +226,14 @@ class PipelineTrainer:
         """Connect the ranks, and have them watch over each other."""
         self._groups = Groups(layout, self.device, options.run.timeout)
         if options.mesh is not None and layout.inner:
-            self._groups.watch_lent(options.mesh.get_group(layout.inner))
+            self._groups.add_external_group(options.mesh.get_group(layout.inner))
         everybody = self._groups.everybody
-        board = Board(everybody.store) if everybody.ranks > 1 else None
+        faults = FaultStore(everybody.store) if everybody.ranks > 1 else None
         self._watch = watch_over(self._groups) if everybody.ranks > 1 else None
         if self._watch is not None:
             dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
             dropped.atexit = False  # how the process ends says more
-        self._guard = Guard(everybody.rank, board, self._end, self._groups.place, self._watch)
+        self._guard = Guard(everybody.rank, faults, self._end, self._groups.activity, self._watch)
 
     def _said(
         self,
@@ -336,7 +336,7 @@ class PipelineTrainer:
         start = perf_counter()
         losses = self.forward_backward(batch, target, **named)
         if self._optimizer_moves:
-            with self._guard("the optimizer step"):
+            with self._guard.during("the optimizer step"):
                 self._model.step(self._max_norm, self._norm, self._meet)
         self._seconds = perf_counter() - start
         return losses
@@ -371,7 +371,7 @@ class PipelineTrainer:
             PipelineError: as for ``step``. What a rank refuses of a batch whose inputs have a shape
                 that they had before is one, too: others have not waited.
         """
-        with self._guard("the forward and backward of step_async"):
+        with self._guard.during("the forward and backward of step_async"):
             self._losses = None
             agreement = self._runner.train(paired(batch, target, named), waits=False)
         if self._max_norm is None and self._nonfinite != "skip":
@@ -381,7 +381,7 @@ class PipelineTrainer:
             agreement.wait()
             self._decide(agreement)
         if self._optimizer_moves:
-            with self._guard("the optimizer step"):
+            with self._guard.during("the optimizer step"):
                 self._model.step(self._max_norm, self._norm)
         return agreement
 
@@ -396,7 +396,7 @@ class PipelineTrainer:
         Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
         """
         start = perf_counter()
-        with self._guard("the forward and backward"):
+        with self._guard.during("the forward and backward"):
             agreement = self._runner.train(paired(batch, target, named))
         self._losses = losses = agreement.wait()
         self._decide(agreement)
@@ -428,7 +428,7 @@ class PipelineTrainer:
         Batches may be of another shape than in training, but not for stages that the trainer cut.
         Arguments, result and errors are those of ``step``.
         """
-        with self._guard("the evaluation"), eval_mode(self.modules.values()):
+        with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(paired(batch, target, named))
         return agreement.wait()
 
@@ -448,7 +448,7 @@ class PipelineTrainer:
             PipelineError: as for ``step``.
         """
         rows: list[Any] = []
-        with self._guard("the evaluation"), eval_mode(self.modules.values()):
+        with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(
                 batch, lambda output, targets: rows.append(metric_fn(output, targets))
             )
@@ -512,7 +512,7 @@ class PipelineTrainer:
         Raises:
             PipelineError: nothing was recorded.
         """
-        with self._guard("gathering the timeline"):
+        with self._guard.during("gathering the timeline"):
             if not self._runner.spans:
                 raise PipelineError(
                     "there is no recorded step: set record=True before a step, then ask"
@@ -527,7 +527,7 @@ class PipelineTrainer:
         Raises:
             PipelineError: no rank has a store.
         """
-        with self._guard("measuring stores"):
+        with self._guard.during("measuring stores"):
             return self._runner.memory.host_link()
 
     def memory(self) -> StepMemory:
@@ -537,7 +537,7 @@ class PipelineTrainer:
         Raises:
             PipelineError: memory was not recorded.
         """
-        with self._guard("gathering the memory"):
+        with self._guard.during("gathering the memory"):
             memory = self._runner.memory
             if memory.recorder is None:
                 raise PipelineError(
@@ -559,7 +559,7 @@ class PipelineTrainer:
         Raises:
             PipelineError: as for ``step``.
         """
-        with self._guard("predicting the memory"):
+        with self._guard.during("predicting the memory"):
             memory = self._runner.predict(batch)
             rows = self._groups.gather((memory.predicted(), memory.fixed_bytes()))
         peaks, fixed_by_rank = zip(*rows, strict=True)
@@ -577,7 +577,7 @@ class PipelineTrainer:
         Raises:
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
-        with self._guard(where, announced=True):
+        with self._guard.during(where, announced=True):
             yield self._groups
 
     def finish(self, end: Callable[[], None] | None = None) -> None:

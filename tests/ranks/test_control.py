@@ -49,8 +49,8 @@ def test_all_of_it_arrives() -> None:
     assert all(torch.equal(each, tensor) for each in control.gather(tensor))
     error = control.gather(CheckpointError("no such file"))[1 - control.rank]
     assert (type(error), str(error)) == (CheckpointError, "no such file")
-    assert control.announce([5 + rank, rank], 0) == [6, 1]
-    assert control.common_bits((1 << 62) + (5 if rank else 6), -1 if rank else 7) == [
+    assert control.broadcast([5 + rank, rank], 0) == [6, 1]
+    assert control.all_reduce_and((1 << 62) + (5 if rank else 6), -1 if rank else 7) == [
         (1 << 62) + 4,
         7,
     ]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, SplitError
-from autosplit.ranks.board import Board, Fault
+from autosplit.ranks.fault_store import Fault, FaultStore
 from autosplit.ranks.first_error import Guard, LostPeerError, RankError
 from tests.kept_ranks import Ranks
 from tests.pipeline.reference_stage import ReferenceStage
@@ -432,8 +432,8 @@ def test_whoever_needs_a_rank_that_has_left_learns_that(texts: Texts) -> None:
 # --- the parts, in one process ------------------------------------------------------------
 
 
-def _board() -> Board:
-    return Board(dist.HashStore())  # type: ignore[attr-defined]  # documented, not in __all__
+def _faults() -> FaultStore:
+    return FaultStore(dist.HashStore())  # type: ignore[attr-defined]  # documented, not in __all__
 
 
 class _DeadStore:
@@ -453,49 +453,49 @@ class _DeadStore:
 
 
 def test_a_dead_store_does_not_hide_the_fault() -> None:
-    board = Board(_DeadStore())
+    faults = FaultStore(_DeadStore())
     fault = Fault(0, "0F1", "KeyError: b")
-    assert board.first() is None
-    assert board.post(fault) == fault
+    assert faults.first() is None
+    assert faults.post(fault) == fault
 
 
-def _guard(rank: int, board: Board | None, closed: list[int]) -> Guard:
-    return Guard(rank, board, lambda: closed.append(rank))
+def _guard(rank: int, faults: FaultStore | None, closed: list[int]) -> Guard:
+    return Guard(rank, faults, lambda: closed.append(rank))
 
 
 def test_guard_lets_errors_pass_that_say_all() -> None:
     closed: list[int] = []
-    board = _board()
+    faults = _faults()
     with (
         pytest.raises(SplitError, match=r"^cannot split\nMore: "),
-        _guard(1, board, closed)("building"),
+        _guard(1, faults, closed).during("building"),
     ):
         raise SplitError("cannot split")
-    with pytest.raises(KeyboardInterrupt), _guard(2, _board(), closed)("a step"):
+    with pytest.raises(KeyboardInterrupt), _guard(2, _faults(), closed).during("a step"):
         raise KeyboardInterrupt
     assert closed == [1, 2]
-    first = board.first()
+    first = faults.first()
     assert first is not None
     assert first.headline == "rank 1 failed in building: SplitError: cannot split"
 
 
 def test_lost_peer_without_a_cause_becomes_one_for_all() -> None:
-    board = _board()
+    faults = _faults()
     for rank, text in ((0, "lost rank 1"), (2, "lost rank 1 as well")):
         with (
             pytest.raises(RankError, match=r"^rank 0 lost rank 1\nMore: "),
-            _guard(rank, board, [])("a"),
+            _guard(rank, faults, []).during("a"),
         ):
             raise LostPeerError(text)
 
 
-def test_guard_waits_with_an_eye_on_the_board() -> None:
-    board = _board()
-    guard = _guard(0, board, [])
+def test_guard_checks_for_faults_while_it_waits() -> None:
+    faults = _faults()
+    guard = _guard(0, faults, [])
     asked = iter([False, False, True])
     guard.wait(lambda: next(asked), timeout=60.0)
     with pytest.raises(LostPeerError, match=r"^waited 0\.01 s for its device"):
         guard.wait(lambda: False, timeout=0.01)
-    board.post(Fault(1, "1F0", "ValueError: a"))
+    faults.post(Fault(1, "1F0", "ValueError: a"))
     with pytest.raises(LostPeerError, match="another rank failed"):
         guard.wait(lambda: False, timeout=60.0)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.ranks.board import Board, Fault
+from autosplit.ranks.fault_store import Fault, FaultStore
 from autosplit.ranks.first_error import Guard, LostPeerError
-from autosplit.ranks.groups import Groups, abort, await_device
+from autosplit.ranks.groups import Groups, abort_groups, await_device
 from autosplit.trainer.options import choose_device
 from tests.kept_ranks import ranks
 
@@ -55,8 +55,8 @@ def test_groups_are_aborted_all_at_once() -> None:
         def abort(self) -> None:
             all_begun.wait(timeout=20)
 
-    abort([Group(), Group(), Group()])
-    abort([])
+    abort_groups([Group(), Group(), Group()])
+    abort_groups([])
 
 
 def test_what_hangs_on_groups_of_others_is_aborted_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_what_hangs_on_groups_of_others_is_aborted_too(monkeypatch: pytest.Monke
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     groups, lent = Groups(1, CUDA, 30.0), mock.Mock()
-    groups.watch_lent(lent)
+    groups.add_external_group(lent)
     groups.close()
     lent.abort.assert_called_once_with()
 
@@ -74,7 +74,7 @@ def test_a_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch) 
     made = mock.Mock()
     monkeypatch.setattr(dist, "new_group", made)
     groups = Groups(1, CUDA, 30.0)
-    groups.of([[0, 1]])
+    groups.new_group_of_sets([[0, 1]])
     assert made.call_args.kwargs["device_id"] == CUDA
     groups._new([0, 1], "gloo")
     assert made.call_args.kwargs["device_id"] is None
@@ -113,7 +113,7 @@ def test_one_rank_goes_to_the_default_device(monkeypatch: pytest.MonkeyPatch) ->
 def test_control_stays_on_the_cpu_under_another_default_device() -> None:
     groups = Groups(2, CPU, 30.0)
     with torch.device("meta"):
-        groups.meet()
+        groups.barrier()
     groups.destroy()
 
 
@@ -127,12 +127,12 @@ class _Stream:
 def test_a_wait_for_the_device_ends_when_another_rank_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    board = Board(dist.HashStore())  # type: ignore[attr-defined]  # documented, not in __all__
-    guard = Guard(0, board, lambda: None)
+    faults = FaultStore(dist.HashStore())  # type: ignore[attr-defined]  # documented, not in __all__
+    guard = Guard(0, faults, lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
     await_device(torch.device("cpu"), guard, 0.0)
     with pytest.raises(LostPeerError, match="for its device"):
         await_device(CUDA, guard, 0.0)
-    board.post(Fault(1, "1F0", "ValueError: bad weather"))
+    faults.post(Fault(1, "1F0", "ValueError: bad weather"))
     with pytest.raises(LostPeerError, match="another rank failed"):
         await_device(CUDA, guard, 20.0)

@@ -101,7 +101,9 @@ def test_timeout_names_the_ranks_that_are_not_done(
         return 60.0 if len(pids_in(tmp_path)) == 2 else 59.9
 
     monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=monotonic))
-    with pytest.raises(PipelineError, match=r"^ranks 0, 1 did not end within 60 s: raise timeout="):
+    with pytest.raises(
+        PipelineError, match=r"^ranks 0, 1 did not end within 60 s: increase timeout="
+    ):
         launch(workers.fail, 2, (tmp_path, "sleep"), timeout=60)
     assert_gone(tmp_path, 2)
 

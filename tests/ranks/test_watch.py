@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.ranks import watch as watch_module
-from autosplit.ranks.board import RETURNED, Board, Fault, Process, ended
 from autosplit.ranks.default_group import await_ending
+from autosplit.ranks.fault_store import RETURNED, Fault, FaultStore, Process, describe_exit
 from autosplit.ranks.first_error import (
-    AROUND,
+    OUTSIDE_CALLS,
     Guard,
     LostPeerError,
     RankActivity,
@@ -35,27 +35,27 @@ class Ranks:
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # documented
-        self.words = dist.HashStore()  # type: ignore[attr-defined]
-        self.board = Board(self.store)
-        self.places = [RankActivity(), RankActivity()]
-        self.cuts: list[int] = []
+        self.exits = dist.HashStore()  # type: ignore[attr-defined]
+        self.faults = FaultStore(self.store)
+        self.activities = [RankActivity(), RankActivity()]
+        self.severed: list[int] = []
         self.watches: list[PeerWatch] = []
 
     def watch(self, rank: int) -> PeerWatch:
         stores = (self.store, self.store)
-        place = self.places[rank]
-        made = PeerWatch(rank, 2, stores, self.words, place, lambda: self.cuts.append(rank))
+        activity = self.activities[rank]
+        made = PeerWatch(rank, 2, stores, self.exits, activity, lambda: self.severed.append(rank))
         self.watches.append(made)
         return made
 
     def pretend(self, process: Process) -> None:
         """Another process is rank 1."""
-        Board(self.store).enter(1, process)
+        FaultStore(self.store).register(1, process)
 
     def last_in(self, phase: str) -> None:
         """It said so before."""
         pulse = Pulse(1, time.time(), phase, phase, 0.0, waiting=False)
-        Board(self.store).put("pulse", 1, json.dumps(pulse))
+        FaultStore(self.store).put("pulse", 1, json.dumps(pulse))
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_how_a_process_ended_is_there_until_its_parent_asks(
     process = Process.of(child.pid)
     assert process.ending() is None
     assert replace(process, started="1").ending() == "ended without a word"  # a later one
-    assert replace(process, home="elsewhere").ending() is None
+    assert replace(process, namespace="elsewhere").ending() is None
     child.kill()
     deadline = time.monotonic() + 30
     while process.ending() is None and time.monotonic() < deadline:
@@ -102,7 +102,7 @@ def test_how_a_process_ended_is_there_until_its_parent_asks(
     assert process.ending() == "was killed by SIGKILL"
     child.wait()
     assert process.ending() == "ended without a word"
-    assert [ended(3), ended(-11), ended(-100)] == [
+    assert [describe_exit(3), describe_exit(-11), describe_exit(-100)] == [
         "exited with status 3",
         "was killed by SIGSEGV",
         "was killed by signal 100",
@@ -118,13 +118,16 @@ def test_a_death_is_posted_at_once_and_ends_waits(
     time.sleep(0.3)  # until it knows the process
     assert watch.missing is None
     child.kill()
-    _until(ranks.cuts)
-    fault = ranks.board.first()
+    _until(ranks.severed)
+    fault = ranks.faults.first()
     assert headline(fault) == "rank 1 was killed by SIGKILL, last heard of in compiling its stages"
     assert watch.missing == fault
-    assert ranks.cuts == [0]
-    guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
-    with pytest.raises(RankError, match=r"^rank 1 was .*\nRank 0 lost the other"), guard("a"):
+    assert ranks.severed == [0]
+    guard = Guard(0, ranks.faults, lambda: None, ranks.activities[0], watch)
+    with (
+        pytest.raises(RankError, match=r"^rank 1 was .*\nRank 0 lost the other"),
+        guard.during("a"),
+    ):
         raise CLOSED
 
 
@@ -136,8 +139,8 @@ def test_a_rank_that_was_gone_before_anybody_met_it(
     child.kill()
     child.wait()
     ranks.watch(0)
-    _until(ranks.cuts)
-    assert headline(ranks.board.first()) == "rank 1 ended without a word"
+    _until(ranks.severed)
+    assert headline(ranks.faults.first()) == "rank 1 ended without a word"
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -153,8 +156,8 @@ def test_last_words_say_more_than_the_exit(
     ranks: Ranks, child: subprocess.Popen[bytes], words: str
 ) -> None:
     ranks.pretend(Process.of(child.pid))
-    ranks.last_in(AROUND)
-    Board(ranks.words).put("words", 1, words)
+    ranks.last_in(OUTSIDE_CALLS)
+    FaultStore(ranks.exits).put("ending", 1, words)
     watch = ranks.watch(0)
     _end(child)
     where = ", last heard of in the code around the trainer"
@@ -178,20 +181,20 @@ def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
     deadline = time.monotonic() + 30
     while watch.missing is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ranks.board.first() is None  # all may be well
-    assert ranks.cuts == []
-    guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
+    assert ranks.faults.first() is None  # all may be well
+    assert ranks.severed == []
+    guard = Guard(0, ranks.faults, lambda: None, ranks.activities[0], watch)
     text = r"^rank 1 closed its trainer while rank 0 went on\n"
-    with pytest.raises(RankError, match=text), guard("a step"):
+    with pytest.raises(RankError, match=text), guard.during("a step"):
         guard.check()
 
 
 def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> None:
     watch, _ = ranks.watch(0), ranks.watch(1)
     time.sleep(0.3)
-    ranks.places[1].be(Action.parse("1F2"), waiting=True)
+    ranks.activities[1].set_action(Action.parse("1F2"), waiting=True)
     assert watch.explain(TIMEOUT) is None
-    ranks.places[1].be(ranks.places[1].action, waiting=False)
+    ranks.activities[1].set_action(ranks.activities[1].action, waiting=False)
     time.sleep(0.3)
     text = headline(watch.explain(TIMEOUT))
     assert text.startswith("rank 1 has been in 1F2 for ")
@@ -201,25 +204,25 @@ def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> 
 def test_ranks_that_wait_in_different_calls_are_told_both(ranks: Ranks) -> None:
     watch, _ = ranks.watch(0), ranks.watch(1)
     for rank, phase in enumerate(("the forward and backward", "saving a checkpoint")):
-        ranks.places[rank].enter(phase)
-        ranks.places[rank].be(None, waiting=True)
+        ranks.activities[rank].enter(phase)
+        ranks.activities[rank].set_action(None, waiting=True)
     time.sleep(0.3)
     text = headline(watch.explain(TIMEOUT))
     assert text.startswith("rank 1 is in saving a checkpoint: rank 0 is in the forward")
-    assert "and backward, and every rank makes the same calls" in text
+    assert "and backward, and every rank must make the same calls" in text
 
 
 def test_a_rank_that_waited_as_long_is_not_told_by_what_it_began_since(ranks: Ranks) -> None:
     """Its wait timed out, too, and it looks who is stuck."""
     watch, _ = ranks.watch(0), ranks.watch(1)
-    ranks.places[1].enter("saving a checkpoint")
+    ranks.activities[1].enter("saving a checkpoint")
     time.sleep(0.3)
     assert headline(watch.explain(TIMEOUT)).startswith("rank 1 is in saving a checkpoint: rank 0")
 
 
 def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
     watch, other = ranks.watch(0), ranks.watch(1)
-    with ranks.places[1]("the optimizer step"):
+    with ranks.activities[1].during("the optimizer step"):
         time.sleep(0.3)
         other.stop()
         text = headline(watch.explain(TIMEOUT))
@@ -233,15 +236,15 @@ def test_a_rank_that_was_stopped_before_it_said_anything_is_named(ranks: Ranks) 
     assert headline(ranks.watch(0).explain(TIMEOUT)).startswith(expected)
 
 
-def test_a_board_tells_which_of_the_others_has_ended(child: subprocess.Popen[bytes]) -> None:
-    board = Board(dist.HashStore())  # type: ignore[attr-defined]
-    board.enter(0, Process.of(os.getpid()))
-    board.enter(1, Process.of(child.pid))
-    assert await_ending(board, [0, 1], 0.05) == ""
+def test_await_ending_names_a_rank_that_has_ended(child: subprocess.Popen[bytes]) -> None:
+    faults = FaultStore(dist.HashStore())  # type: ignore[attr-defined]
+    faults.register(0, Process.of(os.getpid()))
+    faults.register(1, Process.of(child.pid))
+    assert await_ending(faults, [0, 1], 0.05) == ""
     child.kill()
-    assert await_ending(board, [0, 1], 30.0) == "rank 1 was killed by SIGKILL"
-    board.put("words", 1, "raised KeyError: 'lr'")
-    assert await_ending(board, [0, 1], 30.0) == "rank 1 raised KeyError: 'lr'"
+    assert await_ending(faults, [0, 1], 30.0) == "rank 1 was killed by SIGKILL"
+    faults.put("ending", 1, "raised KeyError: 'lr'")
+    assert await_ending(faults, [0, 1], 30.0) == "rank 1 raised KeyError: 'lr'"
 
 
 def test_others_know_an_announced_phase_before_the_next_heartbeat(
@@ -250,9 +253,10 @@ def test_others_know_an_announced_phase_before_the_next_heartbeat(
     monkeypatch.setattr(watch_module, "_BEAT", 60)
     watch = ranks.watch(0)
     ranks.watch(1)
-    own = ranks.places[1]
-    known = []
-    with own("saving a checkpoint", announced=True), own("gathering"):
-        known.append(watch._pulse(1))
-    known.append(watch._pulse(1))
-    assert [pulse and pulse.place for pulse in known] == ["saving a checkpoint", AROUND]
+    activity = ranks.activities[1]
+    pulses = []
+    with activity.during("saving a checkpoint", announced=True), activity.during("gathering"):
+        pulses.append(watch._pulse(1))
+    pulses.append(watch._pulse(1))
+    phases = [pulse and pulse.activity for pulse in pulses]
+    assert phases == ["saving a checkpoint", OUTSIDE_CALLS]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import BatchError, PipelineError
-from autosplit.ranks.first_error import AROUND
+from autosplit.ranks.first_error import OUTSIDE_CALLS
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
@@ -105,7 +105,7 @@ def refused(names: Any, call: str = "step", *, ranks: int = 2, static: bool = Fa
     with trainer(lambda index: Counting(index, calls), ranks=ranks, **limit) as engine:
         for name in names:
             refuse(engine, name, later=False)
-        assert engine._groups.place.phase == AROUND
+        assert engine._groups.activity.phase == OUTSIDE_CALLS
         for name in names:
             losses.append(engine.step((X, Y)))
             refuse(engine, name, later=True)

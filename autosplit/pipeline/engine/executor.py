@@ -166,7 +166,7 @@ class Executor:
                     call()
                 else:
                     deliver(call())
-            place.be(None, waiting=True)
+            place.set_action(None, waiting=True)
             if self.moves is not None:
                 spans = self.moves.finish()
                 if recorder is not None:
@@ -180,7 +180,7 @@ class Executor:
                 raise
             raise ActionError(action) from error
         finally:
-            place.be(None, waiting=False)
+            place.set_action(None, waiting=False)
             self._targets, self._losses = (), {}
             for own in self._inputs:
                 own.clear()

@@ -26,7 +26,7 @@ from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited
 from autosplit.pipeline.schedule.schedule import LANES, Action, Schedule
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import ActionError, LostPeerError
-from autosplit.ranks.groups import Groups, losing
+from autosplit.ranks.groups import Groups, as_lost_peer
 from autosplit.torch_internals.allocations import record_sizes
 
 
@@ -128,8 +128,8 @@ class PartnerStore:
 
     def _run(self, work: dist.Work | None) -> None:
         # In another thread than that whose waits are watched.
-        who = f"{self._groups.named(self._partner)}, the partner"
-        with losing(contextlib.nullcontext, self._groups.timeout, who):
+        who = f"{self._groups.rank_name(self._partner)}, the partner"
+        with as_lost_peer(contextlib.nullcontext, self._groups.timeout, who):
             if work is not None:
                 work.wait()
             settle(self._device)
@@ -173,7 +173,7 @@ class Moves:
         self._stages, self._store, self._device = stages, store, device
         self._rank = groups.rank
         self._row = schedule.ranks[groups.rank]
-        self._timeout, self._place = groups.timeout, groups.place
+        self._timeout, self._place = groups.timeout, groups.activity
         self._starts: dict[int, Callable[[], Move]] = {}
         self._arrivals: dict[int, tuple[Any, int, int]] = {}
         self._awaited = dict(waited_departures(self._row))
@@ -348,7 +348,7 @@ class Moves:
         try:
             if move.done() or action.kind.is_shared:
                 return move.result()[0]
-            with self._place.waits(action):  # for this rank's host alone, and no other rank
+            with self._place.during_wait(action):  # for this rank's host alone, and no other rank
                 return move.result(self._timeout)[0]
         except LostPeerError:
             raise

@@ -29,7 +29,7 @@ from autosplit.pipeline.schedule.routes import (
 )
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.ranks.first_error import LostPeerError
-from autosplit.ranks.groups import Groups, lost
+from autosplit.ranks.groups import Groups, lost_peer_error
 
 Receive = Callable[[], "list[Tensor | None]"]
 Send = Callable[[Sequence[Any]], None]
@@ -186,8 +186,8 @@ class Mailbox:
             raise self._lost(transfer, begun, error) from error
 
     def _lost(self, transfer: _Transfer, begun: float, error: RuntimeError) -> LostPeerError:
-        what = f"{self._link.named(self._peer)}, which {transfer.does} {transfer.message}"
-        return lost(what, perf_counter() - begun, self._link.timeout, error)
+        what = f"{self._link.rank_name(self._peer)}, which {transfer.does} {transfer.message}"
+        return lost_peer_error(what, perf_counter() - begun, self._link.timeout, error)
 
 
 _TOLD = 2**16

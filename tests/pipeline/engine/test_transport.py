@@ -50,12 +50,12 @@ def test_tensors_travel_as_bytes_whatever_they_hold() -> None:
 def test_connections_end_when_a_trainer_is_closed() -> None:
     """Not when the garbage collector comes, which would hold up whatever runs then."""
     groups = Groups(2, CPU, 30.0)
-    groups.meet()
+    groups.barrier()
     group = weakref.ref(groups.group)
     dist.barrier()
     groups.destroy()
     with pytest.raises(PipelineError, match=r"^this trainer was closed: build a new one\nMore: "):
-        groups.meet()
+        groups.barrier()
     assert group() is None
 
 
