@@ -101,9 +101,7 @@ def test_timeout_names_the_ranks_that_are_not_done(
         return 60.0 if len(pids_in(tmp_path)) == 2 else 59.9
 
     monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=monotonic))
-    with pytest.raises(
-        PipelineError, match=r"^ranks 0, 1 did not end within 60 s: increase timeout="
-    ):
+    with pytest.raises(PipelineError, match=r"^ranks 0, 1 did not end within 60 s: increase "):
         launch(workers.fail, 2, (tmp_path, "sleep"), timeout=60)
     assert_gone(tmp_path, 2)
 
@@ -151,7 +149,7 @@ def test_ranks_of_one_machine_under_torchrun_listen_on_loopback_only(
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
     with pytest.raises(PipelineError, match=r"cannot send <function .*top of a module"):
         launch(lambda: None, 2, timeout=60)
-    with pytest.raises(PipelineError, match="one or more processes, got nprocs=0"):
+    with pytest.raises(PipelineError, match="nprocs must be at least 1; got 0"):
         launch(workers.identify, 0, (3,), timeout=60)
 
 
