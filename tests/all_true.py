@@ -7,6 +7,6 @@ from collections.abc import Mapping
 
 def assert_all(found: Mapping[str, object]) -> None:
     """There is at least one, and every one of them is True."""
-    wrong = {name: each for name, each in found.items() if each is not True}
+    wrong = {name: item for name, item in found.items() if item is not True}
     assert found, "nothing was compared"
     assert not wrong, wrong

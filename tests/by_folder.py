@@ -18,7 +18,7 @@ def by_folder(outcomes: Mapping[str, Iterable[Any]]) -> str:
         outcomes: reports of pytest, by its word for what came of a test.
     """
     counts = {
-        word: Counter(_folder(each.nodeid) for each in outcomes.get(word, ())) for word in _WORDS
+        word: Counter(_folder(item.nodeid) for item in outcomes.get(word, ())) for word in _WORDS
     }
     folders = sorted(set().union(*counts.values()))
     rows = [[folder, *(counts[word][folder] for word in _WORDS)] for folder in folders]

@@ -40,8 +40,8 @@ def trace_cheaply() -> None:
 
 def _imported(module: str, name: str) -> Any:
     """The module, if it is imported and has such a name."""
-    found = sys.modules.get(module)
-    return found if hasattr(found, name) else None
+    result = sys.modules.get(module)
+    return result if hasattr(result, name) else None
 
 
 def _nothing(seed: int) -> None:
@@ -66,8 +66,8 @@ def _except_for(tracer: type, patch: Callable[..., None]) -> Callable[..., None]
     """
 
     def patched(self: Any, cls: type, name: str, new: Any, *args: Any, **kwargs: Any) -> None:
-        held = (cell.cell_contents for cell in new.__closure__ or ())
-        if cls is not torch.nn.Module or not any(type(each) is tracer for each in held):
+        kept = (cell.cell_contents for cell in new.__closure__ or ())
+        if cls is not torch.nn.Module or not any(type(item) is tracer for item in kept):
             patch(self, cls, name, new, *args, **kwargs)
 
     return patched

@@ -44,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--device")
-    if said := devices.refusal(name):
-        raise pytest.UsageError(said)
+    if message := devices.refusal(name):
+        raise pytest.UsageError(message)
     devices.use(name)
     os.environ[strict_group.VARIABLE] = config.getoption("--comm")
     try:
@@ -67,14 +67,14 @@ def _one_thread_and_seed() -> Iterator[None]:
     from tests.kept_ranks import measure_cheaply, search_cheaply
 
     seed_cheaply()
-    before = torch.get_num_threads()
+    earlier = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trace_cheaply()
     measure_cheaply()
     search_cheaply()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(earlier)
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         why = devices.why_not(path)
         if why and "gpu" not in item.keywords:
             item.add_marker(pytest.mark.skip(reason=f"on the CPU only: {why}"))
-        if said := strict_group.why_not(path):
-            item.add_marker(pytest.mark.skip(reason=f"over Gloo only: {said}"))
+        if message := strict_group.why_not(path):
+            item.add_marker(pytest.mark.skip(reason=f"over Gloo only: {message}"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)

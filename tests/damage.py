@@ -21,7 +21,7 @@ def damaged(draw: st.DrawFn, sound: bytes, tokens: Sequence[str] = ("\0",)) -> b
     content = sound
     for _ in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, max(len(content) - 1, 0)))
-        before, span = content[:start], content[start : start + draw(st.integers(1, 64))]
+        earlier, span = content[:start], content[start : start + draw(st.integers(1, 64))]
         after = content[start + len(span) :]
         match draw(st.sampled_from(CHANGES)):
             case "flip" if span:
@@ -36,13 +36,13 @@ def damaged(draw: st.DrawFn, sound: bytes, tokens: Sequence[str] = ("\0",)) -> b
                 span *= 2
             case "insert":
                 span = draw(st.sampled_from(tokens)).encode() + span
-        content = before + span + after
+        content = earlier + span + after
     return content
 
 
 def looked_at(strategy: st.SearchStrategy[Any], count: int, look: Callable[[Any], str]) -> Any:
     """How often ``look`` said what of ``count`` examples; an error in it shows the smallest."""
-    said: Counter[str] = Counter()
+    message: Counter[str] = Counter()
 
     @settings(
         max_examples=count,
@@ -55,10 +55,10 @@ def looked_at(strategy: st.SearchStrategy[Any], count: int, look: Callable[[Any]
     @given(strategy)
     def each(example: Any) -> None:
         with limited(SECONDS):
-            said[look(example)] += 1
+            message[look(example)] += 1
 
     each()
-    return said
+    return message
 
 
 @contextmanager
@@ -68,10 +68,10 @@ def limited(seconds: float) -> Iterator[None]:
     def over(*_: object) -> None:
         raise TimeoutError(f"it took more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, over)
+    earlier = signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, earlier)

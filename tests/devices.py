@@ -91,14 +91,14 @@ def need(ranks: int) -> None:
         return
     import torch
 
-    there = torch.accelerator.device_count()
-    if ranks > there:
-        pytest.skip(f"needs {ranks} devices, there is {there} {chosen()}")
+    present = torch.accelerator.device_count()
+    if ranks > present:
+        pytest.skip(f"needs {ranks} devices, there is {present} {chosen()}")
 
 
 def why_not(path: Path) -> str | None:
     """Why a test file, named from ``tests/``, is not for the chosen device; None where it is."""
     if chosen() == "cpu":
         return None
-    found = {**ABOUT_CPUS, **(NOT_HERE if chosen() == "fake" else {})}
-    return next((why for name, why in found.items() if path.is_relative_to(name)), None)
+    results = {**ABOUT_CPUS, **(NOT_HERE if chosen() == "fake" else {})}
+    return next((why for name, why in results.items() if path.is_relative_to(name)), None)

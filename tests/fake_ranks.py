@@ -16,8 +16,8 @@ def fake_mesh(
 ) -> Iterator[DeviceMesh]:
     """A mesh of which this process is one rank; nothing is exchanged."""
     size = 1
-    for each in shape:
-        size *= each
+    for item in shape:
+        size *= item
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -70,15 +70,17 @@ class Servers:
         rank_processes()
         for server in _servers():
             server.ensure_running()
-        own = map(vars, _servers())
-        return cls(tuple({name: each[name] for name in _PLACES if name in each} for each in own))
+        local = map(vars, _servers())
+        return cls(
+            tuple({name: tensor[name] for name in _PLACES if name in tensor} for tensor in local)
+        )
 
     def join(self, *, ranks: bool = False) -> None:
         """Start this process's others from them; all of them as ranks, if so asked."""
         alive = vars(forkserver._forkserver)["_forkserver_alive_fd"]  # all that a process gets
         for server, places in zip(_servers(), self.places, strict=True):
-            known = {**places, "_forkserver_alive_fd": alive}
-            vars(server).update(known, ensure_running=lambda: None)
+            expected = {**places, "_forkserver_alive_fd": alive}
+            vars(server).update(expected, ensure_running=lambda: None)
         if ranks:
             forkserver.connect_to_new_process = _ranks_server.connect_to_new_process
 

@@ -90,13 +90,15 @@ def ranks(count: int, *, timeout: float = 150.0) -> Callable[[Callable[..., Any]
                 and item.module is request.module
                 and getattr(item.function, "ranks", None) == count
             }
-            found = _outcomes_of(on_ranks, request.module.__name__, count, timeout, cases)
-            said = [rank.get(request.node.name, "an earlier one failed") for rank in found]
-            assert not any(said), "\n".join(f"rank {at}: {each}" for at, each in enumerate(said))
+            result = _outcomes_of(on_ranks, request.module.__name__, count, timeout, cases)
+            message = [rank.get(request.node.name, "an earlier one failed") for rank in result]
+            assert not any(message), "\n".join(
+                f"rank {at}: {item}" for at, item in enumerate(message)
+            )
 
         parameters = [*inspect.signature(body).parameters.values()]
-        own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _ASKED]
-        test.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
+        local = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _ASKED]
+        test.__signature__ = inspect.Signature([*parameters, *local])  # type: ignore[attr-defined]
         vars(test).update(ranks=count, body=body)
         return test
 
@@ -121,13 +123,13 @@ def _outcomes_of(
 
 
 def _run_cases(module: str, cases: dict[str, tuple[str, Any]]) -> dict[str, Any]:
-    found = {}
-    for name, (test, given) in cases.items():
+    results = {}
+    for name, (test, inputs) in cases.items():
         torch.manual_seed(0)
         try:
-            found[name] = getattr(importlib.import_module(module), test).body(**given)
+            results[name] = getattr(importlib.import_module(module), test).body(**inputs)
             dist.barrier()
         except Exception:
-            found[name] = traceback.format_exc()
+            results[name] = traceback.format_exc()
             break  # ranks are not at one place any more
-    return found
+    return results

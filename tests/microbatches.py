@@ -15,14 +15,14 @@ from tests.zoo import CASES
 
 def reference(model: nn.Module, batches: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
     """Adds gradients to ``.grad``; returns those of the inputs."""
-    found = []
+    results = []
     for batch, grad in zip(batches, grads, strict=True):
         leaf = batch.clone()
         if leaf.is_floating_point():
             leaf.requires_grad_()
         model(leaf).backward(grad)
-        found.append(leaf.grad)
-    return found
+        results.append(leaf.grad)
+    return results
 
 
 class Twins:
@@ -57,8 +57,8 @@ class Twins:
     def backward(self, *, whole: bool = False) -> None:
         """I, or B, of all."""
         run = self.stage.backward if whole else self.stage.backward_input
-        found = [run(m, [grad.clone()])[0] for m, grad in enumerate(self.grads)]
-        self.found = [each if each is None else each.clone() for each in found]
+        results = [run(m, [grad.clone()])[0] for m, grad in enumerate(self.grads)]
+        self.found = [item if item is None else item.clone() for item in results]
 
     def weights(self) -> None:
         """W of all, one after another."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 def works(module: Any) -> list[Any]:
     """The pending work of each call, oldest first."""
-    found: list[Any] = module._queue.works()
-    return found
+    result: list[Any] = module._queue.works()
+    return result
 
 
 def deferred_tensors(module: Any) -> list[Tensor]:

@@ -52,8 +52,8 @@ def done() -> dict[str, tuple[list[str], str]]:
     statements = [LIGHT, STAGES, OLD, OLDEST_THERE_IS]
     command, lines = [sys.executable, "-c", BY_ITSELF], "\n".join(statements)
     result = subprocess.run(command, input=lines, capture_output=True, text=True, check=True)
-    found = [json.loads(line) for line in result.stdout.splitlines()]
-    return dict(zip(statements, found, strict=True))
+    results = [json.loads(line) for line in result.stdout.splitlines()]
+    return dict(zip(statements, results, strict=True))
 
 
 def test_importing_autosplit_is_light(done: dict[str, tuple[list[str], str]]) -> None:
@@ -99,14 +99,14 @@ def test_pages_are_no_wider_than_sources(page: str) -> None:
 
 
 def test_private_torch_only_where_allowed() -> None:
-    found = {}
+    results = {}
     for path in SOURCES:
         if path.is_relative_to(ROOT / "autosplit/torch_internals") or "capture" in path.parts:
             continue
         text = re.sub(r"torch\.ops\.aten\._\w+|aten\._\w+", "", path.read_text())
         private = r"(?:from|import) torch[\w.]*\._\w+|\btorch(?:\.\w+)*\._[a-z]\w*"
-        found[path] = re.findall(private, text)
-    assert not {path: names for path, names in found.items() if names}
+        results[path] = re.findall(private, text)
+    assert not {path: names for path, names in results.items() if names}
 
 
 # --- what docstrings and pages name ---------------------------------------------------------------
@@ -160,8 +160,10 @@ class Names:
                 documentation.add(node.value)
             elif isinstance(node, ast.Constant) and node not in documentation:
                 self.used.update(re.findall(r"\w+", str(node.value)))
-            own = [getattr(node, field, None) for field in ("name", "id", "attr", "arg", "module")]
-            names = {part for name in own if isinstance(name, str) for part in name.split(".")}
+            local = [
+                getattr(node, field, None) for field in ("name", "id", "attr", "arg", "module")
+            ]
+            names = {part for name in local if isinstance(name, str) for part in name.split(".")}
             self.used |= names
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.arg) or isinstance(
                 getattr(node, "ctx", None), ast.Store
@@ -177,8 +179,8 @@ def sources() -> dict[pathlib.Path, Names]:
 @pytest.fixture(scope="module")
 def known(sources: dict[pathlib.Path, Names]) -> set[str]:
     """Names that any docstring and page may use: ours, and those of Python and torch."""
-    of_torch = [name for each in TORCH for name in dir(pkgutil.resolve_name("torch" + each))]
-    ours = [name for each in sources.values() for name in each.defined]
+    of_torch = [name for item in TORCH for name in dir(pkgutil.resolve_name("torch" + item))]
+    ours = [name for source in sources.values() for name in source.defined]
     return {*ours, *of_torch, *FOREIGN.split(), *keyword.kwlist, *dir(builtins)}
 
 
@@ -225,14 +227,16 @@ def test_names_in_docstrings_are_there(
 ) -> None:
     modules = {part for path in SOURCES for part in (path.stem, path.parent.name)}
     stale = []
-    for path, own in sources.items():
-        names = known | own.used
-        roots = own.used | modules | {*FOREIGN.split(), *re.findall(r"\b[A-Z]\w+", " ".join(known))}
-        for text in own.docstrings:
+    for path, local in sources.items():
+        names = known | local.used
+        roots = (
+            local.used | modules | {*FOREIGN.split(), *re.findall(r"\b[A-Z]\w+", " ".join(known))}
+        )
+        for text in local.docstrings:
             named = re.findall(r"``(.+?)``", text)
-            found = [name for name in named if is_stale(name, names, roots, files)]
-            found += [name for name in documented(text) if name not in own.used]
-            stale += [f"{path.relative_to(ROOT)}: {name}" for name in found]
+            results = [name for name in named if is_stale(name, names, roots, files)]
+            results += [name for name in documented(text) if name not in local.used]
+            stale += [f"{path.relative_to(ROOT)}: {name}" for name in results]
     assert stale == []
 
 

@@ -28,13 +28,13 @@ TOKENS = (
 
 def assert_says(schedule: Schedule, expected: list[list[str]]) -> None:
     """The same actions in the same order, each needed one once, and none that waits for ever."""
-    found = [[str(action) for action in row] for row in schedule.ranks]
-    assert found == expected
-    counts = Counter(action for row in found for action in row)
+    results = [[str(action) for action in row] for row in schedule.ranks]
+    assert results == expected
+    counts = Counter(action for row in results for action in row)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            made = [counts.pop(f"{stage}{kind}{microbatch}", 0) for kind in "FIWB"]
-            assert made in ([1, 1, 1, 0], [1, 0, 0, 1])
+            built = [counts.pop(f"{stage}{kind}{microbatch}", 0) for kind in "FIWB"]
+            assert built in ([1, 1, 1, 0], [1, 0, 0, 1])
     assert not counts
     simulate(schedule, lambda action: 1.0)
 
@@ -57,5 +57,5 @@ def test_schedules(name: str, tmp_path: Path) -> None:
         assert read_csv(file, name=schedule.name) == schedule
         return "read"
 
-    said = looked_at(damaged(file.read_bytes(), TOKENS), 100, read)
-    assert min(said["read"], said["refused"]) > 0
+    message = looked_at(damaged(file.read_bytes(), TOKENS), 100, read)
+    assert min(message["read"], message["refused"]) > 0

@@ -40,11 +40,11 @@ def test_gpus_that_nobody_uses_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, in_use: bool, expected: list[int]
 ) -> None:
     """Setting them up takes memory on each, and forbids to fork the process."""
-    asked: list[int | None] = []
+    requested: list[int | None] = []
     kept: list[tuple[int | None, Any]] = []
 
     def get_rng_state(device: torch.device) -> int | None:
-        asked.append(device.index)
+        requested.append(device.index)
         return device.index
 
     cuda = SimpleNamespace(
@@ -57,7 +57,7 @@ def test_gpus_that_nobody_uses_are_left_alone(
     monkeypatch.setattr("autosplit.device._accelerator", lambda: ("cuda", cuda))
     monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
     with generators_kept():
-        assert asked == expected
+        assert requested == expected
         assert kept == []
     assert kept == [(index, index) for index in expected]
 
@@ -77,11 +77,11 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    found = Gpu()
+    result = Gpu()
     cuda = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, Stream=Mock())
     monkeypatch.setattr("autosplit.device._accelerator", lambda: ("cuda", cuda))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: found.current)
-    return found
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: result.current)
+    return result
 
 
 def _tensor() -> Any:
@@ -95,8 +95,8 @@ def test_another_stream_waits_and_keeps_the_memory(gpu: Gpu) -> None:
     gpu.current = Mock(device=CUDA)
     follow(first, tensors)
     gpu.current.wait_stream.assert_called_once_with(first)
-    for each in tensors[1:]:
-        each.record_stream.assert_called_once_with(gpu.current)
+    for tensor in tensors[1:]:
+        tensor.record_stream.assert_called_once_with(gpu.current)
 
 
 def test_on_the_same_stream_nothing_is_done(gpu: Gpu) -> None:
@@ -117,16 +117,16 @@ def test_on_the_cpu_no_stream_is_looked_at(gpu: Gpu) -> None:
 def test_residuals_are_taken_on_the_stream_of_who_takes_it(
     monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    made, followed = Mock(), Mock()
-    monkeypatch.setattr("autosplit.runtime.residuals.stream_under", lambda tensors: made)
+    built, followed = Mock(), Mock()
+    monkeypatch.setattr("autosplit.runtime.residuals.stream_under", lambda tensors: built)
     monkeypatch.setattr("autosplit.runtime.residuals.follow", followed)
     tensor = torch.ones(2)
     layout = BoundaryLayout(("a",))
     layout.on_streams = True
     residuals = Residuals(layout, [tensor], ())
-    taken = (residuals.duplicate() if again else residuals).take()
+    received = (residuals.duplicate() if again else residuals).take()
     followed.assert_called_once()
     stream, tensors = followed.call_args.args
-    assert stream is made
-    assert tensors is taken
-    assert taken == [tensor]
+    assert stream is built
+    assert tensors is received
+    assert received == [tensor]

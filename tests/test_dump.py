@@ -42,18 +42,18 @@ def test_dumped_code_computes_the_gradients(
     split = autosplit.split(model, (x.requires_grad_(),))
     split.dump(tmp_path)
     graphs = split.functions[0].calling.graphs()
-    known: dict[str, Tensor] = dict(model.named_parameters())
-    known |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    known["args[0]"] = x
+    expected: dict[str, Tensor] = dict(model.named_parameters())
+    expected |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    expected["args[0]"] = x
     values: dict[str, Tensor] = {}
     with torch.no_grad():
         for name in ("forward", "backward_input", "backward_weight"):
-            taken = [
-                known[role.name] if role.name in known else values[role.name]
+            received = [
+                expected[role.name] if role.name in expected else values[role.name]
                 for role in inputs(graphs[name].graph)
             ]
-            results = getattr(load(tmp_path / f"{name}.py"), name)(taken)
-            assert taken == []
+            results = getattr(load(tmp_path / f"{name}.py"), name)(received)
+            assert received == []
             roles = [role for role, _ in outputs(graphs[name].graph)]
             prefix = {Kind.INPUT_GRAD: "grad of ", Kind.PARAMETER_GRAD: "grad of "}
             for role, value in zip(roles, results, strict=True):

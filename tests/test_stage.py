@@ -34,8 +34,8 @@ def test_equals_autograd(name: str) -> None:
             assert twins.stage.gradients == {}
             twins.weights()
         twins.assert_alike()
-        for each in (twins.model, twins.twin):
-            each.zero_grad()
+        for network in (twins.model, twins.twin):
+            network.zero_grad()
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -44,9 +44,9 @@ def test_hooks_of_parameters_see_each_microbatch(whole: bool) -> None:
     model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     batches = [torch.randn(8, 3) for _ in range(3)]
     twins = Twins(model, batches)
-    for each in (model, twins.twin):
+    for network in (model, twins.twin):
         for name in ("0.weight", "1.weight", "3.bias"):
-            each.get_parameter(name).register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+            network.get_parameter(name).register_hook(lambda grad: grad.clamp(-0.5, 0.5))
     twins.forward()
     twins.backward(whole=whole)
     if not whole:
@@ -63,7 +63,7 @@ def test_a_hook_that_waits_for_a_gradient_is_called_when_it_is_published() -> No
         stage.backward(microbatch, [torch.ones(4, 2)])
     assert not seen
     stage.publish()
-    assert [each.tolist() for each in seen] == [[8, 8]]
+    assert [tensor.tolist() for tensor in seen] == [[8, 8]]
 
 
 def test_a_module_may_write_into_what_an_earlier_stage_computed() -> None:
@@ -195,13 +195,13 @@ def test_without_input_gradients_i_is_the_chain() -> None:
 def test_sparse_embedding_gradients(kind: type[nn.Embedding], padding: int | None) -> None:
     model = nn.Sequential(kind(10, 4, sparse=True, padding_idx=padding), nn.Linear(4, 4))
     indices = [*torch.randint(10, (2, 3, 5)), torch.full((3, 5), 3)]
-    grads = [torch.randn(model(each).shape) for each in indices]
+    grads = [torch.randn(model(index).shape) for index in indices]
     plain = copy.deepcopy(model)
     stage = Stage(model, [indices[0]])
-    for microbatch, (each, grad) in enumerate(zip(indices, grads, strict=True)):
-        stage.forward(microbatch, [each])
+    for microbatch, (item, grad) in enumerate(zip(indices, grads, strict=True)):
+        stage.forward(microbatch, [item])
         stage.backward_input(microbatch, [grad])
-        plain(each).backward(grad)
+        plain(item).backward(grad)
     for microbatch in range(len(indices)):
         stage.backward_weight(microbatch)
     stage.publish()
@@ -234,12 +234,12 @@ def test_publish_adds_to_what_is_there() -> None:
 def test_modules_that_are_split_or_compiled_are_refused() -> None:
     example = (torch.randn(2, 8, requires_grad=True),)
     model = nn.Linear(8, 8)
-    for module, said in (
+    for module, message in (
         (split(model), "the module is split already; give the module itself, .unsplit"),
         (nn.Sequential(nn.GELU(), split(model)), "its part '1' is split already"),
         (torch.compile(model), "is compiled by torch.compile.*Pass the module itself"),
     ):
-        with pytest.raises(SplitError, match=f"stage 3: .*{said}"):
+        with pytest.raises(SplitError, match=f"stage 3: .*{message}"):
             Stage(module, example, index=3)
 
 
@@ -371,13 +371,13 @@ class Weighted:
 
 
 def test_objects_are_inputs() -> None:
-    module = layered(lambda m, each: m.linear(each.values * each.weights).pow(each.power))
+    module = layered(lambda m, item: m.linear(item.values * item.weights).pow(item.power))
     twin = copy.deepcopy(module)
-    given = [Weighted(torch.randn(3, 4), torch.randn(4), 2) for _ in range(3)]
-    stage = Stage(module, [given[0]])
-    for at, each in enumerate(given):
-        (output,) = stage.forward(at, [each])
-        expected = twin(each)
+    inputs = [Weighted(torch.randn(3, 4), torch.randn(4), 2) for _ in range(3)]
+    stage = Stage(module, [inputs[0]])
+    for at, element in enumerate(inputs):
+        (output,) = stage.forward(at, [element])
+        expected = twin(element)
         assert torch.equal(output, expected)
         expected.sum().backward()
         assert stage.backward_input(at, [torch.ones(3, 4)]) == [None, None]
@@ -385,4 +385,4 @@ def test_objects_are_inputs() -> None:
     stage.publish()
     assert_same_gradients(module, twin)
     with pytest.raises(SplitError, match="in more than tensors"):
-        stage.forward(3, [dataclasses.replace(given[0], power=3)])
+        stage.forward(3, [dataclasses.replace(inputs[0], power=3)])

@@ -63,7 +63,7 @@ def hook_on_several(weight: Tensor, log: Log) -> Any:
 HOOKS = [tensor_hook, late_hook, hook_behind, hook_before, hook_on_several]
 
 
-@pytest.mark.parametrize("register", HOOKS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("register", HOOKS, ids=lambda item: item.__name__)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "while pending"])
 def test_hooks_are_found_whenever_they_are_put_on(
     register: Callable[[Tensor, Log], Any], late: bool

@@ -82,10 +82,10 @@ def test_nothing_grows_over_200_steps() -> None:
     for _ in range(5):
         step(split)
     with collector_off():
-        before = len(gc.get_objects())
+        earlier = len(gc.get_objects())
         for _ in range(200):
             step(split)
-        assert len(gc.get_objects()) - before < 20
+        assert len(gc.get_objects()) - earlier < 20
 
 
 def blocks() -> nn.Module:

@@ -51,7 +51,7 @@ def test_goes_on_accumulating(face: str, hold: str) -> None:
                 kept += [HOLDS[hold](p.grad) for p in model.parameters()]
             if at == 2:
                 model.zero_grad(set_to_none=False)
-        return [torch.as_tensor(each).clone() for each in kept]
+        return [torch.as_tensor(item).clone() for item in kept]
 
     # Two uses, two calls: sums are in another order.
     assert_alike(used_twice().double(), drive, face=FACES[face], compare=within(1e-12))
@@ -84,7 +84,7 @@ def test_computed_by_a_failing_backward_says_so() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     backward(split, x)
     split.backward_weight()
-    held = model.linear.weight.grad
+    kept = model.linear.weight.grad
     source = x * 1.0
     loss = split(source).square().sum()
 
@@ -94,4 +94,4 @@ def test_computed_by_a_failing_backward_says_so() -> None:
     source.register_hook(write)
     with pytest.raises(autosplit.SplitError, match="written in place"):
         loss.backward()
-    assert held.isfinite().all()
+    assert kept.isfinite().all()

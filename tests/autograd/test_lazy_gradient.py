@@ -70,14 +70,14 @@ USES: dict[str, Callable[[Any], Any]] = {
 def _rebuilt(tensor: Tensor) -> Tensor:
     """As it goes to another process."""
     function, arguments = reduce_tensor(tensor)
-    found: Tensor = function(*arguments).clone()
-    return found
+    output: Tensor = function(*arguments).clone()
+    return output
 
 
 @torch.compile(backend="eager", fullgraph=True)
 def _doubled(parameter: Any) -> Tensor:
-    found: Tensor = parameter.grad * 2
-    return found
+    output: Tensor = parameter.grad * 2
+    return output
 
 
 def _halved(parameter: Tensor) -> Tensor:
@@ -87,21 +87,21 @@ def _halved(parameter: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _inference(parameter: Tensor) -> list[float]:
-    found: list[float] = (parameter.grad * 2).tolist()
-    return found
+    result: list[float] = (parameter.grad * 2).tolist()
+    return result
 
 
 @pytest.mark.parametrize("name", USES)
 def test_any_use_has_it_computed(name: str, captured: SplitModule) -> None:
-    given = batches()
+    inputs = batches()
 
     def drive(call: Any, model: Any) -> Any:
-        backward(call, *given)
-        found = USES[name](model.a.weight)
+        backward(call, *inputs)
+        result = USES[name](model.a.weight)
         assert call is model or call.pending == 0
         assert type(model.a.weight.grad) is Tensor
-        assert not isinstance(found, Tensor) or type(found) is Tensor
-        return found.tolist() if isinstance(found, numpy.ndarray) else found
+        assert not isinstance(result, Tensor) or type(result) is Tensor
+        return result.tolist() if isinstance(result, numpy.ndarray) else result
 
     assert_alike(captured.unsplit, drive, face=lambda _: captured)
 
@@ -123,11 +123,11 @@ def test_functions_in_c_are_refused_its_memory(function: Callable[[Tensor], Any]
     [("whole", {}), ("whole", {"foreach": False}), ("parts", {"foreach": False}), ("compiled", {})],
 )
 def test_clipping(face: str, options: dict[str, bool]) -> None:
-    given = batches()
+    inputs = batches()
 
     def drive(call: Any, model: nn.Module) -> Tensor:
         model.zero_grad()
-        backward(call, *given)
+        backward(call, *inputs)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, **options)
         assert norm > 0.1
         nn.utils.clip_grad_value_(model.parameters(), 0.05, **options)
@@ -156,31 +156,31 @@ def test_optimizers(face: str) -> None:
         plain = copy.deepcopy(model)
         mine, theirs = make(model.parameters()), make(plain.parameters())
         for closed in (True, False) if name != "lbfgs" else (True,):
-            given = batches()
+            inputs = batches()
 
-            def closure(each: Any, optimizer: torch.optim.Optimizer, given: Any = given) -> Tensor:
+            def closure(each: Any, optimizer: torch.optim.Optimizer, given: Any = inputs) -> Tensor:
                 optimizer.zero_grad()
                 backward(each, *given)
                 loss: Tensor = each(given[0]).square().sum().detach()
                 return loss
 
-            for each, optimizer in ((module, mine), (plain, theirs)):
+            for network, optimizer in ((module, mine), (plain, theirs)):
                 if closed:
-                    optimizer.step(lambda each=each, o=optimizer: closure(each, o))
+                    optimizer.step(lambda item=network, o=optimizer: closure(item, o))
                 else:
-                    closure(each, optimizer)
+                    closure(network, optimizer)
                     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(a, b), name
 
 
 def test_gradient_scaler_and_fused_optimizer() -> None:
-    given = [*batches(3), torch.full((3, 4), torch.inf)]
+    inputs = [*batches(3), torch.full((3, 4), torch.inf)]
 
     def drive(call: Any, model: nn.Module) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         scaler = torch.amp.GradScaler("cpu", growth_interval=2)
-        for at, x in enumerate(given):
+        for at, x in enumerate(inputs):
             optimizer.zero_grad()
             for _ in range(2):
                 scaler.scale(call(x).square().sum()).backward()
@@ -229,20 +229,20 @@ def test_dropped_with_grad(face: str) -> None:
         for again in (False, True):  # also where some of the gradient is there already
             x = torch.randn(3, 4)
             kept = weakref.ref(x)
-            for each, under in ((module, model), (plain, plain)):
+            for network, under in ((module, model), (plain, plain)):
                 if again:
                     under.zero_grad()
-                    backward(each, torch.ones(3, 4))
+                    backward(network, torch.ones(3, 4))
                     assert under.a.weight.grad.norm() > 0
-                backward(each, x, x)
+                backward(network, x, x)
                 drop(under, way)
             assert module.pending == 0, way
             del x
             if face == "whole":
                 assert kept() is None, way
-            given = batches()
-            for each in (module, plain):
-                backward(each, *given)
+            inputs = batches()
+            for network in (module, plain):
+                backward(network, *inputs)
             assert_same_gradients(model, plain)
 
 
@@ -254,11 +254,11 @@ def test_gradient_that_somebody_holds(dropped: bool, face: str) -> None:
 
     def drive(call: Any, model: Any) -> Tensor:
         backward(call, one)
-        held = model.a.weight.grad
+        kept = model.a.weight.grad
         if dropped:
             model.zero_grad()
         backward(call, two)
-        return held * 1
+        return kept * 1
 
     assert_alike(model_for(face), drive, face=FACES[face])
 
@@ -273,14 +273,14 @@ def test_discard() -> None:
         backward(plain, one)
         backward(module, one)
         module.backward_weight()
-        before = model.a.weight.grad.data_ptr()  # held, it would have two computed at once
+        earlier = model.a.weight.grad.data_ptr()  # held, it would have two computed at once
         backward(module, two)
-        held = model.a.bias.grad
+        kept = model.a.bias.grad
         module.discard()
         assert module.pending == 0
-        assert model.a.weight.grad.data_ptr() == before
+        assert model.a.weight.grad.data_ptr() == earlier
         with pytest.raises(SplitError, match="discarded since"):
-            held.norm()
+            kept.norm()
         assert_same_gradients(model, plain)
         model.zero_grad()
         backward(module, two)
@@ -301,11 +301,11 @@ def test_discard_of_a_compiled_model() -> None:
 @pytest.mark.parametrize("face", FACES)
 def test_gradients_that_come_from_elsewhere_too(face: str) -> None:
     """A regulariser, in the same backward and in one of its own."""
-    given = [x.double() for x in batches()]
+    inputs = [x.double() for x in batches()]
 
     def drive(call: Any, model: Any) -> None:
         model.zero_grad()
-        for x in given:
+        for x in inputs:
             penalty = sum(p.square().sum() for p in model.parameters())
             (call(x).square().sum() + 0.1 * penalty).backward()
             (model.a.weight * 3).sum().backward()
@@ -324,11 +324,11 @@ def test_two_split_modules_with_a_parameter_in_common() -> None:
         autosplit.split(model[:3], max_pending=math.inf),
         autosplit.split(model[3:], max_pending=math.inf),
     )
-    given = [x.double() for x in batches()]
+    inputs = [x.double() for x in batches()]
     for step in range(3):
-        for each in (model, plain):
-            each.zero_grad()
-        for x in given:
+        for network in (model, plain):
+            network.zero_grad()
+        for x in inputs:
             second(first(x)).square().sum().backward()
             plain(x).square().sum().backward()
         assert (first.pending, second.pending) == (0, 2)
@@ -371,23 +371,23 @@ def test_nothing_is_left_of_a_model_that_is_gone() -> None:
 
 @pytest.mark.parametrize("face", ["whole", "parts"])
 def test_gradients_outlive_a_temporary_model(face: str) -> None:
-    model, given = model_for(face), batches()
+    model, inputs = model_for(face), batches()
     plain = copy.deepcopy(model)
-    backward(plain, *given)
+    backward(plain, *inputs)
 
     def gradients(model: Any) -> tuple[list[Any], Any]:
-        backward(FACES[face](model), *given)
+        backward(FACES[face](model), *inputs)
         return [parameter.grad for parameter in model.parameters()], model.a.bias
 
-    held, bias = gradients(model)
+    reference, bias = gradients(model)
     kept = weakref.ref(model.a.weight)
     del model
     torch._dynamo.reset()
     gc.collect()
     expected = [parameter.grad for parameter in plain.parameters()]
-    assert all(map(torch.equal, held, expected))
+    assert all(map(torch.equal, reference, expected))
     assert torch.equal(bias.grad, plain.a.bias.grad)
-    del held, bias
+    del reference, bias
     gc.collect()
     assert kept() is None
 
@@ -395,11 +395,11 @@ def test_gradients_outlive_a_temporary_model(face: str) -> None:
 def test_gradients_that_outlive_a_model_and_are_never_used_hold_nothing() -> None:
     split = autosplit.split(Net())
     backward(split, *batches())
-    held = [split.a.weight.grad]
+    reference = [split.a.weight.grad]
     del split
     gc.collect()
-    kept = weakref.ref(held[0]._heir[1])  # type: ignore[union-attr,index]
-    del held
+    kept = weakref.ref(reference[0]._heir[1])  # type: ignore[union-attr,index]
+    del reference
     gc.collect()
     assert kept() is None
 
@@ -418,17 +418,17 @@ def test_failure_is_not_forgotten() -> None:
         torch.optim.SGD(model.parameters()).step()
     model.zero_grad()
     plain = copy.deepcopy(model)
-    given = batches()
-    backward(split, *given)
-    backward(plain, *given)
+    inputs = batches()
+    backward(split, *inputs)
+    backward(plain, *inputs)
     assert_same_gradients(model, plain)
 
 
 def test_moved_module_takes_its_gradients_along() -> None:
-    given = batches()
+    inputs = batches()
 
     def drive(call: Any, model: Any) -> None:
-        backward(call, *given)
+        backward(call, *inputs)
         call.double()
         assert model.a.weight.grad.dtype is torch.float64
 

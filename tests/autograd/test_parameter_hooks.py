@@ -96,13 +96,13 @@ def test_deferred_again_without_hooks() -> None:
 def test_report_says_so(face: str) -> None:
     module = FACES[face](model_for(face))
     module(torch.randn(2, 4)).sum().backward()
-    said = "backward() computes weight gradients too where a hook waits for one of them"
-    assert said not in module.report()
+    message = "backward() computes weight gradients too where a hook waits for one of them"
+    assert message not in module.report()
     parameter = dict(module.named_parameters())["a.weight"]
     handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert f"{said}: a.weight" in module.report()
+    assert f"{message}: a.weight" in module.report()
     handle.remove()
-    assert said not in module.report()
+    assert message not in module.report()
 
 
 class Doubling:
@@ -131,7 +131,7 @@ class Doubling:
 
     def late(self, parameter: Any) -> Any:
         return parameter.register_post_accumulate_grad_hook(
-            lambda each: self.seen.append(each.grad.clone())
+            lambda item: self.seen.append(item.grad.clone())
         )
 
 
@@ -149,15 +149,15 @@ def test_hook_sees_nothing_from_before_it(face: str, kind: str, twice: bool) -> 
     plain = copy.deepcopy(model)
     module = FACES[face](model)
     hooks = Doubling(), Doubling()
-    for before, after in ((1, 1), (2, 1), (1, 0), (2, 0), (0, 2)):
-        given = torch.randn(before + after, 3, 4).double()
-        for each, under, hook in ((module, model, hooks[0]), (plain, plain, hooks[1])):
+    for earlier, after in ((1, 1), (2, 1), (1, 0), (2, 0), (0, 2)):
+        inputs = torch.randn(earlier + after, 3, 4).double()
+        for network, under, hook in ((module, model, hooks[0]), (plain, plain, hooks[1])):
             under.zero_grad()
-            for at, x in enumerate(given):
-                if at == before:
+            for at, x in enumerate(inputs):
+                if at == earlier:
                     handle = getattr(hook, kind)(under.a.weight)
-                loss = each(x).square().sum()
-                (loss + each(x + 1).square().sum() if twice else loss).backward()
+                loss = network(x).square().sum()
+                (loss + network(x + 1).square().sum() if twice else loss).backward()
             if not after:
                 handle = getattr(hook, kind)(under.a.weight)
             nn.utils.clip_grad_value_(under.parameters(), 100.0)
@@ -201,8 +201,8 @@ def test_late_hook_on_what_the_engine_has_a_part_of_is_refused() -> None:
     model = Tied(breaks=True)
     loss = FACES["parts"](model)(torch.randn(3, 4)).sum()
     handle = model.layers[2].bias.register_hook(lambda grad: grad.clamp(-1, 1))  # type: ignore
-    said = r"layers\.2\.bias got a hook between .* before the forward"
-    with pytest.raises(SplitError, match=said):
+    message = r"layers\.2\.bias got a hook between .* before the forward"
+    with pytest.raises(SplitError, match=message):
         loss.backward()
     handle.remove()
 

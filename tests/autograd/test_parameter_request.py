@@ -27,10 +27,10 @@ def many() -> nn.Module:
 Asks = Callable[[Tensor, Sequence[Tensor]], Any]
 
 ASKS: dict[str, Asks] = {
-    "inputs": lambda loss, asked: loss.backward(inputs=asked),
-    "grad": lambda loss, asked: torch.autograd.grad(loss, asked),
-    "unused": lambda loss, asked: torch.autograd.grad(loss, asked, allow_unused=True),
-    "retain": lambda loss, asked: torch.autograd.grad(loss, asked, retain_graph=True),
+    "inputs": lambda loss, requested: loss.backward(inputs=requested),
+    "grad": lambda loss, requested: torch.autograd.grad(loss, requested),
+    "unused": lambda loss, requested: torch.autograd.grad(loss, requested, allow_unused=True),
+    "retain": lambda loss, requested: torch.autograd.grad(loss, requested, retain_graph=True),
 }
 
 WAYS = pytest.mark.parametrize("build", [layers, TwoLayers])
@@ -58,16 +58,16 @@ def test_refused_with_advice_that_works(
 ) -> None:
     plain = build()
     split = autosplit.split(copy.deepcopy(plain))
-    x, given = batch(), [*plain.parameters()]
-    expected = torch.autograd.grad(plain(x).square().sum(), given)
+    x, inputs = batch(), [*plain.parameters()]
+    expected = torch.autograd.grad(plain(x).square().sum(), inputs)
     parameters = [*split.parameters()]
-    asked = [x, *parameters] if with_input else parameters
+    requested = [x, *parameters] if with_input else parameters
     with pytest.raises(SplitError, match=r"Call loss\.backward\(\) and read \.grad, or ask with"):
-        ASKS[ask](split(x).square().sum(), asked)
+        ASKS[ask](split(x).square().sum(), requested)
     assert split.pending == 0
-    assert all(each.grad is None for each in parameters)
-    found = torch.autograd.grad(split.model(x).square().sum(), parameters)
-    assert all(map(torch.equal, found, expected))
+    assert all(parameter.grad is None for parameter in parameters)
+    result = torch.autograd.grad(split.model(x).square().sum(), parameters)
+    assert all(map(torch.equal, result, expected))
     split(x).square().sum().backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, expected, strict=True))
 
@@ -85,7 +85,7 @@ def test_one_parameter_of_those_near_the_ends(build: Callable[[], nn.Module]) ->
 def test_input_gradients_as_ever(build: Callable[[], nn.Module]) -> None:
     plain = build()
     split = autosplit.split(copy.deepcopy(plain))
-    found = []
+    results = []
     for model in (plain, split):
         x = batch()
         loss = model(x).square().sum()
@@ -93,8 +93,8 @@ def test_input_gradients_as_ever(build: Callable[[], nn.Module]) -> None:
         (again,) = torch.autograd.grad(loss, x, retain_graph=True)
         loss.backward(retain_graph=True)
         loss.backward()
-        found.append([again, x.grad, *(p.grad.clone() for p in model.parameters())])
-    assert all(map(torch.equal, *found))
+        results.append([again, x.grad, *(p.grad.clone() for p in model.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 @WAYS

@@ -26,9 +26,9 @@ class Both(nn.Module):
 
 class InParts(Both):
     def forward(self, x: Tensor) -> Any:
-        found = super().forward(x)
+        result = super().forward(x)
         torch._dynamo.graph_break()
-        return found[0] * 2, found[1]
+        return result[0] * 2, result[1]
 
 
 FACES = {

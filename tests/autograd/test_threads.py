@@ -120,8 +120,8 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(params=[False, True], ids=["before W", "behind W"])
 def behind(request: pytest.FixtureRequest) -> bool:
-    found: bool = request.param
-    return found
+    result: bool = request.param
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,6 @@ def test_torchs_own_split_backward_says_what_it_wants() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises((RuntimeError, SplitError)) as caught:
         stage_backward_input([split(x)], [torch.ones(3, 4)], [x], iter(split.parameters()))
-    said = caught.value if TORCH < (2, 12) else caught.value.__cause__
-    assert isinstance(said, SplitError)
-    assert "dw_builder=autosplit.pipelining.dw_builder(module) to torch's" in str(said)
+    message = caught.value if TORCH < (2, 12) else caught.value.__cause__
+    assert isinstance(message, SplitError)
+    assert "dw_builder=autosplit.pipelining.dw_builder(module) to torch's" in str(message)

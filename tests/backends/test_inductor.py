@@ -40,11 +40,11 @@ def images() -> nn.Module:
 def drive(stage: Stage, batches: list[Tensor], grads: list[Tensor]) -> list[tuple[Any, Any]]:
     """Every microbatch is pending before the first weight gradient; (output, input gradient)."""
     outputs = [stage.forward(m, [x.clone()])[0] for m, x in enumerate(batches)]
-    found = [stage.backward_input(m, [grad.clone()])[0] for m, grad in enumerate(grads)]
+    results = [stage.backward_input(m, [grad.clone()])[0] for m, grad in enumerate(grads)]
     for m in range(len(batches)):
         stage.backward_weight(m)
     stage.publish()
-    return list(zip(outputs, found, strict=True))
+    return list(zip(outputs, results, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_gradients_are_those_of_float64(build: type[nn.Module], shape: tuple[int
     batches = [torch.randn(shape) for _ in range(2)]
     stage = Stage(model, [batches[0].clone().requires_grad_()], backend="inductor")
     grads = [torch.randn(stage.output_specs[0][0]) for _ in batches]
-    for (output, found), x, grad in zip(drive(stage, batches, grads), batches, grads, strict=True):
+    for (output, result), x, grad in zip(drive(stage, batches, grads), batches, grads, strict=True):
         leaf = x.double().requires_grad_()
         expected = exact(leaf)
         expected.backward(grad.double())
         torch.testing.assert_close(output.double(), expected, **CLOSE)
-        torch.testing.assert_close(found.double(), leaf.grad, **CLOSE)
+        torch.testing.assert_close(result.double(), leaf.grad, **CLOSE)
     for (name, mine), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert mine.grad is not None, name
         torch.testing.assert_close(mine.grad.double(), theirs.grad, **CLOSE, msg=name)
@@ -87,8 +87,8 @@ def test_where_i_is_late_w_and_b_are_compiled_once() -> None:
         stage.backward_input(microbatch, [grad.clone()])
         stage.backward_weight(microbatch)
     stage.publish()
-    found = {*stage.functions.generated}
-    assert found == {"forward", "backward_weight", "backward_weight_accumulating"}
+    results = {*stage.functions.generated}
+    assert results == {"forward", "backward_weight", "backward_weight_accumulating"}
     for batch in batches:
         exact(batch.double()).backward(grad.double())
     for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
@@ -120,14 +120,14 @@ def test_backward_uses_the_mask_of_its_forward() -> None:
 
 def test_identical_stages_are_compiled_once() -> None:
     x = torch.randn(5, 12)
-    before = []
+    earlier = []
     for model in (Residual(12), nn.Sequential(Residual(12))):  # under other names
-        before.append(dict(counters["inductor"]))
+        earlier.append(dict(counters["inductor"]))
         stage = Stage(model, [x.clone().requires_grad_()], backend="inductor")
         drive(stage, [x], [torch.randn(5, 12)])
     after = dict(counters["inductor"])
-    assert after["fxgraph_cache_hit"] - before[1].get("fxgraph_cache_hit", 0) == 3  # F, I, W
-    assert after.get("fxgraph_cache_miss") == before[1].get("fxgraph_cache_miss")
+    assert after["fxgraph_cache_hit"] - earlier[1].get("fxgraph_cache_hit", 0) == 3  # F, I, W
+    assert after.get("fxgraph_cache_miss") == earlier[1].get("fxgraph_cache_miss")
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_a_trainer_compiles_what_its_schedule_runs_before_it_runs_it(
         assert running == [expected]
         assert set(engine.stages[1].functions.generated) == expected
     nn.functional.mse_loss(exact(x.double()), y.double()).backward()
-    found = [p for model in models for p in model.parameters()]
-    for mine, theirs in zip(found, exact.parameters(), strict=True):
+    results = [p for model in models for p in model.parameters()]
+    for mine, theirs in zip(results, exact.parameters(), strict=True):
         assert mine.grad is not None
         torch.testing.assert_close(mine.grad.double(), theirs.grad, **CLOSE)
 
@@ -217,8 +217,8 @@ def test_of_two_open_sizes_only_their_product_crosses() -> None:
     module = torch.compile(model, backend="autosplit", options={"backend": "inductor"})
     for shape in ((2, 8), (3, 9), (4, 13)):
         batch = torch.randn(*shape, 8)
-        for each in (module, plain):
-            each(batch).square().mean().backward()
+        for network in (module, plain):
+            network(batch).square().mean().backward()
     backward_weight(model)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
@@ -251,21 +251,21 @@ def test_retained_and_hooked_values_survive_the_backward() -> None:
         return tensor
 
     for hooked in (False, True):
-        found = []
-        for each in (split, plain):
+        results = []
+        for network in (split, plain):
             with contextlib.ExitStack() as stack:
-                if hooked and each is split:
+                if hooked and network is split:
                     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept)
                     stack.enter_context(hooks)
-                y = each(x)
+                y = network(x)
             twice = [
                 torch.autograd.grad(y.sum(), x, retain_graph=keep)[0] for keep in (True, False)
             ]
             assert torch.equal(*twice)
-            found.append(twice[0])
-        torch.testing.assert_close(*found, **CLOSE)
+            results.append(twice[0])
+        torch.testing.assert_close(*results, **CLOSE)
     assert seen
-    assert all(torch.equal(tensor, before) for tensor, before in seen)
+    assert all(torch.equal(tensor, earlier) for tensor, earlier in seen)
 
 
 def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,13 +54,13 @@ def running() -> Iterator[dict[str, tuple[BaseProcess, Connection]]]:
 def test_every_survivor_names_rank_and_cause(
     cell: Cell, running: dict[str, tuple[BaseProcess, Connection]]
 ) -> None:
-    found = running[cell.name][1].recv()
-    assert isinstance(found, Finding), found
-    assert found.wrong == []
-    assert found.alive == 0
-    assert found.left == []
-    assert found.named == cell.ranks - 1
-    assert found.told is True
+    result = running[cell.name][1].recv()
+    assert isinstance(result, Finding), result
+    assert result.wrong == []
+    assert result.alive == 0
+    assert result.left == []
+    assert result.named == cell.ranks - 1
+    assert result.told is True
 
 
 def test_a_message_without_rank_or_cause_is_none() -> None:

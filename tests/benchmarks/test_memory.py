@@ -26,8 +26,8 @@ def test_budgets_are_measured_on_one_stage(monkeypatch: pytest.MonkeyPatch) -> N
     names = [row["budget"] for row in rows]
     assert names[:4] == ["autograd", "fast", "balanced", "lean"]
     assert "80%" in names
-    held = {row["budget"]: row["deferred"] for row in rows}
-    assert held["lean"] <= held["balanced"]
+    kept = {row["budget"]: row["deferred"] for row in rows}
+    assert kept["lean"] <= kept["balanced"]
     text = budgets.render(rows)
     assert "| bert" in text
     assert "balanced" in text

@@ -37,8 +37,8 @@ def test_the_published_speedup_exceeds_its_ideal() -> None:
 def test_parts_make_a_page(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "results.json")
     parts = {"cells": cells, "stages": stages, "concatenation": concatenation}
-    found = {name: part.measure(SMALLEST) for name, part in parts.items()}
-    for name, rows in found.items():
+    result = {name: part.measure(SMALLEST) for name, part in parts.items()}
+    for name, rows in result.items():
         results.update(name, [*rows], "command", "environment")
     rows = [*scaling.measure(SMALLEST, results.rows("stages"))]
     results.update("scaling", rows, "command", "environment")

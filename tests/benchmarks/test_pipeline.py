@@ -22,16 +22,16 @@ def test_stand_ins_take_their_time_and_steps_in_flight_are_counted() -> None:
         "1f1b, fused": build("1f1b", 2, 2, split_backward=False),
         "zb-v": build("zb-v", 4, 2, ranks=2),
     }
-    cases = [standin.Case(name, each, times) for name, each in schedules.items()]
-    found = standin.measure(cases, steps=2)
-    assert [each.name for each in found] == list(schedules)
-    for each in found:
-        assert each.measured >= each.simulated
-        assert 0 < each.simulated_async <= each.simulated + 1e-9
-        assert each.measured_async > 0.9 * each.simulated_async
+    cases = [standin.Case(name, item, times) for name, item in schedules.items()]
+    result = standin.measure(cases, steps=2)
+    assert [item.name for item in result] == list(schedules)
+    for element in result:
+        assert element.measured >= element.simulated
+        assert 0 < element.simulated_async <= element.simulated + 1e-9
+        assert element.measured_async > 0.9 * element.simulated_async
     rows = [
-        {**dataclasses.asdict(each), "name": f"N=2: {each.name}", "schedule": each.name}
-        for each in found
+        {**dataclasses.asdict(item), "name": f"N=2: {item.name}", "schedule": item.name}
+        for item in result
     ]
     text = standin.render(rows)
     assert "### N=2" in text
@@ -58,7 +58,7 @@ def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row() -> None:
     ]
     factory = "examples.models:llama_workload"
     rows = peers.measure(factory, (2,), 2, "eager", TINY, chosen)
-    assert [row.schedule for row in rows] == [each.name for each in chosen]
+    assert [row.schedule for row in rows] == [item.name for item in chosen]
     for row in rows:
         assert (row.seconds > 0) is not bool(row.error)
         assert len(row.rounds) == (0 if row.schedule == "fails" else 2)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 def test_a_model_is_cut_both_ways_and_measured(tmp_path: Path) -> None:
     amount = Amount(steps=2, seconds=0.2, training=0.0, tiny=True)
     (row,) = measure(amount, ["convolutional pyramid"])
-    found = row["automatic"]
-    assert len(found["cuts"]) == 1
-    assert len(found["seconds"]) == 5  # the least steps
+    result = row["automatic"]
+    assert len(result["cuts"]) == 1
+    assert len(result["seconds"]) == 5  # the least steps
     assert ("by hand" in row) is (row["alternating"] is not None)
     assert row["blocks"] == row["kinds"] == 3
     results = Results.read(tmp_path / "results.json")

@@ -6,6 +6,6 @@ from benchmarks.startup.first_step import first_step
 
 
 def test_a_first_step_is_measured() -> None:
-    found = first_step("bert", 2, "autosplit")
-    assert found["first"] > found["later"] > 0
-    assert found["held"] > 0
+    result = first_step("bert", 2, "autosplit")
+    assert result["first"] > result["later"] > 0
+    assert result["held"] > 0

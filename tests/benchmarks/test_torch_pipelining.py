@@ -29,12 +29,12 @@ def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
         rounds=1,
         overrides=TINY,
     )
-    found = measure(settings)
-    ran = [each for each in found if not each.error]
-    assert {each.schedule for each in ran} == {"ZBVZeroBubble"}
-    assert [each.contender for each in ran] == [TORCH, OURS, ENGINE]
-    assert all(len(each.rounds) == 1 and each.peak > 0 for each in ran)
-    text = page.render([{**dataclasses.asdict(each), "settings": "tiny"} for each in found])
+    result = measure(settings)
+    ran = [item for item in result if not item.error]
+    assert {item.schedule for item in ran} == {"ZBVZeroBubble"}
+    assert [item.contender for item in ran] == [TORCH, OURS, ENGINE]
+    assert all(len(item.rounds) == 1 and item.peak > 0 for item in ran)
+    text = page.render([{**dataclasses.asdict(item), "settings": "tiny"} for item in result])
     assert "fastest eager over ours, Inductor: at least 1x" in text
     assert f"DualPipeV, M=2: {TORCH}; DualPipeV, M=2: {OURS}" in text
     assert "ValueError: DualPipeV requires at least as many microbatches as stages" in text

@@ -18,14 +18,14 @@ from autosplit import CaptureError, Stage
 def _train(module: nn.Module, steps: int = 3) -> list[Tensor]:
     """Outputs, gradients and what the generator gives afterwards."""
     torch.manual_seed(3)
-    found = []
+    results = []
     for _ in range(steps):
         output = module(torch.ones(2, 4))
-        found.append(output.detach())
+        results.append(output.detach())
         output.square().sum().backward()
         if isinstance(module, autosplit.SplitModule):
             module.backward_weight()
-    return [*found, *(p.grad for p in module.parameters()), torch.rand(4)]
+    return [*results, *(p.grad for p in module.parameters()), torch.rand(4)]
 
 
 class Counter:
@@ -61,9 +61,9 @@ def test_hooks_run_once_for_each_call(hook: Callable[[list[int]], Any]) -> None:
     plain = copy.deepcopy(model)
     model[0].register_forward_hook(hook(seen))
     split = autosplit.split(model)
-    found = _train(split)
+    result = _train(split)
     assert len(seen) == 3
-    assert all(map(torch.equal, found, _train(plain)))
+    assert all(map(torch.equal, result, _train(plain)))
 
 
 class Building(nn.Module):

@@ -69,19 +69,19 @@ class Steps(nn.Module):
 
 
 def of_targets(found: dict[fx.Node, Effect], *names: str) -> list[Effect]:
-    made = ((str(node.target), effect) for node, effect in found.items() if node.op[:4] == "call")
-    return [effect for target, effect in made if any(name in target for name in names)]
+    built = ((str(node.target), effect) for node, effect in found.items() if node.op[:4] == "call")
+    return [effect for target, effect in built if any(name in target for name in names)]
 
 
 def test_nodes_of_a_captured_graph() -> None:
     model = Steps()
     exported, _ = export(model, (torch.randn(4, 128),), {})
-    found = examine(exported)
-    assert set(found) == set(exported.graph.nodes)
-    (write,) = of_targets(found, "add_", "iadd")
-    (product,) = of_targets(found, "linear")
-    (view,) = of_targets(found, "view")
-    (dropout,) = of_targets(found, "dropout")
+    result = examine(exported)
+    assert set(result) == set(exported.graph.nodes)
+    (write,) = of_targets(result, "add_", "iadd")
+    (product,) = of_targets(result, "linear")
+    (view,) = of_targets(result, "view")
+    (dropout,) = of_targets(result, "dropout")
     assert write.writes
     assert not product.writes | view.writes
     assert dropout.writes.isdisjoint(product.storages | write.writes)  # but its own mask

@@ -27,8 +27,8 @@ def test_input_names_are_the_users_paths() -> None:
     model = Made(lambda _, a, pair, *, extra: a * pair[0] * pair[1] + extra["b"])
     traced = capture(model, (x, (x.detach(), 3)), {"extra": {"b": torch.ones(2)}})
     assert traced.inputs == ("args[0]", "args[1][0]", "args[1][1]", "extra['b']")
-    found = [role.name for role in inputs(traced.joint.graph, Kind.INPUT)]
-    assert found == ["args[0]", "args[1][0]", "extra['b']"]
+    results = [role.name for role in inputs(traced.joint.graph, Kind.INPUT)]
+    assert results == ["args[0]", "args[1][0]", "extra['b']"]
     gradients = [role.name for role, _ in outputs(traced.joint.graph, Kind.INPUT_GRAD)]
     assert gradients == ["args[0]"]
 
@@ -44,12 +44,12 @@ def test_output_names_are_the_users_paths() -> None:
 
 def test_capture_does_not_touch_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    earlier = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     capture(model, (torch.full((2, 4), float("nan")),), {})
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
+        assert torch.equal(value, earlier[name]), name
 
 
 class Branches(nn.Module):

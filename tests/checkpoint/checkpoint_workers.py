@@ -76,8 +76,8 @@ class Chain:
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Weights and biases have other options."""
     matrices = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() == 1]
-    groups = [{"params": group, "lr": lr} for group, lr in ((matrices, 1e-2), (others, 3e-2))]
+    remaining = [p for p in parameters if p.dim() == 1]
+    groups = [{"params": group, "lr": lr} for group, lr in ((matrices, 1e-2), (remaining, 3e-2))]
     return torch.optim.AdamW([group for group in groups if group["params"]])
 
 
@@ -95,8 +95,8 @@ def trainer(model: nn.Sequential, stages: int, **options: Any) -> PipelineTraine
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(torch.get_default_device()).manual_seed(step)
-    made = torch.randint(VOCABULARY, (2, 8), generator=generator)
-    return made[0], made[1]
+    built = torch.randint(VOCABULARY, (2, 8), generator=generator)
+    return built[0], built[1]
 
 
 def train(engine: PipelineTrainer, first: int, last: int) -> Tensor:

@@ -60,13 +60,13 @@ def safetensors(folder: Path, content: dict[str, Tensor] | None = None) -> Path:
 
 def indexed(folder: Path) -> Path:
     """Several files of safetensors, and an index of them."""
-    save, found = pytest.importorskip("safetensors.torch").save_file, folder / "it"
-    found.mkdir()
+    save, result = pytest.importorskip("safetensors.torch").save_file, folder / "it"
+    result.mkdir()
     files = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(state())}
     for file in {*files.values()}:
-        save({name: state()[name] for name in files if files[name] == file}, found / file)
-    (found / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    return found
+        save({name: state()[name] for name in files if files[name] == file}, result / file)
+    (result / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return result
 
 
 Write = Callable[[Path], Path]

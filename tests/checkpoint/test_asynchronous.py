@@ -33,7 +33,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path, held: threading.Event) -> None:
     with trainer(whole(), 2, ranks=1) as engine:
         train(engine, 0, 1)
-        before = named(engine)
+        earlier = named(engine)
         pending = save_checkpoint(engine, tmp_path / "it", asynchronous=True)
         losses = train(engine, 1, 3)
         assert pending is not None
@@ -42,7 +42,7 @@ def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path, held: threading.
         pending.wait()
         assert pending.done
     read = read_checkpoint(tmp_path / "it")
-    assert all(torch.equal(value, before[name]) for name, value in read.items())
+    assert all(torch.equal(value, earlier[name]) for name, value in read.items())
     with trainer(whole(1), 2, ranks=1) as engine:
         load_checkpoint(engine, tmp_path / "it", optimizer=True)
         assert torch.equal(train(engine, 1, 3), losses)

@@ -78,9 +78,9 @@ def test_a_model_that_is_not_cut_takes_it_up_with_torchs_own_functions(tmp_path:
     plain_step(model, optimizer, 0)
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
     with without_single_process_warning():
-        found = {"model": model.state_dict(), "optimizer": flat}
-        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
-    model.load_state_dict(found["model"])
+        results = {"model": model.state_dict(), "optimizer": flat}
+        dcp.load(results, checkpoint_id=tmp_path, no_dist=True)
+    model.load_state_dict(results["model"])
     set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
     for step in (2, 3):
         plain_step(model, optimizer, step)
@@ -113,8 +113,8 @@ def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
     with trainer(whole(1), 2, ranks=1) as engine:
         with pytest.raises(CheckpointError, match=r"1\.0\.bias.*\n.*nose.*\nstrict=False"):
             load_checkpoint(engine, path)
-        found = load_checkpoint(engine, path, strict=False)
-        assert (found.missing_keys, found.unexpected_keys) == (["1.0.bias"], ["nose"])
+        result = load_checkpoint(engine, path, strict=False)
+        assert (result.missing_keys, result.unexpected_keys) == (["1.0.bias"], ["nose"])
         assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
         assert torch.equal(named(engine)["1.0.weight"], state()["1.0.weight"])
         path = changed(tmp_path, {"1.0.bias": torch.zeros(2)})
@@ -200,14 +200,16 @@ def test_another_kind_of_optimizer_is_refused(then: str, scheduled: bool, tmp_pa
     alike = {"adamw", "adam", "amsgrad"} if then == "adamw" else {then}
     for kind, build in optimizers.items():
         with trainer(whole(1), 2, ranks=1, optimizer_fn=build) as engine:
-            before = named(engine)
+            earlier = named(engine)
             if kind in alike:
                 load_checkpoint(engine, tmp_path, optimizer=True)
             else:
-                said = "of another kind of optimizer: .* are not options of .* or optimizer=False"
-                with pytest.raises(CheckpointError, match=said):
+                message = (
+                    "of another kind of optimizer: .* are not options of .* or optimizer=False"
+                )
+                with pytest.raises(CheckpointError, match=message):
                     load_checkpoint(engine, tmp_path)
-                assert equal(named(engine), before)
+                assert equal(named(engine), earlier)
                 assert engine.optimizer.param_groups[0]["lr"] in (1e-2, 0.2)
                 load_checkpoint(engine, tmp_path, optimizer=False)
             train(engine, 2, 3)
@@ -230,7 +232,7 @@ def test_other_versions_of_torch_have_more_options_or_fewer(tmp_path: Path) -> N
 
 def test_groups_of_an_optimizer_do_not_take_the_options_of_one(tmp_path: Path) -> None:
     def in_more(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([{"params": [each]} for each in parameters], lr=0.5)
+        return torch.optim.AdamW([{"params": [parameter]} for parameter in parameters], lr=0.5)
 
     expected = saved(tmp_path, one_rate)
     with trainer(whole(1), 2, ranks=1) as engine:
@@ -266,11 +268,11 @@ def folder_with_optim(folder: Path) -> Path:
 def test_the_state_of_an_optimizer_is_not_left_out_silently(write: Any, tmp_path: Path) -> None:
     path = write(tmp_path)
     with trainer(whole(1), 2, ranks=1) as engine:
-        before = named(engine)
-        for given in (None, True):
+        earlier = named(engine)
+        for inputs in (None, True):
             with pytest.raises(CheckpointError, match=r"no optimizer state for .*optimizer=False"):
-                load_checkpoint(engine, path, optimizer=given)
-        assert equal(named(engine), before)
+                load_checkpoint(engine, path, optimizer=inputs)
+        assert equal(named(engine), earlier)
         load_checkpoint(engine, path, optimizer=False)
         assert equal(named(engine), read_checkpoint(path))
 

@@ -56,7 +56,7 @@ def broken_after(
 
 
 def saves(path: Path) -> list[str]:
-    return sorted(each.name for each in path.glob("save-*"))
+    return sorted(file.name for file in path.glob("save-*"))
 
 
 def set_all(engine: PipelineTrainer, value: float) -> None:
@@ -68,7 +68,7 @@ def set_all(engine: PipelineTrainer, value: float) -> None:
 
 def values(path: Path) -> set[float]:
     """Of all parameters, by which an old and a new checkpoint differ."""
-    return {each for value in read_checkpoint(path).values() for each in value.unique().tolist()}
+    return {item for value in read_checkpoint(path).values() for item in value.unique().tolist()}
 
 
 def small() -> PipelineTrainer:
@@ -87,7 +87,7 @@ def test_whenever_a_save_is_killed_or_fails(
     """
     outcomes = []
     for count in itertools.count():
-        path, told = tmp_path / str(count) / "it", False
+        path, report = tmp_path / str(count) / "it", False
         with small() as engine:
             set_all(engine, 1.0)
             if there:
@@ -98,21 +98,21 @@ def test_whenever_a_save_is_killed_or_fails(
                 try:
                     save_checkpoint(engine, path)
                 except (Killed, CheckpointError):  # the latter where torch has caught the former
-                    told = True
+                    report = True
         if there or (path / ".metadata").exists():
-            (found,) = values(path)
+            (result,) = values(path)
             state = {"model": {"bias": torch.zeros(2)}}
             with without_single_process_warning():
                 load(state, checkpoint_id=path, no_dist=True)
-            assert found == state["model"]["bias"][0].item()
-            assert told or found == 2.0
-            outcomes.append(found)
+            assert result == state["model"]["bias"][0].item()
+            assert report or result == 2.0
+            outcomes.append(result)
         with small() as engine:
             set_all(engine, 3.0)
             save_checkpoint(engine, path)
         assert values(path) == {3.0}
         assert len(saves(path)) == 1
-        assert [each.name for each in path.parent.iterdir()] == ["it"]
+        assert [file.name for file in path.parent.iterdir()] == ["it"]
         if not broken:
             break
     assert count > 8
@@ -136,12 +136,12 @@ def test_folders_of_others_stay_where_a_save_is(tmp_path: Path) -> None:
         for folder in (notes, tmp_path / "save-images"):
             folder.mkdir()
             (folder / "a.txt").write_text("mine")
-        before = {*tmp_path.rglob("*")}
+        earlier = {*tmp_path.rglob("*")}
         for _ in range(2):
             save_checkpoint(engine, tmp_path)
-        left = {*tmp_path.rglob("*")} - before
-        assert before <= {*tmp_path.rglob("*")}
-        assert len([each for each in left if each.is_dir()]) == 1
+        left = {*tmp_path.rglob("*")} - earlier
+        assert earlier <= {*tmp_path.rglob("*")}
+        assert len([item for item in left if item.is_dir()]) == 1
         assert load_checkpoint(engine, tmp_path / "save-1").step == 1
 
 
@@ -154,7 +154,7 @@ def test_it_takes_the_place_of_torchs_own(tmp_path: Path) -> None:
         set_all(engine, 1.0)
         save_checkpoint(engine, tmp_path)
     assert read_checkpoint(tmp_path)["1.0.bias"].tolist() == [1.0] * 8
-    assert {each.name for each in tmp_path.iterdir()} == {
+    assert {file.name for file in tmp_path.iterdir()} == {
         ".metadata",
         "notes.txt",
         *saves(tmp_path),

@@ -20,23 +20,23 @@ from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 def refused(path: Path, match: str) -> None:
     """Nothing is loaded, and the trainer can go on."""
     with trainer(whole(1), 2, ranks=1) as engine:
-        before = named(engine)
+        earlier = named(engine)
         with pytest.raises(CheckpointError, match=match):
             load_checkpoint(engine, path)
-        assert all(torch.equal(value, before[name]) for name, value in named(engine).items())
+        assert all(torch.equal(value, earlier[name]) for name, value in named(engine).items())
         train(engine, 0, 1)
 
 
 def test_digests_are_compared(tmp_path: Path) -> None:
     path = forms.own(tmp_path)
     metadata, (file,) = path / ".metadata", path.rglob("*.distcp")
-    for each, message in ((metadata, r"\.metadata: it is damaged"), (file, "distcp is damaged")):
-        content = each.read_bytes()
-        changed = content.replace(b"lr", b"rl") if each is metadata else content[::-1]
+    for item, message in ((metadata, r"\.metadata: it is damaged"), (file, "distcp is damaged")):
+        content = item.read_bytes()
+        changed = content.replace(b"lr", b"rl") if item is metadata else content[::-1]
         for other in (changed, content[:-1]):
-            each.write_bytes(other)
+            item.write_bytes(other)
             refused(path, f"{message}|is cut off")
-        each.write_bytes(content)
+        item.write_bytes(content)
 
 
 def test_parts_that_do_not_cover_a_tensor_are_noticed(tmp_path: Path) -> None:
@@ -45,11 +45,11 @@ def test_parts_that_do_not_cover_a_tensor_are_noticed(tmp_path: Path) -> None:
 
     def changed(change: Callable[[Any], None], message: str) -> None:
         metadata = dcp.FileSystemReader(path).read_metadata()
-        before = (path / ".metadata").read_bytes()
+        earlier = (path / ".metadata").read_bytes()
         change(metadata)
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
         refused(path, message)
-        (path / ".metadata").write_bytes(before)
+        (path / ".metadata").write_bytes(earlier)
 
     def entry(metadata: Any) -> Any:
         return metadata.state_dict_metadata["model.1.0.weight"]
@@ -84,10 +84,10 @@ def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:
-    before = torch.serialization.get_crc32_options()
+    earlier = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         path = forms.one_file(tmp_path)
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(earlier)
     assert torch.equal(read_checkpoint(path)["1.0.weight"], whole(3)[1][0].weight)

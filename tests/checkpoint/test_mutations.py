@@ -28,15 +28,15 @@ CHECKED = (forms.own, forms.distributed_wrapped, forms.one_file)
 def one_damaged(draw: st.DrawFn, files: Mapping[Path, bytes]) -> dict[Path, bytes | None]:
     """One of the files, which is damaged, or gone, or a copy of another one."""
     file = draw(st.sampled_from(sorted(files)))
-    others = st.sampled_from([None, *files.values()])
-    return {file: draw(st.one_of(damaged(files[file]), damaged(files[file]), others))}
+    remaining = st.sampled_from([None, *files.values()])
+    return {file: draw(st.one_of(damaged(files[file]), damaged(files[file]), remaining))}
 
 
 def values(state: Any) -> tuple[Any, ...]:
     """All that is there, of which damaged values may be no numbers."""
     leaves, spec = pytree.tree_flatten(state)
-    plain = [each.nan_to_num().tolist() if isinstance(each, Tensor) else each for each in leaves]
-    return spec, plain, [each.dtype for each in leaves if isinstance(each, Tensor)]
+    plain = [leaf.nan_to_num().tolist() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return spec, plain, [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -52,20 +52,20 @@ def test_damaged_checkpoints_are_refused_or_load_right(write: forms.Write, tmp_p
 
         train(engine, 0, 1)
         path = write(tmp_path)
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if write is forms.own:
-            given["scheduler"] = scheduler
+            inputs["scheduler"] = scheduler
             save_checkpoint(engine, path, scheduler=scheduler, step=7, extra={"seen": [1, 2, 3]})
-        files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         sound = {file: file.read_bytes() for file in files}
         read_sound = read_checkpoint(path)
-        load_checkpoint(engine, path, **given)
+        load_checkpoint(engine, path, **inputs)
         right = everything()
         train(engine, 1, 2)
         save_checkpoint(engine, tmp_path / "other", scheduler=scheduler)
         load_checkpoint(engine, tmp_path / "other", scheduler=scheduler)
-        before = everything()
-        expected = values(right if given else (right[0], before[1]))
+        earlier = everything()
+        expected = values(right if inputs else (right[0], earlier[1]))
 
         changed: list[bool] = []
 
@@ -79,23 +79,25 @@ def test_damaged_checkpoints_are_refused_or_load_right(write: forms.Write, tmp_p
                 changed.clear()
             checked = write in CHECKED
             try:
-                loaded = load_checkpoint(engine, path, **given)
+                loaded = load_checkpoint(engine, path, **inputs)
             except CheckpointError:
-                assert values(everything()) == values(before)
-                said = "refused"
+                assert values(everything()) == values(earlier)
+                message = "refused"
             else:
                 changed.append(True)
-                run = (loaded.step, loaded.extra) == (7, {"seen": [1, 2, 3]}) or not given
+                run = (loaded.step, loaded.extra) == (7, {"seen": [1, 2, 3]}) or not inputs
                 assert not checked or (run and values(everything()) == expected)
-                said = "loaded"
+                message = "loaded"
             try:
                 read = read_checkpoint(path)
             except CheckpointError:
-                return said
+                return message
             # Which names a folder of torch's own has cannot be checked without a model.
-            known = {name: read_sound[name] for name in read if name in read_sound}
-            assert not checked or values(known) == values({name: read[name] for name in known})
-            return said
+            registered = {name: read_sound[name] for name in read if name in read_sound}
+            assert not checked or values(registered) == values(
+                {name: read[name] for name in registered}
+            )
+            return message
 
-        said = looked_at(one_damaged(sound), 20, load)
-    assert said["refused"] > 6
+        text = looked_at(one_damaged(sound), 20, load)
+    assert text["refused"] > 6

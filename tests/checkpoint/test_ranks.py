@@ -93,13 +93,13 @@ def test_what_fails_on_one_rank_is_told_on_all() -> None:
         save_checkpoint(engine, it)
         kept = named(engine)
         train(engine, 1, 2)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        earlier = resource.getrlimit(resource.RLIMIT_FSIZE)
         if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, earlier[1]))
         refused("^cannot write to.*rank 1: ", save_checkpoint, engine, it)
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        said = r"^the ranks are at different steps: \[0, 1\]$"
-        refused(said, save_checkpoint, engine, it, step=rank)
+        resource.setrlimit(resource.RLIMIT_FSIZE, earlier)
+        message = r"^the ranks are at different steps: \[0, 1\]$"
+        refused(message, save_checkpoint, engine, it, step=rank)
         other = folder / f"of {rank}"
         refused("the ranks save to different folders", save_checkpoint, engine, other)
         load_checkpoint(engine, it)
@@ -116,12 +116,12 @@ def test_what_fails_on_one_rank_is_told_on_all() -> None:
             changed.pop("4.running_var")
             torch.save(changed, folder / "wrong.pt")
         dist.barrier()
-        for said in (
+        for message in (
             r"1\.0\.bias: expected \[8\], got \[3\]",
             r"4\.running_var: expected \[8\], is missing",
             "more: the model has no such tensor",
         ):
-            refused(said, load_checkpoint, engine, folder / "wrong.pt")
+            refused(message, load_checkpoint, engine, folder / "wrong.pt")
         if rank == 1:  # as where every machine has a copy
             it = Path(shutil.copytree(it, folder / "copy"))
             (damaged,) = it.rglob("__1_0.distcp")

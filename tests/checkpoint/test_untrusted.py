@@ -32,12 +32,12 @@ class Payload:
 
 @pytest.fixture
 def payload(tmp_path: Path) -> Any:
-    made = Payload(tmp_path / "was-run")
-    pickle.loads(pickle.dumps(made))
-    assert made.witness.exists()  # it does run where it can
-    made.witness.unlink()
-    yield made
-    assert not made.witness.exists()
+    built = Payload(tmp_path / "was-run")
+    pickle.loads(pickle.dumps(built))
+    assert built.witness.exists()  # it does run where it can
+    built.witness.unlink()
+    yield built
+    assert not built.witness.exists()
 
 
 def refused(path: Path, match: str) -> None:

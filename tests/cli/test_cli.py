@@ -48,8 +48,8 @@ def test_compare(tmp_path: pathlib.Path) -> None:
     assert fused["speedup"] == 1.0
     assert sorted(fused["durations_s"]) == ["B", "F"]
     assert sorted(split["durations_s"]) == ["F", "I", "W"]
-    made = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
-    assert {"timeline.png", "trace.json", "results.json"} <= made
+    built = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
+    assert {"timeline.png", "trace.json", "results.json"} <= built
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     shown = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     (step,) = {row["drawn_step"] for row in rows}  # of a pair
@@ -91,8 +91,8 @@ def test_simulate(tmp_path: pathlib.Path) -> None:
     for row in rows.values():
         assert max(row["peak_memory"]) > 0
         assert 0.0 <= row["bubble"] < 1.0
-    made = {path.name for path in (tmp_path / "out").iterdir()}
-    assert made == {"timeline.png", "trace.json"}
+    built = {path.name for path in (tmp_path / "out").iterdir()}
+    assert built == {"timeline.png", "trace.json"}
 
 
 def test_simulate_says_which_steps_overlap() -> None:
@@ -146,18 +146,21 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     )
     for text in texts:
         assert text in result.output
-    found = json.loads(figures.read_text())
-    given = found["partition"]
-    assert len(found["stage_times"]) == len(given["cut_at"]) + 1
-    assert found["predicted_step"] > given["microbatches"] * max(map(sum, found["stage_times"])) / 2
+    actual = json.loads(figures.read_text())
+    arguments = actual["partition"]
+    assert len(actual["stage_times"]) == len(arguments["cut_at"]) + 1
+    assert (
+        actual["predicted_step"]
+        > arguments["microbatches"] * max(map(sum, actual["stage_times"])) / 2
+    )
     narrow = f"{command} --devices 3 --schedule gpipe --stages 3"
     assert run(narrow).exit_code == 0
     other = json.loads(figures.read_text())
-    given = other["partition"]
-    assert (given["schedule"], len(given["cut_at"])) == ("gpipe", 2)
+    arguments = other["partition"]
+    assert (arguments["schedule"], len(arguments["cut_at"])) == ("gpipe", 2)
     model, inputs = planned_models.factory()
-    plan = partition(model, inputs, **given | {"ranks": 1})
-    assert json.loads(json.dumps(plan.arguments)) == given | {"ranks": 1}
+    plan = partition(model, inputs, **arguments | {"ranks": 1})
+    assert json.loads(json.dumps(plan.arguments)) == arguments | {"ranks": 1}
     assert run(f"{narrow} --link 1e-6 --device 989 3350 --optimizer-state 0").exit_code == 0
     later = json.loads(figures.read_text())
     assert later["predicted_step"] > other["predicted_step"] + 0.2
@@ -479,7 +482,7 @@ def test_check(tmp_path: pathlib.Path) -> None:
     offloaded = tmp_path / "offloaded.csv"
     offloaded.write_text("0F0,0OFFLOAD0,0F1,0RELOAD0,0B0,0B1\n")
     assert "not judged, because moves have threads" in run("check", offloaded).output
-    for command, said in (
+    for command, message in (
         (("check", crossed, "--mesh", "pp=3"), "has 2 ranks, not the 3 of the command"),
         (("check", crossed, "--microbatches", "3"), "has 2 microbatches, not the 3 of the"),
         (("check", offloaded, "--torch", "pair"), "memory actions such as 0OFFLOAD0, which"),
@@ -493,4 +496,4 @@ def test_check(tmp_path: pathlib.Path) -> None:
         (("check", "1f1b"), "--mesh pp=..."),
     ):
         result = run(*command)
-        assert (result.exit_code, said in result.output) == (2, True), result.output
+        assert (result.exit_code, message in result.output) == (2, True), result.output

@@ -38,9 +38,16 @@ def test_tracebacks_of_ranks_are_for_errors_that_do_not_say_all(
 
 def test_settings_are_literals_or_texts() -> None:
     command = click.Command("set", callback=lambda overrides: overrides)
-    given = {"n": "4", "tied": "false", "late": "True", "by": "(1, 2)", "act": "relu", "to": "a=b"}
+    options = {
+        "n": "4",
+        "tied": "false",
+        "late": "True",
+        "by": "(1, 2)",
+        "act": "relu",
+        "to": "a=b",
+    }
     read = setting(command).main(
-        [word for each in given.items() for word in ("--set", "=".join(each))],
+        [word for item in options.items() for word in ("--set", "=".join(item))],
         standalone_mode=False,
     )
     expected = {"n": 4, "tied": False, "late": True, "by": (1, 2), "act": "relu", "to": "a=b"}

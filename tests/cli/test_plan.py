@@ -24,12 +24,12 @@ def costs_of(size: int) -> ModelCosts:
         replace(block, saved=block.saved * size, deferred=block.deferred * size)
         for block in model.blocks
     ]
-    return ModelCosts(tuple(blocks), tuple(size * each for each in model.crossing))
+    return ModelCosts(tuple(blocks), tuple(size * item for item in model.crossing))
 
 
 def named(found: list[Configuration], name: str) -> list[Configuration]:
     """Those of a schedule."""
-    return [each for each in found if each.request.name == name]
+    return [item for item in found if item.request.name == name]
 
 
 def plan_of(one: Configuration) -> Solution:
@@ -38,17 +38,17 @@ def plan_of(one: Configuration) -> Solution:
 
 
 def test_the_best_comes_first_and_the_others_say_why_not() -> None:
-    found = search_plans(costs_of, 4, 32)
-    able = [each.outcome for each in found if isinstance(each.outcome, Solution)]
-    assert {each.request.name for each in found} == {*SCHEDULES}
-    assert {each.request.microbatches for each in found} == {4, 8, 16}
-    assert {each.size for each in found} == {8, 4, 2}
-    assert plan_of(found[0]).step <= 1.01 * min(each.step for each in able)
-    slow = min(plan_of(each).step for each in named(found, "naive"))
-    assert slow > 2 * plan_of(found[0]).step
-    (few, *_) = [each for each in named(found, "dualpipe-v") if each.request.microbatches == 4]
+    result = search_plans(costs_of, 4, 32)
+    able = [item.outcome for item in result if isinstance(item.outcome, Solution)]
+    assert {item.request.name for item in result} == {*SCHEDULES}
+    assert {item.request.microbatches for item in result} == {4, 8, 16}
+    assert {item.size for item in result} == {8, 4, 2}
+    assert plan_of(result[0]).step <= 1.01 * min(item.step for item in able)
+    slow = min(plan_of(item).step for item in named(result, "naive"))
+    assert slow > 2 * plan_of(result[0]).step
+    (few, *_) = [item for item in named(result, "dualpipe-v") if item.request.microbatches == 4]
     assert "at least 2P microbatches" in str(few.outcome)
-    table = search_table(found, 3)
+    table = search_table(result, 3)
     assert "1.000x" in table.splitlines()[2]
     assert " more (--rows shows them)" in table
     assert table.count(str(few.outcome)) == 1
@@ -63,16 +63,16 @@ def test_of_steps_that_are_about_as_long_the_one_that_holds_least_is_best() -> N
         return one._replace(outcome=replace(plan, step=math.exp(longer), peaks=changed))
 
     full, light, late = like(1.0, 1.0), like(1.004, 0.5), like(1.02, 0.1)
-    assert sorted([full, late, light], key=lambda each: each.key) == [light, full, late]
+    assert sorted([full, late, light], key=lambda item: item.key) == [light, full, late]
 
 
 def test_a_cap_makes_others_win() -> None:
     space: dict[str, Any] = {"microbatches": [8], "schedules": ["1f1b", "gpipe"]}
     free = named(search_plans(costs_of, 4, 32, **space), "gpipe")
-    most = max(max(plan_of(each).peaks) for each in free)
+    most = max(max(plan_of(item).peaks) for item in free)
     capped = search_plans(costs_of, 4, 32, **space, cap=0.75 * most)
     assert max(plan_of(capped[0]).peaks) <= 0.75 * most
-    assert all("fit under a cap of" in str(each.outcome) for each in named(capped, "gpipe"))
+    assert all("fit under a cap of" in str(item.outcome) for item in named(capped, "gpipe"))
     with pytest.raises(CapError, match="the least cap that works is") as caught:
         search_plans(costs_of, 4, 32, **space, cap=10.0)
     fits = search_plans(costs_of, 4, 32, **space, cap=caught.value.least)
@@ -81,21 +81,21 @@ def test_a_cap_makes_others_win() -> None:
 
 def test_what_is_settled_stays() -> None:
     space: dict[str, Any] = {"microbatches": [16], "schedules": ["interleaved"]}
-    found = search_plans(costs_of, 4, 32, stages=8, **space)
-    for each in found:
-        request = each.request
-        assert (each.stages, request.ranks, request.microbatches) == (8, 4, 16)
+    result = search_plans(costs_of, 4, 32, stages=8, **space)
+    for item in result:
+        request = item.request
+        assert (item.stages, request.ranks, request.microbatches) == (8, 4, 16)
         assert request.name == "interleaved"
-    assert {each.stages for each in search_plans(costs_of, 4, 32, **space)} == {8, 12, 16}
+    assert {plan.stages for plan in search_plans(costs_of, 4, 32, **space)} == {8, 12, 16}
     odd = search_plans(
         costs_of, 4, 32, stages=10, microbatches=[16], schedules=["1f1b", "interleaved"]
     )
     (lost, *_) = named(odd, "interleaved")
     assert "expected a multiple of 4 stages for 4 ranks, got 10" in str(lost.outcome)
     slow = search_plans(costs_of, 4, 32, stages=8, **space, links=Transfer(5.0))
-    assert slow[0].key > found[0].key
+    assert slow[0].key > result[0].key
     light = search_plans(costs_of, 4, 32, stages=8, **space, optimizer_state=0.0)
-    assert light[0].key[1] < found[0].key[1]
+    assert light[0].key[1] < result[0].key[1]
 
 
 @pytest.mark.parametrize(

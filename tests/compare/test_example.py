@@ -25,9 +25,9 @@ def test_a_factory_is_found_in_the_working_directory(here: Path) -> None:
     (here / "zoo_of_mine" / "small.py").write_text("def make(size=1): return size\n")
     assert call_factory("zoo_of_mine.small:make", {"size": 3}) == 3
     assert sys.path[0] == str(here)
-    before = list(sys.path)
+    earlier = list(sys.path)
     call_factory("zoo_of_mine.small:make", {})
-    assert sys.path == before
+    assert sys.path == earlier
 
 
 @pytest.mark.parametrize("spec", ["mine", "mine:", ":make", ""])

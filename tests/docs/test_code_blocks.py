@@ -48,14 +48,14 @@ def outcome(context: ForkServerContext, script: pathlib.Path) -> str:
     process.start()
     theirs.close()
     try:
-        found = str(ours.recv()) if ours.poll(300) else "it does not end"
+        result = str(ours.recv()) if ours.poll(300) else "it does not end"
     except EOFError:
-        found = "it died"
+        result = "it died"
     ours.close()
     process.join(20)
     process.kill()
     process.join()
-    return found or ("" if process.exitcode == 0 else f"it left with {process.exitcode}")
+    return result or ("" if process.exitcode == 0 else f"it left with {process.exitcode}")
 
 
 def run(script: pathlib.Path, pipe: Connection, servers: Servers) -> None:

@@ -60,12 +60,12 @@ def test_checkpoints_draw_again_what_they_drew(aliased: bool) -> None:
     same = copy.deepcopy(model)
     forward = compiled(model, dynamic=True)
     for rows in (4, 6):
-        found = []
-        for each, call in ((same, same), (model, forward)):
+        results = []
+        for network, call in ((same, same), (model, forward)):
             torch.manual_seed(rows)
             call(torch.ones(rows, 4)).square().sum().backward()
-            found.append(([p.grad.clone() for p in each.parameters()], torch.get_rng_state()))
-        (expected, drawn), (grads, state) = found
+            results.append(([p.grad.clone() for p in network.parameters()], torch.get_rng_state()))
+        (expected, drawn), (grads, state) = results
         assert all(map(torch.equal, grads, expected))
         assert torch.equal(state, drawn)
 
@@ -171,8 +171,8 @@ def test_options() -> None:
 
 
 def test_name_is_registered() -> None:
-    found = entry_points(group="torch_dynamo_backends", name="autosplit")
-    if not found:
+    result = entry_points(group="torch_dynamo_backends", name="autosplit")
+    if not result:
         pytest.skip("installed before the entry point was added; install again")
     model = nn.Linear(4, 4)
     torch.compile(model, backend="autosplit")(torch.randn(3, 4)).sum().backward()

@@ -32,7 +32,7 @@ from tests.semantics.against_autograd import (
 
 
 def batches(*rows: int) -> list[tuple[Tensor]]:
-    return [(torch.randn(each, 4, requires_grad=True),) for each in rows]
+    return [(torch.randn(row, 4, requires_grad=True),) for row in rows]
 
 
 @pytest.mark.parametrize("build", MODELS)
@@ -66,10 +66,10 @@ def test_python_side_effects_happen() -> None:
 
 
 def test_both_branches_on_data() -> None:
-    model, given = Branch(), batches(*[3] * 8)
+    model, inputs = Branch(), batches(*[3] * 8)
     with torch.no_grad():
-        assert {bool(model.a(x).sum() > 0) for (x,) in given} == {True, False}
-    assert_equals_autograd(model, given, face=PartialModel)
+        assert {bool(model.a(x).sum() > 0) for (x,) in inputs} == {True, False}
+    assert_equals_autograd(model, inputs, face=PartialModel)
 
 
 class Mean(TwoLayers):

@@ -37,11 +37,11 @@ def test_parts_and_breaks() -> None:
     assert (second.state, second.parameters) == ("split", ("b.weight", "b.bias"))
     assert first.weight_flops == second.weight_flops == (PRODUCT, 0)
     assert partial.calls == {first: 1, second: 1}
-    (found,) = partial.breaks
-    assert found.reason == "Skip inlining `torch.compiler.disable()`d function"
-    assert "breaking.py:" in found.line
-    assert found.line.endswith("return self.b(self.untraceable(self.a(x).relu()))")
-    number = found.line.split(" ")[0].rpartition(":")[2]
+    (result,) = partial.breaks
+    assert result.reason == "Skip inlining `torch.compiler.disable()`d function"
+    assert "breaking.py:" in result.line
+    assert result.line.endswith("return self.b(self.untraceable(self.a(x).relu()))")
+    number = result.line.split(" ")[0].rpartition(":")[2]
     assert first.lines.startswith("breaking.py:")
     assert number in first.lines
     assert {*partial.late} == {*model.a.parameters(), *model.b.parameters()}
@@ -58,9 +58,9 @@ def test_parts_and_breaks() -> None:
 
 def test_function_that_dynamo_gives_up_on() -> None:
     partial = called(Unbreakable())
-    (found,) = partial.breaks
-    assert found.line.endswith("torch._dynamo.graph_break()")
-    assert found.reason.endswith("all of forward runs without a graph")
+    (result,) = partial.breaks
+    assert result.line.endswith("torch._dynamo.graph_break()")
+    assert result.reason.endswith("all of forward runs without a graph")
     text = partial.report()
     assert "Dynamo found 0, 0 of them split" in text
     assert "0 of 4 parameters, 0.0 %" in text
@@ -83,7 +83,7 @@ def test_recompilation_limit_is_reported() -> None:
                 model.a.weight.requires_grad_(not frozen)
                 partial(torch.randn(3, 4)).sum().backward()
                 partial.backward_weight()
-    assert any("recompile limit" in each.reason for each in partial.breaks)
+    assert any("recompile limit" in graph_break.reason for graph_break in partial.breaks)
     assert "recompile limit" in partial.report()
 
 
@@ -147,7 +147,7 @@ class ViewOutside(nn.Module):
 class ViewUntraced(ViewOutside):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def parts(self) -> tuple[Tensor, ...]:
-        return tuple(each.t() for each in self.weight)
+        return tuple(item.t() for item in self.weight)
 
 
 @pytest.mark.parametrize("kind", [ViewOutside, ViewUntraced])
@@ -194,7 +194,7 @@ def warned(model: nn.Module, *inputs: Tensor, calls: int = 2) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(calls):
             split(*inputs)
-    return [str(each.message) for each in caught if each.category is DeferralWarning]
+    return [str(warning.message) for warning in caught if warning.category is DeferralWarning]
 
 
 def test_in_parts() -> None:

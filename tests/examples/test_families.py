@@ -67,12 +67,12 @@ def test_stages_by_hand_are_the_whole_model(name: str, family: Family, stages: i
     for module in modules:
         x = module(x)
     assert torch.equal(x, whole(inputs).logits)
-    held = [key for module in modules for key in module.state_dict()]
+    kept = [key for module in modules for key in module.state_dict()]
     tied = [{key for _, key in group} for group in cut.shared_parameters(stages)]
-    assert sorted(held) == sorted(whole.state_dict())
+    assert sorted(kept) == sorted(whole.state_dict())
     cut.loss_fn(x, targets).backward()
     family.loss_fn(whole(inputs), targets).backward()
     grads = {key: p.grad for module in modules for key, p in module.named_parameters()}
     for key, parameter in whole.named_parameters():
-        group = next((each for each in tied if key in each), {key})
-        torch.testing.assert_close(sum(grads[each] for each in group), parameter.grad)
+        group = next((item for item in tied if key in item), {key})
+        torch.testing.assert_close(sum(grads[item] for item in group), parameter.grad)

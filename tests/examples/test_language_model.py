@@ -80,9 +80,9 @@ def test_it_trains_as_one_process_does_and_goes_on_over_another_number_of_ranks(
     assert [step for step, _ in history(run)] == [1, 2, 3, 4]
     assert [loss for _, loss in history(run)] == pytest.approx(losses, rel=1e-5)
     assert run.checkpoint is not None
-    found = read_checkpoint(run.checkpoint)
+    result = read_checkpoint(run.checkpoint)
     for name, value in weights.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def refused(run: Settings) -> str:
@@ -97,15 +97,15 @@ def test_a_run_of_another_text_does_not_go_on(run: Settings, on_ranks: Ranks) ->
     alone = dataclasses.replace(run, ranks=1, steps=1)
     on_ranks(language_model.train, 1, (alone,), timeout=60)
     run.data.write_text("something else, which is as long as it has to be for one window")
-    (said,) = on_ranks(refused, 1, (alone,), timeout=60)
-    assert "is of a run with another text" in said
+    (message,) = on_ranks(refused, 1, (alone,), timeout=60)
+    assert "is of a run with another text" in message
 
 
 def test_a_pass_has_every_window_once_and_the_next_in_another_order() -> None:
     windows = Windows(torch.arange(41), length=4, batch=2)
-    passes = [[windows.of_step(5 * each + step)[0] for step in range(5)] for each in range(2)]
-    starts = [torch.cat(each)[:, 0].tolist() for each in passes]
-    assert [sorted(each) for each in starts] == [list(range(0, 40, 4))] * 2
+    passes = [[windows.of_step(5 * index + step)[0] for step in range(5)] for index in range(2)]
+    starts = [torch.cat(epoch)[:, 0].tolist() for epoch in passes]
+    assert [sorted(start) for start in starts] == [list(range(0, 40, 4))] * 2
     assert starts[0] != starts[1]
     inputs, targets = Windows(torch.arange(13), length=4, batch=5).of_step(1)
     assert torch.equal(targets, inputs + 1)
@@ -156,6 +156,6 @@ def test_losses_are_those_of_a_run_that_nothing_happened_to(run: Settings, on_ra
     finally:
         process.join(10)
         process.kill()
-    made = dict(history(run))  # of a step that was made twice the later
-    assert [*made] == [1, 2, 3, 4]
-    assert [*made.values()] == whole
+    engine = dict(history(run))  # of a step that was made twice the later
+    assert [*engine] == [1, 2, 3, 4]
+    assert [*engine.values()] == whole

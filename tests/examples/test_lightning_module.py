@@ -29,7 +29,7 @@ def test_fit(tmp_path: Path, precision: str) -> None:
     assert expected.keys() == split.state_dict().keys()
     for name, value in split.state_dict().items():
         assert torch.equal(value, expected[name]), name
-    metrics = [each.trainer.callback_metrics for each in (plain, split)]
+    metrics = [network.trainer.callback_metrics for network in (plain, split)]
     assert metrics[0] == metrics[1]
     assert set(metrics[0]) == {"loss", "held_out"}
     (file, *_) = tmp_path.rglob("*.ckpt")

@@ -53,9 +53,9 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=["fp32", "bf16", "checkpointing"])
 def test_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
     """Accumulated, clipped, evaluated, saved, and resumed from the middle."""
-    given = {"use_cpu": True, "disable_tqdm": True, **options}
-    plain = transformers_trainer.main(str(tmp_path / "plain"), split=False, **given)
-    split = transformers_trainer.main(str(tmp_path / "split"), **given)
+    inputs = {"use_cpu": True, "disable_tqdm": True, **options}
+    plain = transformers_trainer.main(str(tmp_path / "plain"), split=False, **inputs)
+    split = transformers_trainer.main(str(tmp_path / "split"), **inputs)
     assert differing(plain.model.state_dict(), split.model.state_dict()) == []
     assert told(plain) == told(split)
     model: Any = split.model
@@ -68,7 +68,7 @@ def test_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
         loaded = LlamaForCausalLM.from_pretrained(last)
         assert differing(loaded.state_dict(), split.model.state_dict()) == []
         half = str(tmp_path / "split" / "checkpoint-2")
-        resumed = transformers_trainer.main(str(tmp_path / "again"), resume=half, **given)
+        resumed = transformers_trainer.main(str(tmp_path / "again"), resume=half, **inputs)
         assert differing(resumed.model.state_dict(), split.model.state_dict()) == []
 
 
@@ -91,14 +91,14 @@ def test_peft_adapts_before_or_after(tmp_path: Path, split: Split, dora: bool) -
     expected = accelerate_loop.train(plain)
     torch.manual_seed(1)
     halves: Any = adapted(split, dora=dora)
-    found = accelerate_loop.train(halves)
+    result = accelerate_loop.train(halves)
     if dora:
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert result == pytest.approx(expected, rel=1e-5)
     else:
-        assert found == expected
+        assert result == expected
         assert differing(plain.state_dict(), halves.state_dict()) == []
-    held = halves if split == "last" else halves.base_model.model
-    assert held.functions or "Deferred: the gradients of" in held.report()  # DoRA is in parts
+    kept = halves if split == "last" else halves.base_model.model
+    assert kept.functions or "Deferred: the gradients of" in kept.report()  # DoRA is in parts
     halves.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(build(), tmp_path)
     assert differing(loaded.state_dict(), halves.state_dict()) == []

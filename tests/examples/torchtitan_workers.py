@@ -21,13 +21,17 @@ CASES = {
 
 def compared() -> dict[str, tuple[list[float | None], list[float | None], list[str]]]:
     """Losses with torch's stage and with ours, and the parameters that differ after three steps."""
-    found = {}
+    results = {}
     for schedule, checkpointing in CASES.items():
         theirs, expected = _trained(PipelineStage, schedule, checkpointing)
         ours, state = _trained(SplitPipelineStage, schedule, checkpointing)
         different = [name for name in expected if not torch.equal(state[name], expected[name])]
-        found[schedule] = ours, theirs, different if expected.keys() == state.keys() else ["names"]
-    return found
+        results[schedule] = (
+            ours,
+            theirs,
+            different if expected.keys() == state.keys() else ["names"],
+        )
+    return results
 
 
 def _trained(

@@ -44,21 +44,21 @@ def register() -> None:
 
 
 def _compiled() -> Path:
-    said = f"{torch.__version__} {_SOURCE.read_text()}"
-    target = _BUILT / hashlib.sha256(said.encode()).hexdigest()[:16] / f"{_MODULE}.so"
+    message = f"{torch.__version__} {_SOURCE.read_text()}"
+    target = _BUILT / hashlib.sha256(message.encode()).hexdigest()[:16] / f"{_MODULE}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     root = Path(torch.__file__).parent
     headers = [root / "include", root / "include/torch/csrc/api/include"]
-    made = target.with_name(f"{os.getpid()}.so")
-    command = ["g++", "-O1", "-w", "-std=c++20", "-fPIC", "-shared", str(_SOURCE), "-o", str(made)]
-    command += [f"-I{each}" for each in [*headers, sysconfig.get_paths()["include"]]]
+    built = target.with_name(f"{os.getpid()}.so")
+    command = ["g++", "-O1", "-w", "-std=c++20", "-fPIC", "-shared", str(_SOURCE), "-o", str(built)]
+    command += [f"-I{item}" for item in [*headers, sysconfig.get_paths()["include"]]]
     command += [f"-DTORCH_EXTENSION_NAME={_MODULE}", f"-L{root / 'lib'}"]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     command += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     subprocess.run(command, check=True)
-    made.replace(target)
+    built.replace(target)
     return target
 
 
@@ -76,8 +76,8 @@ def _device_module(native: Any) -> ModuleType:
     generators = [native.default_generator(at) for at in range(native.device_count())]
 
     def index(device: Any = NAME) -> int:
-        found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
-        return int(native.current_device() if found.index is None else found.index)
+        result = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
+        return int(native.current_device() if result.index is None else result.index)
 
     def get_rng_state(device: Any = NAME) -> Tensor:
         state: Tensor = generators[index(device)].get_state()
@@ -87,8 +87,8 @@ def _device_module(native: Any) -> ModuleType:
         generators[index(device)].set_state(state)
 
     def manual_seed_all(seed: int) -> None:
-        for each in generators:
-            each.manual_seed(seed)
+        for generator in generators:
+            generator.manual_seed(seed)
 
     module = ModuleType(f"torch.{NAME}")
     vars(module).update(

@@ -37,15 +37,15 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        found = torch.empty_like(x)
-        dist.all_to_all_single(found, x.contiguous(), group=group)
-        return found
+        result = torch.empty_like(x)
+        dist.all_to_all_single(result, x.contiguous(), group=group)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = torch.empty_like(grads[0])
-        dist.all_to_all_single(found, grads[0].contiguous(), group=ctx.group)
-        return found, None
+        result = torch.empty_like(grads[0])
+        dist.all_to_all_single(result, grads[0].contiguous(), group=ctx.group)
+        return result, None
 
 
 def function(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -61,8 +61,8 @@ class Experts(nn.Module):
     def over(self, mesh: DeviceMesh) -> None:
         """Keep this rank's; nothing is sent, over a group that a refused trainer may have ended."""
         for name, weights in dict(self.named_parameters()).items():
-            own = distribute_tensor(weights.data, mesh, [Shard(0)], src_data_rank=None)
-            setattr(self, name, nn.Parameter(own))
+            local = distribute_tensor(weights.data, mesh, [Shard(0)], src_data_rank=None)
+            setattr(self, name, nn.Parameter(local))
 
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down
@@ -86,15 +86,15 @@ class Mixture(nn.Module):
         if self.mesh is None:
             return cast("Tensor", self.experts(tokens))
         if self.exchange is None:  # DTensors exchange them
-            there = DTensor.from_local(tokens, self.mesh, [Shard(1)]).redistribute(
+            present = DTensor.from_local(tokens, self.mesh, [Shard(1)]).redistribute(
                 placements=[Shard(0)]
             )
-            back: DTensor = self.experts(there).redistribute(placements=[Shard(1)])
-            return back.to_local()
+            returned: DTensor = self.experts(present).redistribute(placements=[Shard(1)])
+            return returned.to_local()
         ranks = self.mesh.size()
         came = self.exchange(tokens, self.mesh).unflatten(0, (ranks, -1)).transpose(0, 1)
-        made = self.experts(came.flatten(1, 2)).unflatten(1, (ranks, -1)).transpose(0, 1)
-        return self.exchange(made.flatten(0, 1), self.mesh)
+        built = self.experts(came.flatten(1, 2)).unflatten(1, (ranks, -1)).transpose(0, 1)
+        return self.exchange(built.flatten(0, 1), self.mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, rows = self.router(x).softmax(-1).t().topk(TOKENS)
@@ -116,22 +116,22 @@ class Dropless(nn.Module):
         rows = expert.argsort(stable=True)
         counts = (expert[:, None] == torch.arange(2)).sum(0)
         theirs = all_to_all_single(counts, None, None, self.group)
-        given, taken = counts.tolist(), theirs.tolist()
-        came = all_to_all_single_autograd(x[rows], taken, given, self.group)
-        made = self.experts(came[None])[0]
-        back = all_to_all_single_autograd(made, given, taken, self.group)
-        return x.index_add(0, rows, back * gate[rows, None])
+        inputs, received = counts.tolist(), theirs.tolist()
+        came = all_to_all_single_autograd(x[rows], received, inputs, self.group)
+        built = self.experts(came[None])[0]
+        returned = all_to_all_single_autograd(built, inputs, received, self.group)
+        return x.index_add(0, rows, returned * gate[rows, None])
 
 
 @torch.library.custom_op("autosplit_tests::sent", mutates_args=())
 def sent(x: Tensor, places: int, name: str) -> Tensor:
     """What the rank so many places before has, by messages, which no graph holds."""
     group = _resolve_process_group(name)
-    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    ranks, local = dist.get_process_group_ranks(group), dist.get_rank(group)
     came = torch.empty_like(x)
     both = [  # together: over NCCL, one behind the other would wait for the other rank's
-        dist.P2POp(dist.isend, x.contiguous(), ranks[(own + places) % len(ranks)], group),
-        dist.P2POp(dist.irecv, came, ranks[(own - places) % len(ranks)], group),
+        dist.P2POp(dist.isend, x.contiguous(), ranks[(local + places) % len(ranks)], group),
+        dist.P2POp(dist.irecv, came, ranks[(local - places) % len(ranks)], group),
     ]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -166,8 +166,8 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         count = ctx.group.size()
-        back = [(at - 1) % count for at in range(count)]
-        return permute_tensor(grads[0].flatten(), back, ctx.group).view_as(grads[0]), None
+        returned = [(at - 1) % count for at in range(count)]
+        return permute_tensor(grads[0].flatten(), returned, ctx.group).view_as(grads[0]), None
 
 
 def permuted(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -189,16 +189,16 @@ class Ring(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attention to one part of the sequence after another."""
         q, part = self.read(x).split((WIDTH, 2 * WIDTH), -1)
-        made = total = torch.zeros(())
+        built = total = torch.zeros(())
         most = torch.full((len(x), 1), -torch.inf)
         for at in range(self.mesh.size()):
             part = self.way(part, self.mesh.get_group()) if at else part
             k, v = part.chunk(2, -1)
             scores = q @ k.t() / WIDTH**0.5
-            before, most = most, torch.maximum(most, scores.amax(-1, keepdim=True))
-            found, scale = (scores - most).exp(), (before - most).exp()
-            made, total = made * scale + found @ v, total * scale + found.sum(-1, keepdim=True)
-        return x + cast("Tensor", self.out(made / total))
+            earlier, most = most, torch.maximum(most, scores.amax(-1, keepdim=True))
+            result, scale = (scores - most).exp(), (earlier - most).exp()
+            built, total = built * scale + result @ v, total * scale + result.sum(-1, keepdim=True)
+        return x + cast("Tensor", self.out(built / total))
 
 
 WAYS: dict[str, tuple[tuple[Callable[[Any], nn.Module], ...], ...]] = {

@@ -33,8 +33,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(self.dropout(self.up(self.norm(x)).tanh()))
-        return found
+        output: Tensor = x + self.down(self.dropout(self.up(self.norm(x)).tanh()))
+        return output
 
 
 def stage_of(index: int, stages: int, count: int = 2) -> nn.Sequential:
@@ -79,13 +79,13 @@ def parallel(mesh: DeviceMesh, stages: int, count: int = 2) -> Build:
                 plan[str(at)] = ColwiseParallel(
                     input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
                 )
-        found = parallelize_module(module, mesh["tp"], plan)
+        result = parallelize_module(module, mesh["tp"], plan)
         if index:
-            return found
+            return result
         whole = PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
         )
-        return parallelize_module(found, mesh["tp"], whole)
+        return parallelize_module(result, mesh["tp"], whole)
 
     return build
 

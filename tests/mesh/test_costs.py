@@ -13,24 +13,24 @@ from tests.fake_ranks import fake_mesh
 
 
 def test_ranks_that_cannot_be_measured() -> None:
-    said = "takes a DeviceMesh of one dimension.*with at least two ranks"
-    with pytest.raises(SplitError, match=said):
+    message = "takes a DeviceMesh of one dimension.*with at least two ranks"
+    with pytest.raises(SplitError, match=message):
         measure_collectives("tp")  # type: ignore[arg-type]
     with fake_mesh((2, 2), ("pp", "tp")) as mesh:
         for ranks in (mesh, dist.new_group([1, 2])):
-            with pytest.raises(SplitError, match=said):
+            with pytest.raises(SplitError, match=message):
                 measure_collectives(ranks)
-    with fake_mesh((1,)) as mesh, pytest.raises(SplitError, match=said):
+    with fake_mesh((1,)) as mesh, pytest.raises(SplitError, match=message):
         measure_collectives(mesh["tp"])
 
 
 def test_what_is_measured_is_what_a_rank_finds() -> None:
     """Of ranks that exchange nothing; real ones are in tests/semantics/parallel."""
     with fake_mesh() as mesh:
-        found = measure_collectives(mesh["tp"])
+        result = measure_collectives(mesh["tp"])
         assert measure_collectives(mesh.get_group(), dtype=torch.bfloat16).start > 0.0
-    assert found.start > 0.0
-    assert found.byte >= 0.0
+    assert result.start > 0.0
+    assert result.byte >= 0.0
 
 
 # --- what a device does in a second ---------------------------------------------------------------

@@ -37,18 +37,18 @@ def assert_as_eager(mesh: DeviceMesh, ways: str, along: str, shards: str, **opti
     stages, names = mesh["pp"].size() if "pp" in mesh.mesh_dim_names else 1, (shards, along)
     dimensions = [name for name in names if name in mesh.mesh_dim_names]
     model = nn.Sequential(*(stage_of(at, mesh[along], ways) for at in range(stages)))
-    own = share(place(mesh, *dimensions))
-    (losses,), gradients, _ = of_shares(model, [own], nn.functional.mse_loss)
+    local = share(place(mesh, *dimensions))
+    (losses,), gradients, _ = of_shares(model, [local], nn.functional.mse_loss)
     for name, gradient in gradients.items():
-        for each in dimensions:
-            if each != along or ".experts." not in name:  # whose are of all tokens already
-                dist.all_reduce(gradient, group=mesh.get_group(each))
-            gradient /= mesh[each].size()
+        for dimension in dimensions:
+            if dimension != along or ".experts." not in name:  # whose are of all tokens already
+                dist.all_reduce(gradient, group=mesh.get_group(dimension))
+            gradient /= mesh[dimension].size()
     expected = losses, gradients, norm_of(gradients.values())
     few = mesh.size() // stages == 2
-    with trainer(mesh, built(mesh, ways), stages, **options, **CLIPPED) as made:
-        assert_step(made, own, expected, exact=lambda name: few or ".experts." in name)
-        assert_skipped(made, own, bad=place(mesh, *dimensions) == 0)
+    with trainer(mesh, built(mesh, ways), stages, **options, **CLIPPED) as engine:
+        assert_step(engine, local, expected, exact=lambda name: few or ".experts." in name)
+        assert_skipped(engine, local, bad=place(mesh, *dimensions) == 0)
 
 
 @ranks(4)

@@ -57,39 +57,39 @@ def test_a_step_is_that_of_one_process(
     """Bit for bit, which averages the shares of two."""
     mesh = mesh_of(**sizes)
     losses, *rest = by_hand(block, stages, 2)
-    with trainer(mesh, stages=stages, max_grad_norm=1e9, **options) as made:
+    with trainer(mesh, stages=stages, max_grad_norm=1e9, **options) as engine:
         expected = losses[mesh.get_local_rank("dp_replicate")], *rest
-        assert_step(made, own_share(mesh), expected)
+        assert_step(engine, own_share(mesh), expected)
 
 
 @ranks(4)
 def test_replicas_of_one_stage_after_another() -> None:
     """Of four, whose gradients are added in some order; and of a whole model that is cut."""
-    mesh, given = mesh_of(dp_replicate=4), {"max_grad_norm": 1e9}
+    mesh, inputs = mesh_of(dp_replicate=4), {"max_grad_norm": 1e9}
     losses, *rest = by_hand(block, 2, 4)
-    with trainer(mesh, **given, **REFERENCE) as made:
+    with trainer(mesh, **inputs, **REFERENCE) as engine:
         expected = losses[dist.get_rank()], *rest
-        assert_step(made, own_share(mesh), expected, exact=lambda _: False)
+        assert_step(engine, own_share(mesh), expected, exact=lambda _: False)
     mesh, model = mesh_of(**MESH), nn.Sequential(*(block(index) for index in range(2)))
     options = {"example": torch.zeros(ROWS // M, WIDTH), "planning": {"costs": "estimate"}}
-    with trainer(mesh, model, **options) as made:
-        seen = made.forward_backward(own_share(mesh))
+    with trainer(mesh, model, **options) as engine:
+        seen = engine.forward_backward(own_share(mesh))
     assert seen.tolist() == by_hand(block, 2, 2)[0][mesh.get_local_rank("dp_replicate")]
 
 
 @contextlib.contextmanager
 def counted_reductions() -> Iterator[list[int]]:
     """The bytes of each all-reduce of gradients that starts inside."""
-    found: list[int] = []
+    results: list[int] = []
     original = dist.all_reduce
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.dtype == torch.float32 and tensor.numel() > 1:  # not losses, norms, meetings
-            found.append(tensor.nbytes)
+            results.append(tensor.nbytes)
         return original(tensor, *args, **kwargs)
 
     with mock.patch.object(dist, "all_reduce", all_reduce):
-        yield found
+        yield results
 
 
 WEIGHT, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH
@@ -98,12 +98,12 @@ WEIGHT, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH
 @ranks(4)
 def test_gradients_are_reduced_once_a_step() -> None:
     mesh = mesh_of(**MESH)
-    with trainer(mesh, nonfinite="skip", **REFERENCE) as made:
-        made.step(own_share(mesh))
-        assert_skipped(made, own_share(mesh), bad=mesh.get_local_rank("dp_replicate") == 0)
+    with trainer(mesh, nonfinite="skip", **REFERENCE) as engine:
+        engine.step(own_share(mesh))
+        assert_skipped(engine, own_share(mesh), bad=mesh.get_local_rank("dp_replicate") == 0)
         with counted_reductions() as reductions:
-            made.step(own_share(mesh))
-            made.step(own_share(mesh))
+            engine.step(own_share(mesh))
+            engine.step(own_share(mesh))
     # Beside the gradients goes a number for each parameter.
     assert reductions == [2 * WEIGHT + 2 * BIAS + 16] * 2
 
@@ -123,30 +123,30 @@ class Counting(nn.Module):
         self.register_buffer("variance", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.block(x)
-        self.seen.copy_(found.detach().sum())
-        return nn.functional.batch_norm(found, self.mean, self.variance, training=self.training)
+        output: Tensor = self.block(x)
+        self.seen.copy_(output.detach().sum())
+        return nn.functional.batch_norm(output, self.mean, self.variance, training=self.training)
 
 
 def everywhere(value: Any) -> list[Any]:
-    found: list[Any] = [None] * 4
-    dist.all_gather_object(found, value)
-    return found
+    results: list[Any] = [None] * 4
+    dist.all_gather_object(results, value)
+    return results
 
 
 @ranks(4)
 def test_replicas_start_with_one_model_and_keep_its_buffers() -> None:
     mesh = mesh_of(**MESH)
     replica = mesh.get_local_rank("dp_replicate")
-    with trainer(mesh, lambda index: Counting(index + 10 * replica), **REFERENCE) as made:
-        made.step(own_share(mesh))
-        losses = everywhere(made.evaluate(own_share(mesh)).tolist())
-        assert made.mesh is mesh
-        assert made.rank == mesh.get_local_rank("pp")
-        (values,) = made.state_dict().values()
-    rows = everywhere(torch.cat([each.flatten() for each in values.values()]))
+    with trainer(mesh, lambda index: Counting(index + 10 * replica), **REFERENCE) as engine:
+        engine.step(own_share(mesh))
+        losses = everywhere(engine.evaluate(own_share(mesh)).tolist())
+        assert engine.mesh is mesh
+        assert engine.rank == mesh.get_local_rank("pp")
+        (values,) = engine.state_dict().values()
+    rows = everywhere(torch.cat([value.flatten() for value in values.values()]))
     places = mesh.mesh.tolist()
-    one, other = places[made.rank]
+    one, other = places[engine.rank]
     assert torch.equal(rows[one], rows[other])
     assert losses[places[0][0]] != losses[places[0][1]]
     assert all(losses[a] == losses[b] for a, b in zip(*places, strict=True))
@@ -156,24 +156,26 @@ def test_replicas_start_with_one_model_and_keep_its_buffers() -> None:
 def test_what_all_replicas_find() -> None:
     """One schedule, other shapes of batches, the memory of a pipeline, and a timeline."""
     mesh = mesh_of(**MESH)
-    own = own_share(mesh)
-    with trainer(mesh, schedule="auto", **REFERENCE) as made:
+    local = own_share(mesh)
+    with trainer(mesh, schedule="auto", **REFERENCE) as engine:
         for _ in range(4):
-            made.step(own)
-        first, *others = everywhere(made.schedule.ranks)
-    assert others == [first] * 3
-    with trainer(mesh, record="memory", **REFERENCE) as made:
-        made.step(own)
-        made.step(tuple(each[:4] for each in own))
-        assert len(made.memory().bands) == 2
-        assert {span.rank for span in made.timeline().spans} == {0, 1}
+            engine.step(local)
+        first, *remaining = everywhere(engine.schedule.ranks)
+    assert remaining == [first] * 3
+    with trainer(mesh, record="memory", **REFERENCE) as engine:
+        engine.step(local)
+        engine.step(tuple(tensor[:4] for tensor in local))
+        assert len(engine.memory().bands) == 2
+        assert {span.rank for span in engine.timeline().spans} == {0, 1}
 
 
 def tied(index: int) -> Any:
     """A block with the parameter that all stages share."""
-    own = block(index)
+    local = block(index)
     torch.manual_seed(7)
-    return Made(lambda m, x: m.block(x) * m.tied, block=own, tied=nn.Parameter(torch.randn(WIDTH)))
+    return Made(
+        lambda m, x: m.block(x) * m.tied, block=local, tied=nn.Parameter(torch.randn(WIDTH))
+    )
 
 
 @ranks(4)
@@ -185,9 +187,9 @@ def test_copies_of_parameters_within_a_pipeline() -> None:
     expected = losses[mesh.get_local_rank("dp_replicate")], gradients, norm
     gradients["1.tied"] = gradients["0.tied"]
     options = {"shared_parameters": [((0, "tied"), (1, "tied"))], **REFERENCE}
-    with trainer(mesh, tied, max_grad_norm=1e9, **options) as made:
-        assert_step(made, own_share(mesh), expected, exact=lambda _: False)
-        mine = gradients_of(made)
+    with trainer(mesh, tied, max_grad_norm=1e9, **options) as engine:
+        assert_step(engine, own_share(mesh), expected, exact=lambda _: False)
+        mine = gradients_of(engine)
         for other in everywhere(mine):
             assert all(torch.equal(mine[name], other[name]) for name in mine.keys() & other.keys())
 
@@ -211,16 +213,16 @@ KNOWN = "'pp' (the stages of one pipeline), 'dp_replicate' (replicas of it, each
 def test_what_is_refused() -> None:
     mesh, turned = mesh_of(**MESH), mesh_of(**TURNED)
     named, rank = mesh_of(pp=2, tp=2), dist.get_rank()
-    own = own_share(mesh)
-    half = tuple(each[:4] for each in own) if mesh.get_local_rank("dp_replicate") else own
+    local = own_share(mesh)
+    half = tuple(tensor[:4] for tensor in local) if mesh.get_local_rank("dp_replicate") else local
 
     def built(made: Any, **options: Any) -> Any:
         return lambda: trainer(made, **REFERENCE, **options)
 
     def ran(batch: Any, build: Any = block, **options: Any) -> Any:
         def act() -> None:
-            with trainer(mesh, build, **REFERENCE, **options) as made:
-                made.step(batch)
+            with trainer(mesh, build, **REFERENCE, **options) as engine:
+                engine.step(batch)
 
         return act
 
@@ -261,7 +263,7 @@ def test_what_is_refused() -> None:
             (f"{shapes} every rank", ran(half)),
             (
                 "the ranks 2 and 3 hold replicas of the same stages, which must be built",
-                ran(own, lambda index: nn.Linear(WIDTH, WIDTH, bias=rank != 3)),
+                ran(local, lambda index: nn.Linear(WIDTH, WIDTH, bias=rank != 3)),
             ),
         ]
     )

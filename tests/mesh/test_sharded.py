@@ -61,8 +61,8 @@ def sharded(
     def stage(index: int) -> nn.Module:
         module: Any = build(index)
         fully_shard(module[0], mesh=mesh[along], **options)
-        made: nn.Module = fully_shard(module, mesh=mesh[along], **options)
-        return made
+        built: nn.Module = fully_shard(module, mesh=mesh[along], **options)
+        return built
 
     return stage
 
@@ -78,16 +78,16 @@ def share_of(mesh: DeviceMesh, step: int = 0) -> tuple[Tensor, Tensor]:
 @contextlib.contextmanager
 def collectives() -> Iterator[Counter[str]]:
     """How many all-gathers and reduce-scatters of FSDP's start inside."""
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         for kind in (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter):
 
             def called(*args: Any, kind: Any = kind, run: Any = kind.__call__, **more: Any) -> Any:
-                found[kind.__name__] += 1
+                results[kind.__name__] += 1
                 return run(*args, **more)
 
             stack.enter_context(mock.patch.object(kind, "__call__", called))
-        yield found
+        yield results
 
 
 MESH = {"pp": 2, "dp_shard": 2}
@@ -112,13 +112,13 @@ def test_a_step_is_that_of_one_process(
     mesh = mesh_of(**sizes)
     losses, *rest = by_hand(uneven, stages, 2)
     expected = losses[number_of(mesh)], *rest
-    with trainer(mesh, sharded(mesh, **sharding), stages, max_grad_norm=1e9, **options) as made:
+    with trainer(mesh, sharded(mesh, **sharding), stages, max_grad_norm=1e9, **options) as engine:
         with collectives() as counted:
-            assert_step(made, share_of(mesh), expected)
-        assert made.evaluate(share_of(mesh)).tolist() == expected[0]
-        groups = 2 * len(made.modules)
-        local = [p for module in made.modules.values() for p in module.parameters()]
-        assert len(gradients_of(made)) == len(local)
+            assert_step(engine, share_of(mesh), expected)
+        assert engine.evaluate(share_of(mesh)).tolist() == expected[0]
+        groups = 2 * len(engine.modules)
+        local = [p for module in engine.modules.values() for p in module.parameters()]
+        assert len(gradients_of(engine)) == len(local)
     assert counted["DefaultReduceScatter"] == groups
     # Of the stage's first group, and of its root: to be captured, and to be run.
     assert counted["DefaultAllGather"] == 2 * groups
@@ -134,9 +134,9 @@ def test_another_name_and_copies_of_shards() -> None:
         (flat := mesh_of(dp_replicate=2, dp_shard=2), flat),
     ):
         losses, *rest = by_hand(uneven, 2, 4 if mesh is flat else 2)
-        with trainer(mesh, sharded(other), max_grad_norm=1e9) as made:
+        with trainer(mesh, sharded(other), max_grad_norm=1e9) as engine:
             expected = losses[number_of(mesh)], *rest
-            assert_step(made, share_of(mesh), expected, exact=lambda _, m=mesh: m is not flat)
+            assert_step(engine, share_of(mesh), expected, exact=lambda _, m=mesh: m is not flat)
 
 
 def _in_float32(output: Tensor, target: Tensor) -> Tensor:
@@ -149,24 +149,24 @@ def test_half_precision() -> None:
     mesh, model = mesh_of(**MESH), nn.Sequential(uneven(0), uneven(1)).bfloat16()
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for replica in range(2):
-        own = {name: torch.zeros_like(total) for name, total in sums.items()}
-        for x, y in zip(*(each.chunk(M) for each in share(replica)), strict=True):
+        local = {name: torch.zeros_like(total) for name, total in sums.items()}
+        for x, y in zip(*(item.chunk(M) for item in share(replica)), strict=True):
             model.zero_grad()
             (_in_float32(model(x.bfloat16()), y) / M).backward()
             for name, p in model.named_parameters():
-                own[name] += p.grad
-        for name, total in own.items():
+                local[name] += p.grad
+        for name, total in local.items():
             sums[name] += total / 2
-    with trainer(mesh, sharded(mesh, mp_policy=HALF), loss_fn=_in_float32) as made:
-        made.forward_backward(share_of(mesh))
-        for name, gradient in gradients_of(made).items():
+    with trainer(mesh, sharded(mesh, mp_policy=HALF), loss_fn=_in_float32) as engine:
+        engine.forward_backward(share_of(mesh))
+        for name, gradient in gradients_of(engine).items():
             assert torch.equal(gradient, sums[name]), name
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    made = uneven(0)
-    made.load_state_dict(module.state_dict())
-    return made
+    built = uneven(0)
+    built.load_state_dict(module.state_dict())
+    return built
 
 
 @ranks(4)
@@ -185,12 +185,12 @@ def test_clipped_training() -> None:
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.5, torch.tensor(norm))
         optimizer.step()
     options: dict[str, Any] = {"max_grad_norm": 0.5, "nonfinite": "skip"}
-    with trainer(mesh, sharded(mesh), optimizer_fn=slow, **options) as made:
-        assert_skipped(made, share_of(mesh), bad=number_of(mesh) == 0)
-        for step in (made.step_async, made.step_async, made.step):
+    with trainer(mesh, sharded(mesh), optimizer_fn=slow, **options) as engine:
+        assert_skipped(engine, share_of(mesh), bad=number_of(mesh) == 0)
+        for step in (engine.step_async, engine.step_async, engine.step):
             step(share_of(mesh))
-        assert made.grad_norm == pytest.approx(norm, rel=1e-12)
-        for at, module in made.modules.items():
+        assert engine.grad_norm == pytest.approx(norm, rel=1e-12)
+        for at, module in engine.modules.items():
             for name, parameter in module.named_parameters():
                 assert torch.equal(parameter.full_tensor(), model.get_parameter(f"{at}.{name}"))
 
@@ -201,24 +201,24 @@ def test_what_stages_do_between_steps() -> None:
     number on one rank is none on all; and the modules can be used without the trainer, too.
     """
     mesh = mesh_of(**MESH)
-    own = share_of(mesh)
+    local = share_of(mesh)
     options: dict[str, Any] = {"max_grad_norm": 1.0, "nonfinite": "ignore"}
-    with trainer(mesh, sharded(mesh), **options) as made:
-        made.forward_backward(own)
-        once = gradients_of(made)
-        made.forward_backward(own)
-        assert all(torch.equal(each, 2 * once[k]) for k, each in gradients_of(made).items())
-        modules = dict(made.modules)
+    with trainer(mesh, sharded(mesh), **options) as engine:
+        engine.forward_backward(local)
+        once = gradients_of(engine)
+        engine.forward_backward(local)
+        assert all(torch.equal(item, 2 * once[k]) for k, item in gradients_of(engine).items())
+        modules = dict(engine.modules)
         data = [p.data for module in modules.values() for p in module.parameters()]
-        assert {type(each).__name__ for each in data} == {"DTensor"}
-        made.step(own)
-        more = tuple(torch.cat([each, each[:M]]) for each in own)
-        assert made.forward_backward(more).equal(made.evaluate(more))
-        made.forward_backward((own[0] * float("nan"), own[1]) if number_of(mesh) else own)
-        assert str(made.grad_norm) == "nan"
-        assert all(gradient.isnan().any() for gradient in gradients_of(made).values())
+        assert {type(item).__name__ for item in data} == {"DTensor"}
+        engine.step(local)
+        more = tuple(torch.cat([tensor, tensor[:M]]) for tensor in local)
+        assert engine.forward_backward(more).equal(engine.evaluate(more))
+        engine.forward_backward((local[0] * float("nan"), local[1]) if number_of(mesh) else local)
+        assert str(engine.grad_norm) == "nan"
+        assert all(gradient.isnan().any() for gradient in gradients_of(engine).values())
     for module in modules.values():
-        assert module(own[0]).shape == own[0].shape
+        assert module(local[0]).shape == local[0].shape
 
 
 @ranks(4)
@@ -243,15 +243,15 @@ class NoNaN(nn.Module):
 @ranks(4)
 def test_what_is_refused() -> None:
     mesh, pairs = mesh_of(**MESH), mesh_of(pp=2, dp_replicate=2)
-    own = share_of(mesh)
+    local = share_of(mesh)
 
     def built(build: Any, made: DeviceMesh | None = mesh, **options: Any) -> Any:
         return lambda: trainer(made, build, **options)
 
-    def ran(build: Any, batch: Any = own, **options: Any) -> Any:
+    def ran(build: Any, batch: Any = local, **options: Any) -> Any:
         def act() -> None:
-            with trainer(mesh, build, **options) as made:
-                made.step(batch)
+            with trainer(mesh, build, **options) as engine:
+                engine.step(batch)
 
         return act
 
@@ -269,10 +269,10 @@ def test_what_is_refused() -> None:
     def unreduced(index: int) -> nn.Module:
         module: Any = sharded(mesh)(index)
         module.set_requires_gradient_sync(False)
-        made: nn.Module = module
-        return made
+        built: nn.Module = module
+        return built
 
-    strange = tuple(each.clone() for each in own)
+    strange = tuple(tensor.clone() for tensor in local)
     if number_of(mesh):
         strange[0][2] = float("nan")  # of microbatch 1
     tied = [((0, "2.scale"), (1, "2.scale"))]
@@ -284,7 +284,7 @@ def test_what_is_refused() -> None:
             ("let the function that builds stages call fully_shard(module, mesh=", built(partly)),
             (
                 "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give",
-                built(whole, example=own[0][:2]),
+                built(whole, example=local[0][:2]),
             ),
             (along, built(wrongly(mesh["pp"]))),
             (f"are sharded over the ranks [0, 1, 2, 3]; {along}", built(wrongly(None))),

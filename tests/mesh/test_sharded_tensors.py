@@ -61,8 +61,8 @@ def sharded(mesh: DeviceMesh, build: Build, **options: Any) -> Build:
         for part in module:
             if isinstance(part, Block):
                 fully_shard(part, mesh=mesh["dp_shard"], **options)
-        made: nn.Module = fully_shard(module, mesh=mesh["dp_shard"], **options)
-        return made
+        built: nn.Module = fully_shard(module, mesh=mesh["dp_shard"], **options)
+        return built
 
     return stage
 
@@ -96,23 +96,23 @@ def test_a_step_is_that_of_eager_mode() -> None:
     build = still(parallel(mesh, 1))
     with loss_parallel():
         losses, *rest = of_shares(build(0), map(batch, range(2)), loss_of)
-        with of_words(mesh, 1, sharded(mesh, build), memory="lean") as made:
+        with of_words(mesh, 1, sharded(mesh, build), memory="lean") as engine:
             expected = losses[mesh.get_local_rank("dp_shard")], *rest
-            assert_step(made, own_batch(mesh), expected, named(1))
+            assert_step(engine, own_batch(mesh), expected, named(1))
 
 
 @ranks(4)
 def test_a_split_module_trains_as_fsdp2_of_it_unsplit() -> None:
     mesh = mesh_of(**MESH)
-    found = []
+    results = []
     for wrap in (lambda model: model, autosplit.split):
         plain = sharded(mesh, still(parallel(mesh, 1, 1)))(0)
         model: Any = wrap(plain)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         seen = []
         for step in range(2):
-            given = own_batch(mesh, step)
-            for number, (x, y) in enumerate(zip(*(e.chunk(M) for e in given), strict=True)):
+            inputs = own_batch(mesh, step)
+            for number, (x, y) in enumerate(zip(*(e.chunk(M) for e in inputs), strict=True)):
                 plain.set_requires_gradient_sync(model is not plain or number == M - 1)
                 with loss_parallel():
                     loss_of(model(x), y).backward()
@@ -121,8 +121,8 @@ def test_a_split_module_trains_as_fsdp2_of_it_unsplit() -> None:
             optimizer.step()
             optimizer.zero_grad()
             seen += [norm, *model.parameters()]
-        found.append([whole(each.detach()) for each in seen])
-    assert all(map(torch.equal, *found))
+        results.append([whole(tensor.detach()) for tensor in seen])
+    assert all(map(torch.equal, *results))
 
 
 @ranks(4)
@@ -144,8 +144,8 @@ def test_what_is_refused() -> None:
 
     def elsewhere(index: int) -> nn.Module:
         """Ranks share tensors along dp_shard, and shards lie along tp."""
-        made: nn.Module = fully_shard(norms_apart(turned)(index), mesh=turned["dp_shard"])
-        return made
+        module: nn.Module = fully_shard(norms_apart(turned)(index), mesh=turned["dp_shard"])
+        return module
 
     fewer = sharded(line, norms_apart(line), reshard_after_forward=2)
     some = mesh if dist.get_rank() % 2 else None
@@ -222,16 +222,16 @@ def eight_ranks(folder: Path) -> None:
     try:
         for along in ("dp_replicate", "dp_shard"):
             mesh = mesh_of(pp=2, **{along: 2}, tp=2)
-            own = place(mesh, along)
+            local = place(mesh, along)
             losses, *rest = of_shares(odd(mesh, 1)(0), map(batch, range(2)), mean_square)
-            with of_words(mesh, 2, odd(mesh, 2), loss_fn=mean_square) as made:
-                assert_step(made, batch(own), (losses[own], *rest), named(2))
+            with of_words(mesh, 2, odd(mesh, 2), loss_fn=mean_square) as engine:
+                assert_step(engine, batch(local), (losses[local], *rest), named(2))
                 if along == "dp_shard":
-                    for module in made.modules.values():
+                    for module in engine.modules.values():
                         rows |= {p.to_local().shape[0] for p in module.parameters()}
-                    assert rows == ({2, 3} if own == 0 else {1, 2})
+                    assert rows == ({2, 3} if local == 0 else {1, 2})
                     _to_live = 2 if rank == 5 else 0
-                    made.step(batch(own))
+                    engine.step(batch(local))
     except AutosplitError as error:
         (folder / str(rank)).write_text(str(error))
         raise
@@ -242,6 +242,6 @@ def test_a_killed_rank_ends_all(on_ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="rank 5"):
         on_ranks(eight_ranks, 8, (tmp_path,), timeout=200)
     how = ("rank 5 was killed by SIGKILL", "rank 5 ended without a word")  # once it is reaped
-    said = {each.name: each.read_text() for each in tmp_path.iterdir()}
-    assert sorted(said) == [*"0123467"]
-    assert all(each.startswith(how) for each in said.values()), said
+    message = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert sorted(message) == [*"0123467"]
+    assert all(item.startswith(how) for item in message.values()), message

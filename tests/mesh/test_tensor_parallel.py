@@ -64,17 +64,17 @@ def test_a_step_is_that_of_eager_mode(
     mesh = mesh_of(**sizes)
     model = still(parallel(mesh, 1, stages))(0)
     build = still(parallel(mesh, stages, stages))
-    with loss_parallel(), of_words(mesh, stages, build, nonfinite="skip", **options) as made:
+    with loss_parallel(), of_words(mesh, stages, build, nonfinite="skip", **options) as engine:
         (losses,), *rest = of_shares(model, [batch()], loss_of)
-        assert_step(made, batch(), (losses, *rest), named(stages, stages))
+        assert_step(engine, batch(), (losses, *rest), named(stages, stages))
         if stages == 2:
             if dist.get_rank() == 3:
-                weight: Any = made.modules[1].get_parameter("0.up.weight")
+                weight: Any = engine.modules[1].get_parameter("0.up.weight")
                 with torch.no_grad():
                     weight.to_local()[0, 0] = math.nan
-            assert made.forward_backward(batch()).isnan().all()
-            assert str(made.grad_norm) == "nan"
-            assert made.metrics()["skipped"] == 1
+            assert engine.forward_backward(batch()).isnan().all()
+            assert str(engine.grad_norm) == "nan"
+            assert engine.metrics()["skipped"] == 1
 
 
 @ranks(4)
@@ -95,7 +95,7 @@ def test_checkpoints() -> None:
         )
     torchs = {"model": parallel(mesh, 1)(0).state_dict()}
     load(torchs, checkpoint_id=path, process_group=mesh.get_group("tp"))
-    loaded = {name: whole(each) for name, each in torchs["model"].items()}
+    loaded = {name: whole(item) for name, item in torchs["model"].items()}
     assert same(loaded, read_checkpoint(path))
     folder = common_folder()
     save(torchs, checkpoint_id=folder)
@@ -117,8 +117,8 @@ def test_what_is_refused() -> None:
 
         def act() -> None:
             whose = mesh if given is new_mesh else given()
-            with loss_parallel(), of_words(whose, 2, build(mesh), **options) as made:
-                made.step(batch(rank % batches))
+            with loss_parallel(), of_words(whose, 2, build(mesh), **options) as engine:
+                engine.step(batch(rank % batches))
 
         return refusal(act)
 
@@ -150,7 +150,7 @@ def test_what_is_refused() -> None:
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)), mesh["tp"], plan
         )
 
-    for found, *texts in (
+    for result, *texts in (
         (
             said(over_pipeline),
             "is a DTensor over the ranks",
@@ -182,7 +182,7 @@ def test_what_is_refused() -> None:
         (said(ending(nn.Dropout(0.5))), "accepted"),  # seeded apart, ranks drop alike
         (said(handed_on), "returns output, a DTensor", "use_local_output=True"),
     ):
-        assert all(text in found for text in texts), found
+        assert all(text in result for text in texts), result
 
 
 class Weather(nn.Module):
@@ -200,8 +200,8 @@ class Weather(nn.Module):
         self._calls += 1
         if self._calls == 3:  # building the stage runs the module once
             self._act()
-        found: Tensor = self.block(x)
-        return found
+        output: Tensor = self.block(x)
+        return output
 
 
 def fail() -> None:
@@ -221,8 +221,8 @@ def failing() -> str:
         return module
 
     def act() -> None:
-        with loss_parallel(), of_words(mesh, 2, build, **REFERENCE) as made:
-            made.step(batch())
+        with loss_parallel(), of_words(mesh, 2, build, **REFERENCE) as engine:
+            engine.step(batch())
 
     return refusal(act)
 

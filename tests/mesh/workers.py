@@ -101,8 +101,8 @@ def by_hand(
 
 
 def whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found
+    output: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return output
 
 
 def norm_of(grads: Iterable[Tensor]) -> float:
@@ -119,15 +119,17 @@ def by_stage(stage: int, name: str) -> str:
 
 def gradients_of(made: PipelineTrainer, names: Names = by_stage) -> dict[str, Tensor]:
     """This rank's gradients, whole, by name; each lies over ranks as its parameter does."""
-    found = {}
+    results = {}
     for stage, gradients in made.gradients().items():
         parameters = dict(made.modules[stage].named_parameters())
         for name, gradient in gradients.items():
-            for what in ("placements", "device_mesh"):
-                assert getattr(gradient, what, None) == getattr(parameters[name], what, None), name
-            found[names(stage, name)] = whole(gradient)
-    assert found
-    return found
+            for subject in ("placements", "device_mesh"):
+                assert getattr(gradient, subject, None) == getattr(
+                    parameters[name], subject, None
+                ), name
+            results[names(stage, name)] = whole(gradient)
+    assert results
+    return results
 
 
 def assert_step(
@@ -154,10 +156,10 @@ def assert_step(
 def assert_skipped(made: PipelineTrainer, batch: tuple[Tensor, Tensor], *, bad: bool) -> None:
     """A step moves no parameter on any rank, if only some are given an infinite target."""
     inputs, targets = batch
-    before = [p.detach().clone() for each in made.modules.values() for p in each.parameters()]
+    earlier = [p.detach().clone() for module in made.modules.values() for p in module.parameters()]
     made.step(inputs, torch.where(torch.tensor(bad), math.inf, targets))
-    after = [p for each in made.modules.values() for p in each.parameters()]
-    assert all(map(torch.equal, map(whole, before), map(whole, after)))
+    after = [p for module in made.modules.values() for p in module.parameters()]
+    assert all(map(torch.equal, map(whole, earlier), map(whole, after)))
     assert made.metrics()["skipped"] == 1
     assert not any(made.gradients().values())
 
@@ -172,9 +174,9 @@ def refusal(act: Callable[[], Any]) -> str:
 
 
 def assert_refused(cases: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-    for said, act in cases:
-        found = refusal(act)
-        assert said in found, found
+    for message, act in cases:
+        result = refusal(act)
+        assert message in result, result
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -191,13 +193,13 @@ def common_folder() -> Path:
 
 def state(made: PipelineTrainer, names: Names) -> dict[str, Tensor]:
     """Whole parameters, and what the optimizer has of them."""
-    found = {}
+    results = {}
     for stage, module in made.modules.items():
         for name, parameter in module.named_parameters():
             values = {"": parameter.detach(), **made.optimizer.state[parameter]}
             key = names(stage, name)
-            found |= {f"{key} {what}": whole(each).clone() for what, each in values.items()}
-    return found
+            results |= {f"{key} {subject}": whole(item).clone() for subject, item in values.items()}
+    return results
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -210,44 +212,44 @@ def assert_round_trip(
     batch: Callable[[int], Any],
     names: Names = by_stage,
     *,
-    own: Names | None = None,
+    local: Names | None = None,
     line: Make | None = None,
     **saving: Any,
 ) -> Path:
     """Train on a mesh, save, and go on there, on a ``line`` of ranks, in one process, and back.
     Where it was saved.
     """
-    folder, own = common_folder(), own or names
-    with make() as made:
-        made.step(batch(0))
-        save_checkpoint(made, folder / "mesh", names=names, step=7, **saving)
-        before = state(made, names)
-        made.step(batch(1))
-        after = state(made, names)
-        loaded = load_checkpoint(made, folder / "mesh", names=names)
+    folder, local = common_folder(), local or names
+    with make() as engine:
+        engine.step(batch(0))
+        save_checkpoint(engine, folder / "mesh", names=names, step=7, **saving)
+        earlier = state(engine, names)
+        engine.step(batch(1))
+        after = state(engine, names)
+        loaded = load_checkpoint(engine, folder / "mesh", names=names)
         assert (loaded.step, loaded.generators) == (7, "continued")
-        assert same(before, state(made, names))
-        made.step(batch(1))  # with the random numbers of before
-        assert same(after, state(made, names))
+        assert same(earlier, state(engine, names))
+        engine.step(batch(1))  # with the random numbers of before
+        assert same(after, state(engine, names))
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, before)
-        union = {key: value for each in everywhere for key, value in each.items()}
-        read = {f"{key} ": each for key, each in read_checkpoint(folder / "mesh").items()}
+        dist.all_gather_object(everywhere, earlier)
+        union = {key: value for item in everywhere for key, value in item.items()}
+        read = {f"{key} ": item for key, item in read_checkpoint(folder / "mesh").items()}
         assert same(read, union)
         assert len(read) == sum(key[-1] == " " for key in union)
         if line is not None:
             with line() as other:
-                load_checkpoint(other, folder / "mesh", names=own, generators=False)
-                assert same(state(other, own), union)
+                load_checkpoint(other, folder / "mesh", names=local, generators=False)
+                assert same(state(other, local), union)
         with alone() as other:
-            load_checkpoint(other, folder / "mesh", names=own, generators=False)
-            mine = state(other, own)
+            load_checkpoint(other, folder / "mesh", names=local, generators=False)
+            mine = state(other, local)
             assert same(mine, union)
             assert mine.keys() == union.keys()
             other.step(batch(0))
-            mine = state(other, own)
-            save_checkpoint(other, folder / f"alone{dist.get_rank()}", names=own)
+            mine = state(other, local)
+            save_checkpoint(other, folder / f"alone{dist.get_rank()}", names=local)
         dist.all_gather_object(everywhere, mine)
-        load_checkpoint(made, folder / "alone0", names=names)
-        assert same(state(made, names), everywhere[0])
+        load_checkpoint(engine, folder / "alone0", names=names)
+        assert same(state(engine, names), everywhere[0])
     return folder / "mesh"

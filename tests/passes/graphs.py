@@ -37,8 +37,8 @@ def computed(joint: fx.GraphModule) -> list[Tensor]:
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     nodes = [node for node in joint.graph.nodes if node.op == "placeholder"]
     args = [torch.randn(node.meta["val"].shape, generator=generator) for node in nodes]
-    found: list[Tensor] = fx.Interpreter(joint).run(*args, enable_io_processing=False)
-    return found
+    output: list[Tensor] = fx.Interpreter(joint).run(*args, enable_io_processing=False)
+    return output
 
 
 def ops(module: fx.GraphModule | None) -> Counter[str]:

@@ -84,7 +84,7 @@ def least_held(graph: fx.Graph, *, recompute: bool) -> int:
     wanted = {*reach.input_grads, *reach.weight_grads}
     best = None
     for choice in itertools.product(*(list(_places(node, reach, recompute)) for node in nodes)):
-        runs = [{n for n, where in zip(nodes, choice, strict=True) if at in where} for at in "FIW"]
+        runs = [{n for n, place in zip(nodes, choice, strict=True) if at in place} for at in "FIW"]
         sizes = _boundaries(runs, reach, wanted)
         best = sizes if best is None or sizes < best else best
     if best is None:
@@ -96,15 +96,15 @@ def _places(node: fx.Node, reach: Reachability, recompute: bool) -> Iterator[str
     """The sets of graphs that may run a node; "" for none."""
     recompute = recompute and is_cheap(node)
     input_grad_closure, forward = node in reach.input_grad_closure, node in reach.forward
-    for where in ("", "F", "I", "W", "FI", "FW", "IW", "FIW"):
+    for place in ("", "F", "I", "W", "FI", "FW", "IW", "FIW"):
         if (
-            (len(where) <= 1 or recompute)
-            and ("F" in where or not forward)
-            and not ("F" in where and node in reach.gradient)
-            and (not input_grad_closure or where != "W" or forward)
-            and (is_cheap(node) or input_grad_closure or forward or where in ("", "F", "W"))
+            (len(place) <= 1 or recompute)
+            and ("F" in place or not forward)
+            and not ("F" in place and node in reach.gradient)
+            and (not input_grad_closure or place != "W" or forward)
+            and (is_cheap(node) or input_grad_closure or forward or place in ("", "F", "W"))
         ):
-            yield where
+            yield place
 
 
 def _boundaries(runs: list[set[fx.Node]], reach: Reachability, wanted: set[fx.Node]) -> float:

@@ -81,8 +81,10 @@ def test_gradients_that_a_pass_exchanges() -> None:
     program = whole()
     output = output_node(program.backward_weight.graph)
     output.args = (output.args[0][::-1],)
-    said = r"backward_weight: parameter_grad weight is \(torch.float32, '2'\), and was traced as \("
-    with pytest.raises(PassError, match=said):
+    message = (
+        r"backward_weight: parameter_grad weight is \(torch.float32, '2'\), and was traced as \("
+    )
+    with pytest.raises(PassError, match=message):
         verify(program)
 
 
@@ -98,7 +100,9 @@ def test_gradients_that_a_pass_exchanges() -> None:
 def test_operator_that_no_backward_may_have(target: Any, args: list[Any], said: str) -> None:
     program = whole()
     x = next(iter(program.backward_weight.graph.nodes))
-    append(program.backward_weight, target, *(x if each is ... else each for each in args))
+    append(
+        program.backward_weight, target, *(x if argument is ... else argument for argument in args)
+    )
     with pytest.raises(PassError, match=f"backward_weight: {said}"):
         verify(program)
 

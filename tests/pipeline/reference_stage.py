@@ -36,18 +36,18 @@ class ReferenceStage:
         pairs = zip(self._outputs, come, strict=True)
         grads = [torch.zeros_like(out) if comes else None for out, comes in pairs]
         wanted = [arg for arg in self._args if arg.requires_grad]
-        found = iter(self._grad(_Graph([], self._outputs, grads), wanted))
-        return [arg.requires_grad and next(found) is not None for arg in self._args]
+        result = iter(self._grad(_Graph([], self._outputs, grads), wanted))
+        return [arg.requires_grad and next(result) is not None for arg in self._args]
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        own = [
+        local = [
             x.detach().requires_grad_(wanted)
             for x, wanted in zip(inputs, self._wanted, strict=True)
         ]
         inputs.clear()
         with torch.enable_grad():
-            outputs = _flat(self._module(*own))
-        self._graphs[microbatch] = _Graph(own, outputs, [])
+            outputs = _flat(self._module(*local))
+        self._graphs[microbatch] = _Graph(local, outputs, [])
         return [output.detach() for output in outputs]
 
     def backward_input(
@@ -57,16 +57,16 @@ class ReferenceStage:
         graph.grads = list(output_grads)
         output_grads.clear()
         wanted = [x for x in graph.inputs if x.requires_grad]
-        found = iter(self._grad(graph, wanted))
-        return [next(found) if x.requires_grad else None for x in graph.inputs]
+        result = iter(self._grad(graph, wanted))
+        return [next(result) if x.requires_grad else None for x in graph.inputs]
 
     def backward_weight(self, microbatch: int) -> None:
         named = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad]
         grads = self._grad(self._graphs.pop(microbatch), [p for _, p in named])
         for (name, _), grad in zip(named, grads, strict=True):
             if grad is not None:
-                before = self.gradients.get(name)
-                self.gradients[name] = grad if before is None else before + grad
+                earlier = self.gradients.get(name)
+                self.gradients[name] = grad if earlier is None else earlier + grad
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         grads = self.backward_input(microbatch, output_grads)

@@ -12,7 +12,7 @@ def grouped(**options: Any) -> dict[str, Any]:
     """The keyword arguments of ``PipelineTrainer``: each option in the group that has it."""
     groups = {"stage_options": StageOptions, "run_options": RunOptions}
     for group, kind in groups.items():
-        names = [each.name for each in fields(kind) if each.name in options]
+        names = [field.name for field in fields(kind) if field.name in options]
         if names:
             options[group] = kind(**{name: options.pop(name) for name in names})
     return options

@@ -135,12 +135,12 @@ def _nap() -> None:
 def _exhaust() -> None:
     """Ask for more memory than the process may have."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, before[1]))
+    earlier = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, earlier[1]))
     try:
         torch.zeros(2**28)
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, earlier)
 
 
 ENDS: dict[str, Callable[[], None]] = {
@@ -154,16 +154,16 @@ ENDS: dict[str, Callable[[], None]] = {
 
 def outcomes(scenarios: Mapping[str, Callable[[], object]]) -> dict[str, tuple[str, str]]:
     """Type and text of the error in each scenario, one after another in one process group."""
-    found = {}
+    results = {}
     for name, scenario in scenarios.items():
         try:
             scenario()
         except Exception as error:
-            found[name] = type(error).__name__, str(error)
+            results[name] = type(error).__name__, str(error)
         else:
-            found[name] = "nothing", ""
+            results[name] = "nothing", ""
         dist.barrier()
-    return found
+    return results
 
 
 def equal(one: Any, other: Any) -> bool:

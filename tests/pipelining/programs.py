@@ -95,12 +95,12 @@ class Program:
         self.losses: list[Tensor] = []
 
     def _schedule(self) -> Any:
-        given: dict[str, Any] = {"loss_fn": self.loss, **self.schedule_options}
+        inputs: dict[str, Any] = {"loss_fn": self.loss, **self.schedule_options}
         if self.make_schedule is not None:
-            return self.make_schedule(self.stages, self.microbatches, **given)
+            return self.make_schedule(self.stages, self.microbatches, **inputs)
         kind = getattr(schedules, self.kind)
         single = issubclass(kind, schedules.PipelineScheduleSingle)
-        return kind(self.stages[0] if single else self.stages, self.microbatches, **given)
+        return kind(self.stages[0] if single else self.stages, self.microbatches, **inputs)
 
     @property
     def last(self) -> bool:
@@ -108,13 +108,13 @@ class Program:
 
     def step(self, run: str = "step", **more: Any) -> Any:
         """One step of the schedule, or its ``eval``."""
-        given: dict[str, Any] = {**self.kwargs, **more}
+        inputs: dict[str, Any] = {**self.kwargs, **more}
         if self.last:
             self.losses = []
-            given |= {"target": self.target, "losses": self.losses}
+            inputs |= {"target": self.target, "losses": self.losses}
         if self.loss_kwargs:  # torch 2.11 takes none
-            given["loss_kwargs"] = self.loss_kwargs
-        self.output = getattr(self.schedule, run)(*(self.args if 0 in self.mine else ()), **given)
+            inputs["loss_kwargs"] = self.loss_kwargs
+        self.output = getattr(self.schedule, run)(*(self.args if 0 in self.mine else ()), **inputs)
         return self.output
 
     def plain_step(self) -> list[Any]:
@@ -135,54 +135,54 @@ class Program:
         for loss in reversed(losses) if self.reverse else losses:
             if loss.requires_grad:
                 loss.backward()
-        for p, before in zip(parameters, earlier, strict=True):
+        for p, initial in zip(parameters, earlier, strict=True):
             if p.grad is not None:
                 p.grad = p.grad.div_(count) if scaled else p.grad
-                p.grad = p.grad if before is None else before.add_(p.grad)
+                p.grad = p.grad if initial is None else initial.add_(p.grad)
             else:
-                p.grad = before
+                p.grad = initial
         return results
 
     def plain_forward(self, at: int) -> Any:
         """The whole model on one microbatch."""
         count = self.microbatches
-        value: Any = tuple(self.cut(each, count)[at] for each in self.args)
-        given = {
-            name: each.tensor_split(count)[at] if isinstance(each, Tensor) else each
-            for name, each in self.kwargs.items()
+        value: Any = tuple(self.cut(argument, count)[at] for argument in self.args)
+        options = {
+            name: item.tensor_split(count)[at] if isinstance(item, Tensor) else item
+            for name, item in self.kwargs.items()
         }
         for part in self.plain:
-            value = part(*value, **given)
+            value = part(*value, **options)
             if part is not self.plain[-1] and type(value) is not tuple:
                 value = (value,)
         return value
 
     def differences(self) -> list[str]:
         """Parameters and buffers of this rank's stages that are not as after plain autograd."""
-        found = []
+        results = []
         for at in self.mine:
             pairs = zip(self.parts[at].named_parameters(), self.plain[at].parameters(), strict=True)
             for (name, mine), other in pairs:
-                found += _difference(f"gradient of {name} of stage {at}", mine.grad, other.grad)
+                results += _difference(f"gradient of {name} of stage {at}", mine.grad, other.grad)
             buffers = zip(self.parts[at].named_buffers(), self.plain[at].buffers(), strict=True)
             for (name, buffer), other in buffers:
-                found += _difference(f"{name} of stage {at}", buffer, other)
-        return found
+                results += _difference(f"{name} of stage {at}", buffer, other)
+        return results
 
     def run(self, steps: int = 1, **more: Any) -> list[str]:
         """Some steps here and by plain autograd: what differs, and what was left behind."""
-        found = []
+        result = []
         for _ in range(steps):
             self.step(**more)
             results = self.plain_step()
             if self.last and more.get("return_outputs", True):
-                found += outputs_differ(self.output, results)
+                result += outputs_differ(self.output, results)
         for stage in self.stages:
             left = [stage._saved.waiting, stage._weights.in_flight.waiting]
             left += [stage._losses, stage._roots]
             left += [stage.output_chunks] if not stage.is_last else []
-            found += [f"{stage.stage_index} kept {each}" for each in left if each]
-        return found + self.differences()
+            result += [f"{stage.stage_index} kept {item}" for item in left if item]
+        return result + self.differences()
 
 
 def trained(*parts: nn.Module, rows: int = 8, **more: Any) -> Program:
@@ -204,13 +204,13 @@ def _difference(what: str, mine: Tensor | None, other: Tensor | None) -> list[st
 def outputs_differ(output: Any, results: Iterable[Any]) -> list[str]:
     mine, form = tree_flatten(output)
     theirs, forms = zip(*map(tree_flatten, results), strict=True)
-    found = [] if {*forms} == {form} else [f"returned {output}"]
-    for at, (one, others) in enumerate(zip(mine, zip(*theirs, strict=True), strict=True)):
-        whole = torch.cat([each.detach() for each in others])
-        found += _difference(f"output {at}", one, whole)
+    result = [] if {*forms} == {form} else [f"returned {output}"]
+    for at, (one, remaining) in enumerate(zip(mine, zip(*theirs, strict=True), strict=True)):
+        whole = torch.cat([other.detach() for other in remaining])
+        result += _difference(f"output {at}", one, whole)
         if one.requires_grad:
-            found.append(f"output {at} holds a graph")
-    return found
+            result.append(f"output {at} holds a graph")
+    return result
 
 
 @contextlib.contextmanager
@@ -221,8 +221,8 @@ def no_leaked_tensors() -> Iterator[None]:
     try:
         yield
         gc.collect()
-        made = (each for each in gc.garbage if _is_tensor(each) and id(each) not in earlier)
-        leaked = [[*each.shape] for each in made]
+        built = (item for item in gc.garbage if _is_tensor(item) and id(item) not in earlier)
+        leaked = [[*item.shape] for item in built]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -63,11 +63,11 @@ def step_differs(stage: Any) -> bool:
 @pytest.mark.usefixtures("alone")
 def test_each_argument_of_torchs_stage(name: str) -> None:
     for value in VALUES[name]():
-        given: dict[str, Any] = {"submodule": nn.Linear(4, 4), "stage_index": 0, "num_stages": 1}
-        given |= {"device": CPU, name: value}
-        stage = SplitPipelineStage(**given)
+        inputs: dict[str, Any] = {"submodule": nn.Linear(4, 4), "stage_index": 0, "num_stages": 1}
+        inputs |= {"device": CPU, name: value}
+        stage = SplitPipelineStage(**inputs)
         assert not step_differs(stage)
-        placed = SplitPipelineStage(*map(given.get, _NAMES[: max(4, _NAMES.index(name) + 1)]))  # type: ignore[arg-type]
+        placed = SplitPipelineStage(*map(inputs.get, _NAMES[: max(4, _NAMES.index(name) + 1)]))  # type: ignore[arg-type]
         assert (placed.group, placed.dw_builder) == (stage.group, stage.dw_builder)
 
 

@@ -26,8 +26,8 @@ class Checked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
-        made: Tensor = self.inner(x)
-        return made
+        built: Tensor = self.inner(x)
+        return built
 
 
 @pytest.fixture(scope="module")

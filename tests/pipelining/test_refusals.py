@@ -76,8 +76,8 @@ def four_features(inner: nn.Module, x: Tensor) -> Tensor:
 def in_training_only(inner: nn.Module, x: Tensor) -> Tensor:
     if not inner.training:
         raise ValueError("it is told to")
-    made: Tensor = inner(x)
-    return made
+    built: Tensor = inner(x)
+    return built
 
 
 def no_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -286,16 +286,16 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 def all_refusals() -> dict[str, tuple[str, str]]:
     """For each case the error's class and text, or what was returned."""
-    found = {}
+    results = {}
     cases = {name: case.run for name, case in [*BEFORE.items(), *IN_A_STEP.items()]}
     for name, run in [*cases.items(), *OTHERS.items()]:
         torch.manual_seed(0)
         try:
-            found[name] = ("nothing", str(run()))
+            results[name] = ("nothing", str(run()))
         except Exception as error:
-            found[name] = (type(error).__name__, str(error))
+            results[name] = (type(error).__name__, str(error))
         dist.barrier()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -306,12 +306,12 @@ def ranks(on_ranks: Ranks) -> Refusals:
 @pytest.mark.parametrize("name", BEFORE)
 def test_both_find_it_or_one_does_and_the_other_is_told(ranks: Refusals, name: str) -> None:
     case = BEFORE[name]
-    for rank, found in enumerate(each[name] for each in ranks):
+    for rank, result in enumerate(rank[name] for rank in ranks):
         if case.rank in (None, rank):
-            assert re.match(case.said, ": ".join(found), re.DOTALL)
+            assert re.match(case.said, ": ".join(result), re.DOTALL)
         else:
             text = f"stage {case.rank} failed: {': '.join(ranks[1 - rank][name])}"
-            assert found == ("NeighbourError", text)
+            assert result == ("NeighbourError", text)
 
 
 @pytest.mark.parametrize("name", IN_A_STEP)
@@ -328,7 +328,7 @@ def test_a_rank_that_fails_in_a_step_ends_it_on_every_rank(ranks: Refusals, name
 
 def test_a_rank_that_fails_ends_what_others_wait_for(ranks: Refusals) -> None:
     """Torch's runtime (2.15) waits for its sends before the error comes out of it."""
-    other, mine = (found["a list of actions"] for found in ranks)
+    other, mine = (result["a list of actions"] for result in ranks)
     assert mine == ("ValueError", "no loss")
     assert other[0] == "RankError"
 
@@ -342,15 +342,15 @@ def test_stages_of_torchs_own_are_refused_beside_ours(ranks: Refusals, name: str
 
 
 def test_a_schedule_that_has_ended_says_why(ranks: Refusals) -> None:
-    for found in ranks:
-        kind, text = found["a step after that"]
+    for result in ranks:
+        kind, text = result["a step after that"]
         assert kind == "PipelineError"
         assert text.startswith("Schedule1F1B has ended, as rank 1 failed in a step of Schedule1F1B")
 
 
 @pytest.mark.parametrize("about", ["graph breaks", "complex numbers"])
 def test_the_advice_works(ranks: Refusals, about: str) -> None:
-    assert [found[f"advice about {about}"] for found in ranks] == [("nothing", "[]")] * 2
+    assert [result[f"advice about {about}"] for result in ranks] == [("nothing", "[]")] * 2
 
 
 def test_no_process_group() -> None:

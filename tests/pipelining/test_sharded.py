@@ -34,8 +34,8 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        made: Tensor = self.last(x)
-        return made * 1
+        built: Tensor = self.last(x)
+        return built * 1
 
 
 class Replicated(Program):
@@ -65,8 +65,8 @@ class Replicated(Program):
         self.replicas = mesh["dp"]
 
         def stage(part: nn.Module, *given: Any, **more: Any) -> Any:
-            own = part if late else sharded(part, mesh=self.replicas, **options)
-            return SplitPipelineStage(own, *given, **more)
+            local = part if late else sharded(part, mesh=self.replicas, **options)
+            return SplitPipelineStage(local, *given, **more)
 
         super().__init__(
             [Part() for _ in range(stages)],
@@ -85,8 +85,8 @@ class Replicated(Program):
         """
         with reductions() as seen:
             shares = [(torch.randn(8, 5), torch.randn(8, 5)) for _ in range(2)]
-            own = self.replicas.get_local_rank()
-            x, self.target = shares[own]
+            local = self.replicas.get_local_rank()
+            x, self.target = shares[local]
             self.args = [x]
             self.step(run)
         parameters = [p for part in self.plain for p in part.parameters()]
@@ -97,23 +97,23 @@ class Replicated(Program):
                 p.grad = None
             results.append(self.plain_step())
             sums.append([p.grad for p in parameters])
-        for p, one, other, before in zip(parameters, *sums, earlier, strict=True):
-            p.grad = (one + other) / 2 if before is None else before + (one + other) / 2
-        found = outputs_differ(self.output, results[own]) if self.last else []
+        for p, one, other, initial in zip(parameters, *sums, earlier, strict=True):
+            p.grad = (one + other) / 2 if initial is None else initial + (one + other) / 2
+        result = outputs_differ(self.output, results[local]) if self.last else []
         groups = [g for stage in self.stages for g in stage.sharding.groups]
         if any(group.is_unsharded for group in groups):
-            found.append("left gathered")
+            result.append("left gathered")
         if len(seen) != len(groups) * (run == "step"):
-            found.append(f"reduced {seen}")
-        return found
+            result.append(f"reduced {seen}")
+        return result
 
     def train(self, steps: int = 2) -> list[str]:
         """Some steps, whose gradients add up; what differs."""
-        found = []
+        results = []
         for _ in range(steps):
-            found += self.beside() + self.differences()
+            results += self.beside() + self.differences()
         mine = (p for at in self.mine for p in self.parts[at].parameters())
-        return found + [f"{type(p)}" for p in mine if not isinstance(p.grad, DTensor)]
+        return results + [f"{type(p)}" for p in mine if not isinstance(p.grad, DTensor)]
 
 
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -133,8 +133,8 @@ def test_gradients_are_those_of_one_process(kind: str) -> list[str]:
 @ranks(4)
 def test_a_schedule_of_ours() -> list[str]:
     def make(stages: Any, microbatches: int, **options: Any) -> Any:
-        found = build("v-half", 4, microbatches, ranks=2)
-        return torch_schedule(found, stages, options.pop("loss_fn"), **options)
+        result = build("v-half", 4, microbatches, ranks=2)
+        return torch_schedule(result, stages, options.pop("loss_fn"), **options)
 
     return Replicated("ScheduleZBVZeroBubble", 4, make_schedule=make, late=True).train(1)
 
@@ -142,10 +142,10 @@ def test_a_schedule_of_ours() -> list[str]:
 @ranks(4)
 def test_evaluation_and_then_training() -> list[str]:
     program = Replicated("ScheduleDualPipeV", 4)
-    found = program.beside("eval")
+    result = program.beside("eval")
     for part in program.plain:
         part.zero_grad()
-    return found + program.train(1)
+    return result + program.train(1)
 
 
 @ranks(4)

@@ -49,11 +49,11 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_gradients_are_those_of_plain_autograd(kind: str) -> list[str]:
     stages, more = SCHEDULES[kind]
     program = of_blocks(stages, kind=kind, **more)
-    found = program.run()
+    result = program.run()
     with no_leaked_tensors():
         program.step()
     program.plain_step()
-    return found + program.differences()
+    return result + program.differences()
 
 
 def keyed(inner: nn.Module, x: Tensor, *, mask: Tensor, power: int) -> Tensor:
@@ -62,10 +62,10 @@ def keyed(inner: nn.Module, x: Tensor, *, mask: Tensor, power: int) -> Tensor:
 
 def several(inner: nn.Module, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     """A tensor, a view of it, an input as it is, and a mask, as it takes them."""
-    made = inner(x)
+    built = inner(x)
     if more:
-        made = made + more[0].mT.sum() * more[2]
-    return made, made.mT, more[1] if more else x, made > 0
+        built = built + more[0].mT.sum() * more[2]
+    return built, built.mT, more[1] if more else x, built > 0
 
 
 def joined(inner: nn.Module, x: Tensor, turned: Tensor, skip: Tensor, mask: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ def joined(inner: nn.Module, x: Tensor, turned: Tensor, skip: Tensor, mask: Tens
 
 def named(inner: nn.Module, given: Any) -> dict[str, Any]:
     """A dictionary, as it takes one."""
-    made = inner(given["hidden"] if isinstance(given, dict) else given)
-    return {"hidden": made, "parts": [made.sum(1), made[:, :2]]}
+    built = inner(given["hidden"] if isinstance(given, dict) else given)
+    return {"hidden": built, "parts": [built.sum(1), built[:, :2]]}
 
 
 def named_loss(output: dict[str, Any], target: Tensor, weight: float = 2) -> Tensor:
@@ -221,18 +221,18 @@ def test_steps_are_those_of_plain_autograd(case: str) -> list[str]:
 @ranks(2)
 def test_without_outputs_and_with_losses() -> list[str]:
     program = of_blocks(2)
-    found = program.run(return_outputs=False)
+    result = program.run(return_outputs=False)
     if program.output is not None:
-        found.append("outputs were returned")
+        result.append("outputs were returned")
     if program.last and len(program.losses) != 4:
-        found.append("losses are missing")
-    return found
+        result.append("losses are missing")
+    return result
 
 
 @ranks(2)
 def test_evaluation_before_and_after_training() -> list[str]:
     program = of_blocks(2, kind=ZB)
-    found = []
+    results = []
     for mode in (contextlib.nullcontext, torch.no_grad):
         with mode():
             output = program.step("eval")
@@ -240,9 +240,9 @@ def test_evaluation_before_and_after_training() -> list[str]:
             whole = torch.cat([program.plain_forward(at).detach() for at in range(4)])
             losses = len(program.losses)
             if not torch.equal(output, whole) or output.requires_grad or losses != 4:
-                found.append("evaluation differs")
-        found += program.run()
-    return found
+                results.append("evaluation differs")
+        results += program.run()
+    return results
 
 
 def reset_as_automodel(program: Program) -> None:
@@ -261,25 +261,25 @@ def test_batches_of_other_sizes_after_a_reset(kind: str) -> list[str]:
     parts = [block() for _ in range(2 if kind == "Schedule1F1B" else 4)]
     parts[0].requires_grad_(False)
     program = trained(*parts, kind=kind)
-    found = program.run()
+    result = program.run()
     for rows, reset in [(12, reset_as_automodel), (4, None), (8, None), (12, None)]:
         program.args, program.target = [torch.randn(rows, 4)], torch.randn(rows, 4)
-        (reset or (lambda each: reset_shapes(each.schedule)))(program)
+        (reset or (lambda item: reset_shapes(item.schedule)))(program)
         if rows == 8:
             program.step("eval")
             for part in (program.parts[0], program.plain[0]):  # until now, nothing waits for it
                 part.requires_grad_()
-        found += program.run(2)
-    return found
+        result += program.run(2)
+    return result
 
 
 @ranks(2)
 def test_batches_of_other_sizes_on_one_rank() -> list[str]:
     group = [dist.new_group([at]) for at in range(2)][dist.get_rank()]
     program = of_blocks(2, kind="ScheduleInterleaved1F1B", options={"group": group})
-    found = program.run()
+    result = program.run()
     program.args, program.target = [torch.randn(12, 4)], torch.randn(12, 4)
-    return found + program.run(2)
+    return result + program.run(2)
 
 
 @dataclasses.dataclass
@@ -298,8 +298,8 @@ def test_objects_by_name() -> list[str]:
     batch, target = torch.randn(8, 4), torch.randn(8, 4)
     stage = SplitPipelineStage(parts[rank], rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, 4, loss_fn=mean_square, scale_grads=False)
-    given: dict[str, Any] = {"target": target} if rank else {}
-    schedule.step(*(() if rank else (batch,)), scale=scale, **given)
+    inputs: dict[str, Any] = {"target": target} if rank else {}
+    schedule.step(*(() if rank else (batch,)), scale=scale, **inputs)
     for rows, wanted in zip(batch.chunk(4), target.chunk(4), strict=True):
         mean_square(plain[1](plain[0](rows, scale=scale), scale=scale), wanted).backward()
     pairs = zip(parts[rank].named_parameters(), plain[rank].parameters(), strict=True)
@@ -315,8 +315,8 @@ def test_a_weight_of_two_stages_of_one_rank() -> list[str]:
     program.plain[3].weight, program.plain[2].weight = (  # type: ignore[assignment]
         program.plain[0].weight, program.plain[1].weight,
     )  # fmt: skip
-    found = program.run(2)
-    return [each for each in found if not float(each.rpartition(" ")[2]) < 1e-6]
+    result = program.run(2)
+    return [item for item in result if not float(item.rpartition(" ")[2]) < 1e-6]
 
 
 @ranks(2)
@@ -328,10 +328,10 @@ def test_hooks_on_parameters() -> list[str]:
         for at in program.mine:
             weight = parts[at][0].weight  # type: ignore[index]
             weight.register_hook(lambda grad, log=log: log.append(grad.clone()))
-    found = program.run(2)
+    result = program.run(2)
     if len(seen[0]) != 8 or not all(map(torch.equal, *seen)):
-        found.append(f"hooks saw {len(seen[0])} gradients, and others than in a loop")
-    return found
+        result.append(f"hooks saw {len(seen[0])} gradients, and others than in a loop")
+    return result
 
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", ZB])
@@ -360,8 +360,8 @@ def test_optimizers_in_the_backward(kind: str) -> list[str]:
         zip(program.parts[at].parameters(), program.plain[at].parameters(), strict=True)
         for at in program.mine
     ]
-    found = [f"{len(calls)} calls"] if len(calls) != 2 * len({*calls}) else []
-    return found + ["weights differ" for each in pairs for a, b in each if not torch.equal(a, b)]
+    results = [f"{len(calls)} calls"] if len(calls) != 2 * len({*calls}) else []
+    return results + ["weights differ" for pair in pairs for a, b in pair if not torch.equal(a, b)]
 
 
 @ranks(2)
@@ -369,20 +369,20 @@ def test_gradients_of_what_the_caller_gave() -> list[str]:
     kwargs = {"mask": torch.rand(8, 4).requires_grad_(), "power": 2}
     batch = torch.randn(8, 4, requires_grad=True)
     program = trained(*map(around, [keyed] * 2), args=[batch], kwargs=kwargs)
-    given = [*program.args, program.kwargs["mask"]]
+    inputs = [*program.args, program.kwargs["mask"]]
     program.step()
-    mine = [each.grad for each in given]
-    for each in given:
-        each.grad = None
+    mine = [item.grad for item in inputs]
+    for element in inputs:
+        element.grad = None
     program.plain_step()
-    found = program.differences()
-    if 0 in program.mine and not torch.equal(mine[0], given[0].grad):
-        found.append("gradient of the input")
+    result = program.differences()
+    if 0 in program.mine and not torch.equal(mine[0], inputs[0].grad):
+        result.append("gradient of the input")
     total = mine[1].clone()
     dist.all_reduce(total)
-    if not torch.allclose(total, given[1].grad):
-        found.append("gradient of the keyword argument")
-    return found
+    if not torch.allclose(total, inputs[1].grad):
+        result.append("gradient of the keyword argument")
+    return result
 
 
 @ranks(2)
@@ -412,11 +412,11 @@ def test_data_parallelism_around_a_stage() -> list[str]:
     schedule.step(x.chunk(2)[rank], target=y.chunk(2)[rank])
     for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
         (mean_square(plain(a), b) / 4).backward()
-    found = [] if len(seen) == 2 else [f"a hook fired {len(seen)} times"]
+    results = [] if len(seen) == 2 else [f"a hook fired {len(seen)} times"]
     for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
         if not torch.allclose(mine.grad, other.grad):  # type: ignore[arg-type]
-            found.append("gradients are not the mean over the ranks")
-    return found
+            results.append("gradients are not the mean over the ranks")
+    return results
 
 
 @ranks(2)
@@ -424,4 +424,4 @@ def test_compiled_with_inductor() -> list[str]:
     parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
     batch = torch.randn(8, 4, requires_grad=True)  # so that the first stage is as the others
     program = trained(*parts, kind=ZB, args=[batch], options={"backend": "inductor"})
-    return [each for each in program.run(2) if not float(each.rpartition(" ")[2]) < 1e-6]
+    return [item for item in program.run(2) if not float(item.rpartition(" ")[2]) < 1e-6]

@@ -48,7 +48,7 @@ class Products(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mm.default:
             self.made.append(weakref.ref(result))
-            self.most = max(self.most, sum(each() is not None for each in self.made))
+            self.most = max(self.most, sum(item() is not None for item in self.made))
         return result
 
 
@@ -89,9 +89,9 @@ def both() -> Iterator[Both]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiled_graph, "_SMALL", 0)  # as if all were large
             pair = pipeline(SplitPipelineStage), pipeline(PipelineStage)
-            for each in pair:
-                step(each, 1)
-                step(each, 2)
+            for item in pair:
+                step(item, 1)
+                step(item, 2)
             yield pair
     finally:
         dist.destroy_process_group()
@@ -107,27 +107,27 @@ def assert_alike(both: Both) -> None:
 
 def test_gradients_are_the_dtensors_of_torchs_stage(both: Both) -> None:
     assert_alike(both)
-    lying = {str(each.placements) for each in gradients(both[0])}
+    lying = {str(gradient.placements) for gradient in gradients(both[0])}
     assert lying >= {"(Shard(dim=0),)", "(Partial(sum),)"}
 
 
 def test_weight_gradients_join_the_sums_one_by_one(both: Both) -> None:
     """Rather than be held until all of a later microbatch are there."""
     mine, torchs = both
-    for each in both:
-        for part in each.parts:
+    for item in both:
+        for part in item.parts:
             part.zero_grad()
-        step(each, 3)
+        step(item, 3)
     with Products():  # torch 2.15 captures anew under a mode
         step(mine, 4)
     step(torchs, 4)
-    before = gradients(mine)
+    earlier = gradients(mine)
     with Products() as products:
         step(mine, 5)
     step(torchs, 5)
-    assert all(a is b for a, b in zip(before, gradients(mine), strict=True))
+    assert all(a is b for a, b in zip(earlier, gradients(mine), strict=True))
     assert len(products.made) >= 4 * 2 * STAGES
-    weights = sum(each.ndim == 2 for part in mine.parts for each in part.parameters())
+    weights = sum(parameter.ndim == 2 for part in mine.parts for parameter in part.parameters())
     assert products.most <= weights + 1
 
 
@@ -135,10 +135,10 @@ def test_gradient_that_lies_otherwise_is_added_to_as_autograd_does(
     both: Both,
 ) -> None:
     """Somebody has reduced it in between."""
-    for each in both:
-        for part in each.parts:
+    for item in both:
+        for part in item.parts:
             for parameter in part.parameters():
                 lying = parameter.placements
                 parameter.grad = parameter.grad.redistribute(placements=lying)
-        step(each, 6)
+        step(item, 6)
     assert_alike(both)

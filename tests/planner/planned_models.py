@@ -74,14 +74,14 @@ def trained(arguments: dict[str, Any], steps: int) -> tuple[list[Tensor], list[s
     """Losses of a plan on this process group, and the names of its parameters."""
     plan = partition(net(), tokens(), **arguments)
     with plan.trainer(loss, sgd) as engine:
-        found = []
+        results = []
         for step in range(steps):
             batch = tokens(plan.batch, step)
-            found.append(engine.step((batch, batch)))
+            results.append(engine.step((batch, batch)))
         names = [
             name for module in engine.modules.values() for name, _ in module.named_parameters()
         ]
-    return found, names
+    return results, names
 
 
 UNEVEN = ModelCosts(
@@ -96,20 +96,20 @@ UNEVEN = ModelCosts(
 
 def layers_of_first(**options: Any) -> int:
     """How many layers the first stage gets that a trainer cuts, and no step of which is run."""
-    given = {"microbatches": 2, "planning": {"costs": UNEVEN}, **options}
+    inputs = {"microbatches": 2, "planning": {"costs": UNEVEN}, **options}
     with PipelineTrainer(
         net(),
         loss,
         sgd,
         stages=2,
         example=tokens(),
-        **grouped(**given),
+        **grouped(**inputs),
     ) as engine:
         first = engine.modules.get(0)
-        held = None if first is None else len([*first.get_submodule("layers").children()])
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, held)
-    return next(each for each in found if each is not None)
+        kept = None if first is None else len([*first.get_submodule("layers").children()])
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, kept)
+    return next(item for item in results if item is not None)
 
 
 def cut_by_trainers(cases: dict[str, dict[str, Any]]) -> dict[str, int]:

@@ -71,21 +71,21 @@ def named(engine: PipelineTrainer) -> dict[str, Tensor]:
 
 
 def initialised(stages: int, **options: Any) -> Partition:
-    found = partition(meta_model(Model), stages)
-    found.initialise(**options)
-    return found
+    result = partition(meta_model(Model), stages)
+    result.initialise(**options)
+    return result
 
 
 def test_any_number_of_stages_starts_with_the_same_values() -> None:
     """And trains as the model that is not cut does."""
-    found = []
+    results = []
     for stages in (1, 2, 4):
         with trainer(initialised(stages, seed=3)) as engine:
             values = named(engine)
-            found.append((values, [step(engine, seed) for seed in range(3)]))
+            results.append((values, [step(engine, seed) for seed in range(3)]))
             assert all(not p.is_meta for m in engine.modules.values() for p in m.parameters())
-    (values, losses), *others = found
-    for other, also in others:
+    (values, losses), *remaining = results
+    for other, also in remaining:
         assert other.keys() == values.keys()
         assert all(torch.equal(other[name], values[name]) for name in values)
         assert torch.equal(also[0], losses[0])

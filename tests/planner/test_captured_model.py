@@ -27,8 +27,8 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.problem is None:
             self.problem = "one of three"
-        found: Tensor = self.last(self.drop(self.norm(self.first(x).relu())))
-        return found.softmax(-1) if self.problem == "one of three" else found
+        output: Tensor = self.last(self.drop(self.norm(self.first(x).relu())))
+        return output.softmax(-1) if self.problem == "one of three" else output
 
 
 def test_what_the_first_call_sets_is_set_before_the_capture() -> None:
@@ -41,10 +41,10 @@ def test_what_the_first_call_sets_is_set_before_the_capture() -> None:
     assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
     split = cut(whole, [len(whole.blocks) - 1])
     torch.manual_seed(1)
-    found = run_modules(split, [split.build(0), split.build(1)], [x])
+    result = run_modules(split, [split.build(0), split.build(1)], [x])
     torch.manual_seed(1)
-    assert torch.equal(found, model(x))
-    assert torch.equal(found.sum(-1), torch.ones(4)) or found.sum(-1).allclose(torch.ones(4))
+    assert torch.equal(result, model(x))
+    assert torch.equal(result.sum(-1), torch.ones(4)) or result.sum(-1).allclose(torch.ones(4))
 
 
 class Counter(Classifier):
@@ -91,6 +91,6 @@ def test_what_crosses_a_cut_keeps_its_strides() -> None:
     torch.manual_seed(1)
     (sent,) = split.build(0)(x)
     assert sent.is_contiguous()
-    found = split.build(1)(sent.contiguous())
+    result = split.build(1)(sent.contiguous())
     torch.manual_seed(1)
-    assert torch.equal(found, model(x))
+    assert torch.equal(result, model(x))

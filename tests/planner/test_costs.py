@@ -25,8 +25,8 @@ MOVING = DeviceSpeed(math.inf, 1e9)
 
 
 def _whole(*modules: nn.Module) -> WholeModel:
-    given = modules or (nn.Linear(16, 32), mlp(32), mlp(32), nn.Linear(32, 8, bias=False))
-    return WholeModel.capture(nn.Sequential(*given), X)
+    inputs = modules or (nn.Linear(16, 32), mlp(32), mlp(32), nn.Linear(32, 8, bias=False))
+    return WholeModel.capture(nn.Sequential(*inputs), X)
 
 
 def test_seconds_by_flops() -> None:
@@ -60,13 +60,13 @@ def test_bytes_are_those_of_a_profile() -> None:
 @pytest.mark.parametrize("device", [None, torch.device("meta")])
 def test_parameters_need_no_memory(device: torch.device | None) -> None:
     width = 30_000  # 3.6 GB of parameters
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    earlier = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = meta_model(lambda: nn.Sequential(nn.Embedding(10, width), nn.Linear(width, width)))
     whole = WholeModel.capture(model, torch.zeros(4).long())
     costs = estimate(whole, BlockOptions(device=device), device=COMPUTING)
     assert costs.blocks[1].forward == pytest.approx(2 * 4 * width**2 / 1e9)
     assert costs.blocks[1].parameters == 4 * (width**2 + width)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - earlier
     assert grown * 1024 < costs.blocks[1].parameters / 4
 
 
@@ -104,9 +104,9 @@ def test_the_model_stays_as_it_is() -> None:
     first, norm = nn.Linear(16, 32), nn.BatchNorm1d(32)
     whole = _whole(first, norm, nn.Dropout(0.5), nn.Linear(32, 8))
     weight, mean = first.weight, norm.running_mean
-    before = torch.get_rng_state()
+    earlier = torch.get_rng_state()
     profile(whole, seconds=0.05)
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(earlier, torch.get_rng_state())
     assert first.weight is weight
     assert weight.grad is None
     assert norm.running_mean is mean

@@ -34,9 +34,9 @@ def test_the_slowest_link_is_that_of_all_and_all_ranks_know_it() -> None:
         return send(tensor, peer)
 
     with mock.patch.object(groups, "isend", late):
-        found = measure_transfer(groups, device, ring(3))
-    others: list[Any] = [None] * 3
-    dist.all_gather_object(others, found)
+        result = measure_transfer(groups, device, ring(3))
+    remaining: list[Any] = [None] * 3
+    dist.all_gather_object(remaining, result)
     groups.destroy()
-    assert others == [found] * 3
-    assert found.latency >= _LATE
+    assert remaining == [result] * 3
+    assert result.latency >= _LATE

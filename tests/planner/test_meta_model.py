@@ -71,16 +71,16 @@ def test_tied_parameters_stay_tied() -> None:
 
 
 def test_parameters_of_other_threads_stay_real() -> None:
-    made: list[nn.Module] = []
+    module: list[nn.Module] = []
 
     def factory() -> nn.Module:
-        thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
+        thread = threading.Thread(target=lambda: module.append(nn.Linear(2, 2)))
         thread.start()
         thread.join()
         return nn.Linear(2, 2)
 
     assert meta_model(factory).weight.is_meta
-    assert not made[0].weight.is_meta
+    assert not module[0].weight.is_meta
     assert not nn.Linear(2, 2).weight.is_meta  # and the hook is gone
 
 
@@ -91,16 +91,16 @@ def test_a_factory_without_a_model_is_refused() -> None:
 
 def test_stand_ins_have_the_right_form_and_go_away() -> None:
     model = meta_model(Tables)
-    before = named_tensors(model)
+    earlier = named_tensors(model)
     with stand_in_tensors(model):
         for name, tensor in named_tensors(model).items():
             assert tensor.device.type == "cpu"
-            assert tensor.shape == before[name].shape
-            assert tensor.stride() == before[name].stride()
-            assert isinstance(tensor, nn.Parameter) == isinstance(before[name], nn.Parameter)
+            assert tensor.shape == earlier[name].shape
+            assert tensor.stride() == earlier[name].stride()
+            assert isinstance(tensor, nn.Parameter) == isinstance(earlier[name], nn.Parameter)
         assert model.head.weight is model.embed.weight
-        assert model.angles is before["angles"]
-    assert all(tensor is before[name] for name, tensor in named_tensors(model).items())
+        assert model.angles is earlier["angles"]
+    assert all(tensor is earlier[name] for name, tensor in named_tensors(model).items())
 
 
 def test_stand_ins_elsewhere_are_one_element() -> None:

@@ -66,5 +66,5 @@ def test_blocks_have_the_names_of_the_models_modules(model: nn.Module, cut: str)
     assert cut in {block.name for block in whole.blocks}
     plan = partition(model, inputs, cut_at=[cut], costs="estimate", ranks=1)
     assert plan.cuts == (cut,)
-    held = {name for stage in range(2) for name, _ in plan.build(stage).named_parameters()}
-    assert held == {name for name, _ in model.named_parameters()}
+    kept = {name for stage in range(2) for name, _ in plan.build(stage).named_parameters()}
+    assert kept == {name for name, _ in model.named_parameters()}

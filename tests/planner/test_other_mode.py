@@ -16,15 +16,15 @@ from tests.planner.whole_models import Case, run_modules
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each capture from now on, whether it is for training."""
-    found: list[bool] = []
+    results: list[bool] = []
     capture = captured_model.capture_forward
 
     def counted(model: nn.Module, *inputs: Any) -> Any:
-        found.append(model.training)
+        results.append(model.training)
         return capture(model, *inputs)
 
     monkeypatch.setattr(captured_model, "capture_forward", counted)
-    return found
+    return results
 
 
 def noisy() -> Case:
@@ -52,8 +52,8 @@ def test_evaluation_captures_once_for_all_stages(captures: list[bool], evaluated
     split, modules = halves_of(case)
     for _ in range(2):
         case.model.eval()
-        found = run_modules(split, [*map(evaluated, modules)], case.tensors())
-        assert torch.equal(found, case.model(*case.args))
+        result = run_modules(split, [*map(evaluated, modules)], case.tensors())
+        assert torch.equal(result, case.model(*case.args))
         for module in modules:
             module.train()
     assert captures == [True, False]

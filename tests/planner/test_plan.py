@@ -62,9 +62,9 @@ def test_a_limit_of_memory_is_kept_by_cuts_or_left_to_the_trainer() -> None:
     most = max(plain.peak_memory)
     kept = planned(int(most) + 1)
     assert max(kept.peak_memory) <= int(most) + 1 == kept.arguments["memory_limit"]
-    found = planned(f"{int(most / 2)} B")
-    assert found.arguments["memory_limit"] == int(most / 2)
-    assert (found.cuts, found.schedule) == (plain.cuts, plain.schedule)
+    result = planned(f"{int(most / 2)} B")
+    assert result.arguments["memory_limit"] == int(most / 2)
+    assert (result.cuts, result.schedule) == (plain.cuts, plain.schedule)
     for bad in ("12 GiBs", "lots", 0, 1.5, True):
         with pytest.raises(PlanError, match=r"expected memory_limit such as 80GiB.*, got "):
             planned(bad)  # type: ignore[arg-type]
@@ -76,8 +76,8 @@ def test_a_plan_within_a_limit_trains(tmp_path: Path) -> None:
     options: dict[str, Any] = {"stages": 1, "ranks": 1, "microbatches": 4, "schedule": "gpipe"}
     plain = partition(model, tokens(), costs=costs(model), **options)
     most = max(plain.peak_memory)
-    found = partition(model, tokens(), costs=costs(model), memory_limit=int(0.8 * most), **options)
-    with found.trainer(
+    result = partition(model, tokens(), costs=costs(model), memory_limit=int(0.8 * most), **options)
+    with result.trainer(
         loss,
         sgd,
         memory_limit="1GiB",
@@ -113,24 +113,24 @@ def test_stages_of_a_plan_that_are_given_as_they_are_stay_tied() -> None:
 
 
 def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:
-    model, own = net(), net()
-    one = partition(own, tokens(), stages=2, ranks=1, microbatches=2, costs=costs(own))
+    model, local = net(), net()
+    one = partition(local, tokens(), stages=2, ranks=1, microbatches=2, costs=costs(local))
     optimizer = sgd(list(model.parameters()))
     with one.trainer(loss, sgd) as engine:
         for step in range(2):
             batch = tokens(4, step)
-            found = engine.step((batch, batch))
+            result = engine.step((batch, batch))
             expected = torch.stack([loss(model(part), part) for part in batch.chunk(2)])
             expected.mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            torch.testing.assert_close(found, expected.detach())
+            torch.testing.assert_close(result, expected.detach())
 
 
 def test_two_processes_train_a_plan_from_its_arguments(on_ranks: Ranks, plan: Plan) -> None:
     """Losses step by step are those of the whole model in one process."""
     arguments = json.loads(json.dumps(plan.arguments))
-    (losses, names), (others, more) = on_ranks(trained, 2, (arguments, 3), timeout=100.0)
+    (losses, names), (remaining, more) = on_ranks(trained, 2, (arguments, 3), timeout=100.0)
     model = net()
     optimizer = sgd(list(model.parameters()))
     for step in range(3):
@@ -140,7 +140,7 @@ def test_two_processes_train_a_plan_from_its_arguments(on_ranks: Ranks, plan: Pl
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(losses[step], expected.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(losses[step], others[step])
+        assert torch.equal(losses[step], remaining[step])
     assert "layers.0.up.weight" in names
     assert "layers.3.up.weight" in more
     assert {*names, *more} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -176,14 +176,14 @@ def test_arguments_give_the_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.schedule != partition(net(), tokens(), **arguments | {"weights": None}).schedule
     batch = tokens(again.batch)
     with again.trainer(loss, sgd) as engine:
-        found = engine.step((batch, batch))
+        result = engine.step((batch, batch))
     plain = partition(net(), tokens(), **arguments | {"autocast": None})
     for autocast, equal in ((torch.bfloat16, True), (None, False)):
-        made = StageOptions(autocast=autocast)
-        with plain.trainer(loss, sgd, stage_options=made) as engine:
-            assert torch.equal(engine.step((batch, batch)), found) == equal
-    said = "costs are 'profile', 'estimate', a ModelCosts, or what a plan's arguments have"
-    with pytest.raises(PlanError, match=said):
+        built = StageOptions(autocast=autocast)
+        with plain.trainer(loss, sgd, stage_options=built) as engine:
+            assert torch.equal(engine.step((batch, batch)), result) == equal
+    message = "costs are 'profile', 'estimate', a ModelCosts, or what a plan's arguments have"
+    with pytest.raises(PlanError, match=message):
         partition(net(), tokens(), **arguments | {"costs": {"blocks": [[1.0]]}})
     with pytest.raises(PlanError, match="autocast is a dtype, such as 'bfloat16', or None; got"):
         partition(net(), tokens(), **arguments | {"autocast": "bf16"})
@@ -191,25 +191,25 @@ def test_arguments_give_the_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_of_partition_have_effects() -> None:
     model = net()
-    known = costs(model)
-    free = partition(model, tokens(), stages=2, microbatches=4, costs=known)
-    other = partition(model, tokens(), stages=2, microbatches=2, schedule="gpipe", costs=known)
+    expected = costs(model)
+    free = partition(model, tokens(), stages=2, microbatches=4, costs=expected)
+    other = partition(model, tokens(), stages=2, microbatches=2, schedule="gpipe", costs=expected)
     assert (other.schedule.name, other.schedule.microbatches) == ("gpipe", 2)
-    folded = partition(model, tokens(), stages=4, ranks=2, schedule="zb-v", costs=known)
+    folded = partition(model, tokens(), stages=4, ranks=2, schedule="zb-v", costs=expected)
     assert len(folded.schedule.ranks) == 2
-    lean = partition(model, tokens(), stages=2, memory="lean", costs=known)
+    lean = partition(model, tokens(), stages=2, memory="lean", costs=expected)
     assert lean.arguments["memory"] == "lean"
 
     def peak(**more: Any) -> float:
-        given = {"stages": 2, "microbatches": 2, "schedule": "gpipe", "ranks": 1, **more}
-        return max(partition(model, tokens(), costs="estimate", **given).peak_memory)
+        options = {"stages": 2, "microbatches": 2, "schedule": "gpipe", "ranks": 1, **more}
+        return max(partition(model, tokens(), costs="estimate", **options).peak_memory)
 
     usual = peak()
     assert peak(microbatches=4) > usual > peak(memory=0)
     assert peak(autocast=torch.bfloat16) != usual
     assert max(free.peak_memory) < max(
         partition(
-            model, tokens(), stages=2, microbatches=4, schedule="gpipe", costs=known
+            model, tokens(), stages=2, microbatches=4, schedule="gpipe", costs=expected
         ).peak_memory
     )
 
@@ -234,9 +234,9 @@ def test_options_of_partition_have_effects() -> None:
 )
 def test_bad_input(options: dict[str, object], error: type[Exception], message: str) -> None:
     model = net()
-    given = {"costs": costs(model), **options}
+    inputs = {"costs": costs(model), **options}
     with pytest.raises(error, match=message):
-        partition(model, tokens(), **given)  # type: ignore[arg-type]
+        partition(model, tokens(), **inputs)  # type: ignore[arg-type]
 
 
 def test_a_dictionary_is_keyword_inputs(plan: Plan) -> None:

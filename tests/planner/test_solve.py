@@ -38,12 +38,12 @@ def cases(data: st.DataObject) -> tuple[ModelCosts, int, int, str, dict[str, Any
 def test_hardly_any_cuts_are_better_than_those_found(data: st.DataObject) -> None:
     costs, stages, microbatches, name, form = cases(data)
     links = data.draw(LINKS)
-    every = list(all_tried(costs, stages, microbatches, name, form, links=links))
-    found = solved(costs, stages, microbatches, name, memory={"links": links}, **form)
-    assert found.step <= 1.2 * min(each.step for each in every)
-    own = next(each for each in every if each.firsts == found.firsts)
-    assert found.step == pytest.approx(own.step)
-    assert found.peaks == pytest.approx(own.peaks)
+    all_items = list(all_tried(costs, stages, microbatches, name, form, links=links))
+    result = solved(costs, stages, microbatches, name, memory={"links": links}, **form)
+    assert result.step <= 1.2 * min(item.step for item in all_items)
+    local = next(item for item in all_items if item.firsts == result.firsts)
+    assert result.step == pytest.approx(local.step)
+    assert result.peaks == pytest.approx(local.peaks)
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,20 +52,20 @@ def test_a_cap_is_kept_or_one_that_can_be_is_named(data: st.DataObject) -> None:
     costs, stages, microbatches, name, form = cases(data)
     cap, state = data.draw(st.integers(1, 120)) * 1.0, data.draw(st.sampled_from([0.0, 2.0]))
     memory = {"cap": cap, "optimizer_state": state}
-    every = list(all_tried(costs, stages, microbatches, name, form, **memory))
-    within = [each.step for each in every if each.overflow == 0.0]
+    all_items = list(all_tried(costs, stages, microbatches, name, form, **memory))
+    within = [item.step for item in all_items if item.overflow == 0.0]
     try:
-        found = solved(costs, stages, microbatches, name, memory=memory, **form)
+        result = solved(costs, stages, microbatches, name, memory=memory, **form)
     except CapError as error:
         assert not within or name == "interleaved"  # where a rank holds several stages
         least = error.least
-        assert least >= min(max(each.peaks) for each in every) * (1 - 1e-9)
+        assert least >= min(max(item.peaks) for item in all_items) * (1 - 1e-9)
         memory["cap"] = least
-        found = solved(costs, stages, microbatches, name, memory=memory, **form)
-        assert max(found.peaks) <= least * (1 + 1e-9)
+        result = solved(costs, stages, microbatches, name, memory=memory, **form)
+        assert max(result.peaks) <= least * (1 + 1e-9)
         return
-    assert found.step <= 1.2 * min(within)
-    assert max(found.peaks) <= cap * (1 + 1e-9)
+    assert result.step <= 1.2 * min(within)
+    assert max(result.peaks) <= cap * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,6 @@ def test_a_cap_is_kept_or_one_that_can_be_is_named(data: st.DataObject) -> None:
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **options}
+    inputs: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **options}
     with pytest.raises(error, match=message):
-        solved(even(4), **given)
+        solved(even(4), **inputs)

@@ -46,8 +46,8 @@ class Experts(nn.Module):
         order = chosen.argsort(stable=True)
         sizes = nn.functional.one_hot(chosen, 2).sum(0).tolist()
         parts = x[order].split(sizes)
-        made = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
-        return self.last(torch.zeros_like(x).index_add(0, order, torch.cat(made)))
+        built = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+        return self.last(torch.zeros_like(x).index_add(0, order, torch.cat(built)))
 
 
 class Doubled(torch.autograd.Function):
@@ -102,7 +102,7 @@ def whole_of(case: Case) -> WholeModel:
 
 def outcome(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ...]:
     """Result, buffers and gradients of one call from the same start."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    earlier = {name: buffer.clone() for name, buffer in model.named_buffers()}
     torch.manual_seed(0)
     model.zero_grad()
     result = call()
@@ -110,7 +110,7 @@ def outcome(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ...]:
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name, buffer in model.named_buffers():
-        buffer.copy_(before[name])
+        buffer.copy_(earlier[name])
     return result, after, grads
 
 
@@ -119,7 +119,7 @@ def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
     case, captured_model = captured(make)
     case.model.train()
     split = split_of(captured_model, 3)
-    sizes = [n for sent in captured_model.crossing for each in sent for n in each.shape]
+    sizes = [n for sent in captured_model.crossing for item in sent for n in item.shape]
     assert all(type(n) is int for n in sizes)
     modules = [split.build(index) for index in range(3)]
     state: dict[str, Tensor] = {}
@@ -268,7 +268,7 @@ def test_stages_that_are_moved_make_their_tensors_where_they_are() -> None:
         assert graph.device == torch.device("meta")
         constants = [*graph.graph.buffers()]
         assert constants
-        assert all(each.is_meta and each.dtype is torch.float32 for each in constants)
+        assert all(constant.is_meta and constant.dtype is torch.float32 for constant in constants)
         assert "device(type='cpu')" not in graph.graph.code
 
 

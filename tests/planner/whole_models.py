@@ -195,5 +195,5 @@ def run_modules(split: Partition, modules: Sequence[nn.Module], batch: Sequence[
 
 
 def _take(source: Any, batch: Sequence[Tensor], outputs: Sequence[Any]) -> Tensor:
-    found = batch if source.stage is None else outputs[source.stage]
-    return found[source.position].detach() if source.stage is None else found[source.position]
+    result = batch if source.stage is None else outputs[source.stage]
+    return result[source.position].detach() if source.stage is None else result[source.position]

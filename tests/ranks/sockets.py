@@ -17,8 +17,8 @@ def of_a_rank(factor: int) -> dict[str, Any]:
     identity = identify(factor)
     with trainer() as engine:
         engine.step(data(8))
-        own, parents = (listening(pid) for pid in (os.getpid(), os.getppid()))
-    return {"identity": identity, "rank": own, "parent": parents}
+        local, parents = (listening(pid) for pid in (os.getpid(), os.getppid()))
+    return {"identity": identity, "rank": local, "parent": parents}
 
 
 def listening(pid: int) -> list[str]:
@@ -31,14 +31,14 @@ def listening(pid: int) -> list[str]:
             continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    found = []
+    results = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTENS and fields[9] in inodes:
                 address, port = fields[1].split(":")
-                found.append(f"{_address(address)}:{int(port, 16)}")
-    return found
+                results.append(f"{_address(address)}:{int(port, 16)}")
+    return results
 
 
 def loopback(socket: str) -> bool:

@@ -43,10 +43,10 @@ def test_all_of_it_arrives() -> None:
     control = Control([1, 0], rank, dist.group.WORLD, unwatched)
     tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t()
     for value in SAME:
-        found = control.gather((rank, value))
-        assert found == [(1, value), (0, value)]
-        assert all(type(each) is type(value) for _, each in found)
-    assert all(torch.equal(each, tensor) for each in control.gather(tensor))
+        result = control.gather((rank, value))
+        assert result == [(1, value), (0, value)]
+        assert all(type(item) is type(value) for _, item in result)
+    assert all(torch.equal(item, tensor) for item in control.gather(tensor))
     error = control.gather(CheckpointError("no such file"))[1 - control.rank]
     assert (type(error), str(error)) == (CheckpointError, "no such file")
     assert control.broadcast([5 + rank, rank], 0) == [6, 1]

@@ -27,8 +27,8 @@ def started(store: dist.HashStore, ranks: list[int], world: int = 3) -> list[str
 def test_a_start_has_one_name_and_no_earlier_one() -> None:
     store = dist.HashStore()
     names = [started(store, [0, 1, 2]), started(store, [2, 1, 0]), started(store, [1, 0, 2])]
-    assert [len({*each}) for each in names] == [1, 1, 1]
-    assert len({each[0] for each in names}) == 3
+    assert [len({*name}) for name in names] == [1, 1, 1]
+    assert len({name[0] for name in names}) == 3
 
 
 def test_ranks_that_ended_before_all_had_started_are_not_waited_for() -> None:

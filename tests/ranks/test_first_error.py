@@ -312,13 +312,13 @@ ALIKE = [name for name, (_, _, text) in SCENARIOS.items() if text]
 def after_a_failure() -> dict[str, Any]:
     """What a failed step leaves: optimizers untouched, a trainer that says it has ended."""
     engine = trainer(second(2, "raise"))
-    before = copy.deepcopy(engine.state_dict())
+    earlier = copy.deepcopy(engine.state_dict())
     for attempt in range(2):
         try:
             engine.step(data(8))
         except PipelineError as error:
             last = f"{attempt} {error}"
-    same = equal(engine.state_dict(), before)
+    same = equal(engine.state_dict(), earlier)
     engine.close()
     with trainer() as another:
         return {"same": same, "last": last, "next": another.step(data(8)).shape}
@@ -344,7 +344,7 @@ def _warned(batch: Any) -> list[str]:
         engine.evaluate(batch)
         engine.step(batch)
         engine.step(batch)
-    return [f"{each.category.__name__}: {each.message}" for each in caught]
+    return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
 
 
 def all_that_fails() -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
@@ -355,22 +355,22 @@ def all_that_fails() -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
 @pytest.fixture(scope="module")
 def texts(on_ranks: Ranks) -> Texts:
     started = time.monotonic()
-    found = on_ranks(all_that_fails, 2, timeout=TIMEOUT)
+    result = on_ranks(all_that_fails, 2, timeout=TIMEOUT)
     # One rank waiting out its timeout in one scenario would take 60 s.
     assert time.monotonic() - started < 60
     on_ranks.end()  # nobody else has ranks in which so much has failed
-    return found
+    return result
 
 
 def test_every_scenario_is_here(texts: Texts) -> None:
-    assert [set(found) for found, _ in texts] == [{*SCENARIOS}] * 2
+    assert [set(result) for result, _ in texts] == [{*SCENARIOS}] * 2
 
 
 @pytest.mark.parametrize("scenario", ALIKE)
 def test_every_rank_says_the_first_cause(texts: Texts, scenario: str) -> None:
     _, failed, text = SCENARIOS[scenario]
-    for rank, (found, _) in enumerate(texts):
-        kind, message = found[scenario]
+    for rank, (result, _) in enumerate(texts):
+        kind, message = result[scenario]
         assert text in message
         if failed is None:
             assert kind == "PipelineError"
@@ -389,8 +389,10 @@ def test_traceback_of_the_failed_rank_reaches_the_others(texts: Texts) -> None:
 
 
 def test_out_of_memory_is_said_as_torch_says_it(texts: Texts) -> None:
-    for found, _ in texts:
-        assert "can't allocate memory: you tried to allocate 1073741824 bytes" in found["memory"][1]
+    for result, _ in texts:
+        assert (
+            "can't allocate memory: you tried to allocate 1073741824 bytes" in result["memory"][1]
+        )
 
 
 def test_no_optimizer_moves_and_the_trainer_has_ended(texts: Texts) -> None:
@@ -404,19 +406,19 @@ def test_no_optimizer_moves_and_the_trainer_has_ended(texts: Texts) -> None:
 
 
 def test_batches_of_other_values_are_told_once(texts: Texts) -> None:
-    said = [after["other values"] for _, after in texts]
-    assert said[0] == said[1]
-    assert [name for name, warned in said[0].items() if not warned] == ["same", "left out"]
+    message = [after["other values"] for _, after in texts]
+    assert message[0] == message[1]
+    assert [name for name, warned in message[0].items() if not warned] == ["same", "left out"]
     start = "UserWarning: ranks have different batches:"
     for name, part in {"all": "inputs", "inputs": "inputs", "last sample": "targets"}.items():
-        (text,) = said[0][name]
+        (text,) = message[0][name]
         assert text.startswith(f"{start} the values of {part} differ between rank 0 and rank 1.")
 
 
 def test_slow_rank_learns_that_it_was_given_up(texts: Texts) -> None:
-    said = [found["slow"] for found, _ in texts]
-    assert [each[1].splitlines()[0] for each in said] == [said[0][1].splitlines()[0]] * 2
-    first, seen = said[0][1].splitlines()
+    message = [result["slow"] for result, _ in texts]
+    assert [item[1].splitlines()[0] for item in message] == [message[0][1].splitlines()[0]] * 2
+    first, seen = message[0][1].splitlines()
     assert first.startswith("rank 1 has been in 1F1 for ")
     assert "s: it is stuck, or needs a longer timeout=; rank 0 waited 2" in first
     assert first.endswith("s for rank 1, which makes 1I1")
@@ -424,7 +426,7 @@ def test_slow_rank_learns_that_it_was_given_up(texts: Texts) -> None:
 
 
 def test_whoever_needs_a_rank_that_has_left_learns_that(texts: Texts) -> None:
-    (kind, text), (other, _) = (found["leaves early"] for found, _ in texts)
+    (kind, text), (other, _) = (result["leaves early"] for result, _ in texts)
     assert (kind, other) == ("RankError", "nothing")
     assert text.startswith("rank 1 closed its trainer while rank 0 went on\nRank 0 ")
 
@@ -492,8 +494,8 @@ def test_lost_peer_without_a_cause_becomes_one_for_all() -> None:
 def test_guard_checks_for_faults_while_it_waits() -> None:
     faults = _faults()
     guard = _guard(0, faults, [])
-    asked = iter([False, False, True])
-    guard.wait(lambda: next(asked), timeout=60.0)
+    requested = iter([False, False, True])
+    guard.wait(lambda: next(requested), timeout=60.0)
     with pytest.raises(LostPeerError, match=r"^waited 0\.01 s for its device"):
         guard.wait(lambda: False, timeout=0.01)
     faults.post(Fault(1, "1F0", "ValueError: a"))

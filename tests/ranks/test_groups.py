@@ -36,15 +36,15 @@ def test_each_direction_of_a_pair_has_a_group() -> None:
     ):
         groups.connect([(0, 1)])  # over NCCL there goes a message each way before a step
     assert isend.call_count == (rank != 2)
-    others = [peer for peer in range(3) if peer != rank]
-    buffers = [torch.zeros(1) for _ in others]
-    works = [groups.irecv(buffer, peer) for buffer, peer in zip(buffers, others, strict=True)]
-    works += [groups.isend(torch.tensor([10.0 * rank + peer]), peer) for peer in others]
-    for each in works:
-        assert each is not None
-        each.wait()
+    remaining = [peer for peer in range(3) if peer != rank]
+    buffers = [torch.zeros(1) for _ in remaining]
+    works = [groups.irecv(buffer, peer) for buffer, peer in zip(buffers, remaining, strict=True)]
+    works += [groups.isend(torch.tensor([10.0 * rank + peer]), peer) for peer in remaining]
+    for item in works:
+        assert item is not None
+        item.wait()
     groups.destroy()
-    assert [float(buffer) for buffer in buffers] == [10.0 * peer + rank for peer in others]
+    assert [float(buffer) for buffer in buffers] == [10.0 * peer + rank for peer in remaining]
 
 
 def test_groups_are_aborted_all_at_once() -> None:
@@ -71,13 +71,13 @@ def test_what_hangs_on_groups_of_others_is_aborted_too(monkeypatch: pytest.Monke
 
 def test_a_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at its first message, when others may hold the device already."""
-    made = mock.Mock()
-    monkeypatch.setattr(dist, "new_group", made)
+    built = mock.Mock()
+    monkeypatch.setattr(dist, "new_group", built)
     groups = Groups(1, CUDA, 30.0)
     groups.new_group_of_sets([[0, 1]])
-    assert made.call_args.kwargs["device_id"] == CUDA
+    assert built.call_args.kwargs["device_id"] == CUDA
     groups._new([0, 1], "gloo")
-    assert made.call_args.kwargs["device_id"] is None
+    assert built.call_args.kwargs["device_id"] is None
 
 
 @pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])

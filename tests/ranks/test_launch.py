@@ -33,8 +33,8 @@ def test_results_come_by_rank_from_a_real_process_group(launched: list[dict[str,
 
 
 def test_same_function_under_torchrun(under_torchrun: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(under_torchrun):
-        product, total, environment, _ = found["identity"]
+    for rank, result in enumerate(under_torchrun):
+        product, total, environment, _ = result["identity"]
         assert (product, total) == (3 * rank, 1)
         assert environment.startswith(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 ")
 
@@ -133,9 +133,9 @@ def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> 
 
 
 def test_launch_listens_on_loopback_only(launched: list[dict[str, Any]]) -> None:
-    for own in (*(rank["rank"] for rank in launched), launched[0]["parent"]):
-        assert own
-        assert all(map(sockets.loopback, own)), own
+    for local in (*(rank["rank"] for rank in launched), launched[0]["parent"]):
+        assert local
+        assert all(map(sockets.loopback, local)), local
 
 
 def test_ranks_of_one_machine_under_torchrun_listen_on_loopback_only(

@@ -44,9 +44,9 @@ class Ranks:
     def watch(self, rank: int) -> PeerWatch:
         stores = (self.store, self.store)
         activity = self.activities[rank]
-        made = PeerWatch(rank, 2, stores, self.exits, activity, lambda: self.severed.append(rank))
-        self.watches.append(made)
-        return made
+        built = PeerWatch(rank, 2, stores, self.exits, activity, lambda: self.severed.append(rank))
+        self.watches.append(built)
+        return built
 
     def pretend(self, process: Process) -> None:
         """Another process is rank 1."""
@@ -63,9 +63,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     """They beat, and lose patience, twice as fast."""
     for name in ("_BEAT", "_SILENCE", "_PATIENCE"):
         monkeypatch.setattr(watch_module, name, getattr(watch_module, name) / 2)
-    made = Ranks()
-    yield made
-    for watch in made.watches:
+    built = Ranks()
+    yield built
+    for watch in built.watches:
         watch.stop()
 
 
@@ -160,8 +160,8 @@ def test_last_words_say_more_than_the_exit(
     FaultStore(ranks.exits).put("ending", 1, words)
     watch = ranks.watch(0)
     _end(child)
-    where = ", last heard of in the code around the trainer"
-    rest = " while rank 0 went on" if words == RETURNED else where
+    place = ", last heard of in the code around the trainer"
+    rest = " while rank 0 went on" if words == RETURNED else place
     assert headline(watch.explain(CLOSED)) == f"rank 1 {words}{rest}"
 
 
@@ -170,8 +170,8 @@ def test_a_rank_that_ends_while_others_ask_who_is_stuck(
 ) -> None:
     ranks.pretend(Process.of(child.pid))
     watch = ranks.watch(0)
-    asked = iter([lambda: _end(child), lambda: None])
-    monkeypatch.setattr(watch, "_pulses", lambda: next(asked)() or {})
+    requested = iter([lambda: _end(child), lambda: None])
+    monkeypatch.setattr(watch, "_pulses", lambda: next(requested)() or {})
     assert headline(watch.explain(TIMEOUT)) == "rank 1 exited with status 0 while rank 0 went on"
 
 

@@ -50,13 +50,13 @@ def phase(events: list[Event], letter: str) -> list[Event]:
 
 def slice_around(events: list[Event], point: Event) -> Event:
     """The one slice that a point of an arrow lies inside of, edges not counted."""
-    (found,) = [
+    (result,) = [
         event
         for event in phase(events, "X")
         if (event["pid"], event["tid"]) == (point["pid"], point["tid"])
         and event["ts"] < point["ts"] < event["ts"] + event["dur"]
     ]
-    return found
+    return result
 
 
 def test_processes_are_timelines_and_threads_are_ranks(events: list[Event]) -> None:
@@ -72,8 +72,8 @@ def test_processes_are_timelines_and_threads_are_ranks(events: list[Event]) -> N
     }
     labels = [e["args"]["labels"] for e in phase(events, "M") if e["name"] == "process_labels"]
     assert labels == [
-        f"{1e3 * each.step_time:.3g} ms, bubble {each.bubble_ratio():.1%}"
-        for each in (FUSED, SPLIT)
+        f"{1e3 * item.step_time:.3g} ms, bubble {item.bubble_ratio():.1%}"
+        for item in (FUSED, SPLIT)
     ]
     order = [event for event in phase(events, "M") if "sort_index" in event["args"]]
     assert [event["args"]["sort_index"] for event in order] == [0, 0, 1, 2, 1, 0, 1, 2]
@@ -118,8 +118,8 @@ def test_arrows_join_producers_and_consumers(events: list[Event]) -> None:
     expected = set()
     for m in range(4):
         for lower in (0, 1):
-            for process, back in ((0, "B"), (1, "I")):
-                up, down = f"{lower + 1}{back}{m}", f"{lower}{back}{m}"
+            for process, returned in ((0, "B"), (1, "I")):
+                up, down = f"{lower + 1}{returned}{m}", f"{lower}{returned}{m}"
                 expected.add((process, "activation", f"{lower}F{m}", f"{lower + 1}F{m}"))
                 expected.add((process, "gradient", up, down))
     assert joined == expected
@@ -141,13 +141,13 @@ def test_no_timeline_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_is_a_track_a_rank(tmp_path: Path) -> None:
-    held = {"fixed": 3, "activations": 5}
-    memory = StepMemory.of([([Band(7.5, 8.0, "0F0", **held)], None)] * 3)
+    kept = {"fixed": 3, "activations": 5}
+    memory = StepMemory.of([([Band(7.5, 8.0, "0F0", **kept)], None)] * 3)
     path = tmp_path / "trace.json"
     autosplit.write_timeline(SPLIT, path, memory=memory)
     tracks = phase(json.loads(path.read_text())["traceEvents"], "C")
     assert [event["name"] for event in tracks] == [f"rank {rank}: bytes" for rank in range(3)]
-    assert [(event["ts"], event["args"]) for event in tracks] == [(250_000.0, held)] * 3
+    assert [(event["ts"], event["args"]) for event in tracks] == [(250_000.0, kept)] * 3
     with pytest.raises(
         AutosplitError, match=r"traces show memory, pictures do not: give .* the suffix \.json"
     ):

@@ -89,8 +89,8 @@ def test_steps_that_overlap_are_idle_within_their_own_time_only() -> None:
     axes = timeline_figure([("zb-h2", Timeline(2, spans, crosses_step=True))]).axes[0]
     assert headings(axes)[1] == "makespan 500 ms    steps overlap, one every 400 ms    bubble 0.0%"
     idle = [bars(axes)[f"0/{rank}/idle"] for rank in (0, 1)]
-    assert [round(each.get_x()) for each in idle] == [0, 100]
-    assert [round(each.get_width()) for each in idle] == [400, 400]
+    assert [round(item.get_x()) for item in idle] == [0, 100]
+    assert [round(item.get_width()) for item in idle] == [400, 400]
 
 
 @pytest.mark.parametrize(

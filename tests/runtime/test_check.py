@@ -94,8 +94,8 @@ def test_an_output_of_a_stage_written_through_numpy() -> None:
 
 
 def changes_a_constant(program: SplitGraphs) -> bool:
-    found = program.joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
-    node = [each for each in found if each.args[1] == 3.0][-1]
+    result = program.joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    node = [item for item in result if item.args[1] == 3.0][-1]
     node.args = (node.args[0], 3.1)
     return True
 
@@ -127,9 +127,9 @@ def test_a_hook_that_fires_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     deliver = function.weight_gradients
 
     def twice(work: Any) -> Any:
-        found = deliver(work)
-        torch.autograd.backward([leaf for _, leaf in work.named_leaves()], found)
-        return found
+        result = deliver(work)
+        torch.autograd.backward([leaf for _, leaf in work.named_leaves()], result)
+        return result
 
     monkeypatch.setattr(function, "weight_gradients", twice)
     model = nn.Linear(8, 4)

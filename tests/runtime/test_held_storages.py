@@ -22,12 +22,12 @@ NAMES = ["convolutions", "tied", "in_place"]
 
 def _away_and_back(stage: Stage, microbatch: int) -> int:
     """How many bytes were away; they come back as clones, and the old ones are freed."""
-    taken = stage.detach_held(microbatch)
-    gone = [StorageWeakRef(tensor.untyped_storage()).expired for tensor in taken]
-    clones = [tensor.clone() for tensor in taken]
-    count = distinct_storage_bytes(taken)
-    assert count == sum(tensor.numel() for tensor in taken)
-    del taken
+    received = stage.detach_held(microbatch)
+    gone = [StorageWeakRef(tensor.untyped_storage()).expired for tensor in received]
+    clones = [tensor.clone() for tensor in received]
+    count = distinct_storage_bytes(received)
+    assert count == sum(tensor.numel() for tensor in received)
+    del received
     assert all(ended() for ended in gone)
     stage.attach_held(microbatch, clones)
     return count
@@ -78,10 +78,10 @@ def _qkv() -> tuple[Stage, int]:
 def test_views_of_one_storage_travel_once_and_are_views_of_one_again() -> None:
     stage, size = _qkv()
     stage.forward(0, [torch.randn(4, 8)])
-    before = stage.saved_bytes
+    earlier = stage.saved_bytes
     sizes = sorted(tensor.numel() for tensor in stage.held(0))
     assert sizes == [4 * 4 * 8, size]
-    assert _away_and_back(stage, 0) == before == sum(sizes) == stage.saved_bytes
+    assert _away_and_back(stage, 0) == earlier == sum(sizes) == stage.saved_bytes
 
 
 def test_what_microbatches_have_in_common_stays() -> None:
@@ -104,21 +104,21 @@ def test_what_microbatches_have_in_common_stays() -> None:
 def test_nothing_runs_while_tensors_are_away() -> None:
     stage, _ = _qkv()
     stage.forward(0, [torch.randn(4, 8)])
-    taken = stage.detach_held(0)
+    received = stage.detach_held(0)
     away = r"stage 0: tensors of microbatch 0 are detached; call attach_held\(\)"
     for call in (stage.backward_input, stage.backward):
         with pytest.raises(SplitError, match=away):
             call(0, [torch.randn(4, 8)])
     with pytest.raises(SplitError, match="microbatch 0 are detached already"):
         stage.detach_held(0)
-    stage.attach_held(0, taken)
+    stage.attach_held(0, received)
     stage.backward_input(0, [torch.randn(4, 8)])
-    taken = stage.detach_held(0)
+    received = stage.detach_held(0)
     with pytest.raises(SplitError, match=away):
         stage.backward_weight(0)
     with pytest.raises(SplitError, match="weight gradients of microbatch 0 are pending"):
         stage.publish()
-    stage.attach_held(0, taken)
+    stage.attach_held(0, received)
     stage.backward_weight(0)
     with pytest.raises(SplitError, match="stage 0: microbatch 0 holds nothing that could be moved"):
         stage.held(0)
@@ -127,31 +127,31 @@ def test_nothing_runs_while_tensors_are_away() -> None:
 def test_only_the_same_bytes_come_back() -> None:
     stage, _ = _qkv()
     stage.forward(0, [torch.randn(4, 8)])
-    taken = stage.detach_held(0)
-    wide = torch.zeros(2 * len(taken[0]), dtype=torch.uint8)
+    received = stage.detach_held(0)
+    wide = torch.zeros(2 * len(received[0]), dtype=torch.uint8)
     wrong = {
         "got none": [],
-        f"got {len(taken[1])} bytes on cpu, ": taken[::-1],
-        "of torch.float32": [taken[0].float(), taken[1]],
-        f"got {len(taken[0])} of {len(wide)} bytes": [wide[: len(taken[0])], taken[1]],
+        f"got {len(received[1])} bytes on cpu, ": received[::-1],
+        "of torch.float32": [received[0].float(), received[1]],
+        f"got {len(received[0])} of {len(wide)} bytes": [wide[: len(received[0])], received[1]],
     }
-    for said, given in wrong.items():
-        with pytest.raises(SplitError, match=re.escape(said)) as caught:
-            stage.attach_held(0, given)
+    for message, inputs in wrong.items():
+        with pytest.raises(SplitError, match=re.escape(message)) as caught:
+            stage.attach_held(0, inputs)
         assert "stage 0: microbatch 0: expected the storages that were detached" in str(caught)
-    stage.attach_held(0, taken)
+    stage.attach_held(0, received)
 
 
 def test_a_write_is_noticed_before_tensors_leave_and_while_they_are_away() -> None:
     x = torch.randn(4, 8)
     stage, size = _qkv()
     stage.forward(0, [x])
-    taken = stage.detach_held(0, kept=[x])
-    assert [tensor.numel() for tensor in taken] == [size]
+    received = stage.detach_held(0, kept=[x])
+    assert [tensor.numel() for tensor in received] == [size]
     x.add_(1.0)
     written = "written in place between the forward and its backward"
     with pytest.raises(SplitError, match=written):
-        stage.attach_held(0, taken)
+        stage.attach_held(0, received)
     stage.reset()
     stage.forward(0, [x])
     x.add_(1.0)
@@ -182,9 +182,9 @@ def test_a_microbatchs_storages_are_looked_for_once_while_others_leave(
     for _ in range(3):
         for microbatch in microbatches:
             stage.forward(microbatch, [torch.randn(2, 6)])
-        given = [stage.detach_held(microbatch) for microbatch in microbatches]
-        assert all(given)
-        for microbatch, each in zip(microbatches, given, strict=True):
-            stage.attach_held(microbatch, each)
+        inputs = [stage.detach_held(microbatch) for microbatch in microbatches]
+        assert all(inputs)
+        for microbatch, item in zip(microbatches, inputs, strict=True):
+            stage.attach_held(microbatch, item)
             stage.backward(microbatch, [torch.ones(2, 6)])
     assert look.calls <= 3 * 2 * len(microbatches)  # once as it leaves, and once when it is away

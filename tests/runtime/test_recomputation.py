@@ -26,22 +26,22 @@ def _batch(name: str) -> Tensor:
 def _results(stage: Stage, batches: list[Tensor], again: tuple[int, ...]) -> dict[str, Tensor]:
     """Whatever comes of some microbatches, of which those of ``again`` are recomputed."""
     torch.manual_seed(5)
-    found: dict[str, Tensor | None] = {}
+    results: dict[str, Tensor | None] = {}
     for m, batch in enumerate(batches):
         keep = "inputs" if m in again else "saved"
-        (found[f"output {m}"],) = stage.forward(m, [batch.clone()], keep=keep)
+        (results[f"output {m}"],) = stage.forward(m, [batch.clone()], keep=keep)
         torch.rand(3)  # other stages draw as well
     for m in range(len(batches)):
         if m in again:
             stage.recompute(m)
-        grad = torch.ones_like(found[f"output {m}"])
-        (found[f"input {m}"],) = stage.backward_input(m, [grad])
+        grad = torch.ones_like(results[f"output {m}"])
+        (results[f"input {m}"],) = stage.backward_input(m, [grad])
         stage.backward_weight(m)
-    found["generator"] = torch.get_rng_state()
+    results["generator"] = torch.get_rng_state()
     stage.publish()
-    found |= {f"gradient {name}": p.grad for name, p in stage.module.named_parameters()}
-    found |= dict(stage.module.named_buffers())
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    results |= {f"gradient {name}": p.grad for name, p in stage.module.named_parameters()}
+    results |= dict(stage.module.named_buffers())
+    return {name: tensor for name, tensor in results.items() if tensor is not None}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -51,10 +51,10 @@ def test_everything_is_bit_for_bit_as_without(name: str) -> None:
     batches = [_batch(name) for _ in range(3)]
     example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
     expected = _results(Stage(model, [example]), batches, ())
-    found = _results(Stage(twin, [example]), batches, (0, 2))
-    assert found.keys() == expected.keys()
+    result = _results(Stage(twin, [example]), batches, (0, 2))
+    assert result.keys() == expected.keys()
     for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
+        assert torch.equal(result[key], tensor), key
 
 
 def dropped_weight() -> nn.Module:
@@ -108,10 +108,10 @@ def test_only_inputs_are_held_until_then() -> None:
     assert not gone()
     stage.recompute(1)
     assert stage.saved_bytes == whole
-    taken = stage.detach_held(1)
-    assert sum(tensor.numel() for tensor in taken) == whole
-    stage.attach_held(1, taken)
-    del taken
+    received = stage.detach_held(1)
+    assert sum(tensor.numel() for tensor in received) == whole
+    stage.attach_held(1, received)
+    del received
     stage.backward(1, [torch.ones(5, 3)])
     assert gone()
     assert stage.saved_bytes == 0

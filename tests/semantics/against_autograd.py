@@ -95,19 +95,19 @@ def assert_alike(
 
 def one_by_one(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -> list[Any]:
     """(outputs, input gradients) of each microbatch."""
-    found: list[Any] = []
+    results: list[Any] = []
     for microbatch in microbatches:
         inputs = fresh(microbatch)
         output = call(module, inputs)
         backward(loss, output)
-        found.append((detached(output), gradients(inputs)))
-    return found
+        results.append((detached(output), gradients(inputs)))
+    return results
 
 
 def forwards_first(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -> list[Any]:
     """As ``one_by_one``, with every forward before the first backward."""
     inputs = [fresh(microbatch) for microbatch in microbatches]
-    outputs = [call(module, each) for each in inputs]
+    outputs = [call(module, tensor) for tensor in inputs]
     for output in outputs:
         backward(loss, output)
     return [(detached(o), gradients(i)) for o, i in zip(outputs, inputs, strict=True)]
@@ -138,8 +138,8 @@ def call(module: nn.Module, inputs: Any) -> Any:
 def fresh(microbatch: Any) -> Any:
     """The same inputs again, tensors as new leaves; one that is given twice stays one."""
     leaves, spec = pytree.tree_flatten(microbatch)
-    made = {id(leaf): _new(leaf) for leaf in leaves}
-    return pytree.tree_unflatten([made[id(leaf)] for leaf in leaves], spec)
+    built = {id(leaf): _new(leaf) for leaf in leaves}
+    return pytree.tree_unflatten([built[id(leaf)] for leaf in leaves], spec)
 
 
 def _new(leaf: Any) -> Any:

@@ -33,10 +33,10 @@ class _IntoSum(_Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        found = g @ weight
+        result = g @ weight
         with torch.no_grad():
             ctx.total.add_(g.t() @ x)
-        return found, None, None
+        return result, None, None
 
 
 class _Scaled(_Function):
@@ -110,14 +110,14 @@ def test_split(kind: str, breaks: bool) -> None:
 def test_under_torch_compile(kind: str) -> None:
     """And a stage refuses it, as one graph does."""
     torch._dynamo.reset()
-    given, model = batches(), Writer(kind)
+    inputs, model = batches(), Writer(kind)
 
     def drive(call: Any, model: Any) -> list[Tensor]:
         model.weight.main_grad = torch.zeros(8, 8)  # as Megatron has it
-        for batch in given:
+        for batch in inputs:
             call(*batch).square().sum().backward()
         return [model.weight, model.weight.main_grad]
 
     assert_alike(model, drive, face=Compiled)
     with pytest.raises(CaptureError, match=r"writes into '\w+' \(from |main_grad|parameter|leaf"):
-        autosplit.Stage(model, given[0])
+        autosplit.Stage(model, inputs[0])

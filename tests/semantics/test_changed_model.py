@@ -75,11 +75,11 @@ def test_the_next_call_knows() -> None:
         split.backward_weight()
         change(model)
         outputs, grads = [], []
-        for each in (split, model):
+        for network in (split, model):
             model.zero_grad()
             torch.manual_seed(1)
             for _ in range(2):
-                outputs.append(each(x))
+                outputs.append(network(x))
                 outputs[-1].square().sum().backward()
             split.backward_weight()
             grads.append([parameter.grad for parameter in model.parameters()])
@@ -101,9 +101,9 @@ def test_two_settings_back_and_forth_keep_two_graphs() -> None:
 
 def test_converted() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    for each in (torch.float32, torch.bfloat16, torch.float32):
-        model.to(each)
-        batch = leaves(3, 4, dtype=each)
+    for item in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(item)
+        batch = leaves(3, 4, dtype=item)
         assert_equals_autograd(model, batch)
 
 
@@ -146,8 +146,10 @@ def test_computed_parameters_of_several_calls() -> None:
 
     def drive(call: nn.Module, model: nn.Module) -> Any:
         leaf = base.clone().requires_grad_()
-        given = {"weight": leaf.sin()}
-        losses = [torch.func.functional_call(call, given, (k * x,)).square().sum() for k in (1, 2)]
+        options = {"weight": leaf.sin()}
+        losses = [
+            torch.func.functional_call(call, options, (k * x,)).square().sum() for k in (1, 2)
+        ]
         losses[0].backward(retain_graph=True)
         losses[1].backward()
         if isinstance(call, autosplit.SplitModule):
@@ -252,10 +254,10 @@ def test_value_of_a_tensor_that_is_kept(name: str) -> None:
     model = layered(READ[name], numbers=[torch.tensor(2.0), torch.tensor(2)])
 
     def drive(call: Any, model: Any) -> list[Tensor]:
-        found = [call(torch.ones(2, 4))]
+        results = [call(torch.ones(2, 4))]
         for number in model.numbers:
             number.add_(1)
-        return [*found, call(torch.ones(2, 4))]
+        return [*results, call(torch.ones(2, 4))]
 
     assert_alike(model, drive)
     with pytest.raises(CaptureError, match="reads the value of a tensor that it keeps"):

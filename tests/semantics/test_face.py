@@ -121,12 +121,12 @@ def test_signature_of_forward() -> None:
 def test_containers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     split = autosplit.split(model)
-    for made in (split, pickle.loads(pickle.dumps(split)), copy.deepcopy(split)):
-        assert len(made) == 3
-        assert isinstance(made[-1], nn.Linear)
-        assert [type(each) for each in made] == [nn.Linear, nn.ReLU, nn.Linear]
-        assert type(made[:2]) is nn.Sequential
-        assert torch.equal(made(_x()), model(_x()))
+    for built in (split, pickle.loads(pickle.dumps(split)), copy.deepcopy(split)):
+        assert len(built) == 3
+        assert isinstance(built[-1], nn.Linear)
+        assert [type(item) for item in built] == [nn.Linear, nn.ReLU, nn.Linear]
+        assert type(built[:2]) is nn.Sequential
+        assert torch.equal(built(_x()), model(_x()))
     assert split[0] is model[0]
     assert model[1] in list(split)
     assert not autosplit.split(nn.Sequential())
@@ -139,13 +139,13 @@ def test_containers() -> None:
 def test_classes() -> None:
     """By ``isinstance`` and ``__class__`` it is a model, by ``type`` a split module."""
     split = autosplit.split(Model())
-    for made in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
-        assert isinstance(made, Model)
-        assert isinstance(made, autosplit.SplitModule)
-        assert type(made) is autosplit.SplitModule
-        assert made.__class__ is Model
-        assert made._get_name() == "Model"
-        assert repr(made).startswith("SplitModule(Model(")
+    for built in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
+        assert isinstance(built, Model)
+        assert isinstance(built, autosplit.SplitModule)
+        assert type(built) is autosplit.SplitModule
+        assert built.__class__ is Model
+        assert built._get_name() == "Model"
+        assert repr(built).startswith("SplitModule(Model(")
 
 
 @pytest.mark.filterwarnings("error")

@@ -158,13 +158,13 @@ def test_hooks_on_saved_tensors() -> None:
         return torch.tensor(shelf[at])
 
     def drive(call: Any, model: nn.Module) -> list[Any]:
-        given = fresh(inputs)
+        arguments = fresh(inputs)
         with nullcontext() if call is model else saved_tensors_hooks(pack, unpack):
-            losses = [call(x).square().sum() for x in given]
-        kept = {*map(id, given)}
+            losses = [call(x).square().sum() for x in arguments]
+        kept = {*map(id, arguments)}
         assert [ref for ref in alive if ref() is not None and id(ref()) not in kept] == []
         for loss in losses:
             loss.backward()
-        return gradients(given)
+        return gradients(arguments)
 
     assert_alike(model, drive, pending=2)

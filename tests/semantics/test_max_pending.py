@@ -40,15 +40,15 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if _plain(t)}
-        found = func(*args, **(kwargs or {}))
-        for tensor in filter(_plain, tree_leaves(found)):
+        earlier = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if _plain(t)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(_plain, tree_leaves(result)):
             storage = tensor.untyped_storage()
-            if id(storage) not in before and id(storage) not in self._live:
+            if id(storage) not in earlier and id(storage) not in self._live:
                 self._live[id(storage)] = storage.nbytes()
                 weakref.finalize(storage, self._live.pop, id(storage), None)
                 self.peak = max(self.peak, sum(self._live.values()))
-        return found
+        return result
 
 
 def _plain(value: Any) -> bool:
@@ -160,9 +160,9 @@ def test_a_loop_that_accumulates_holds_what_it_holds_without_split() -> None:
     for model in (mine, plain):
         one_by_one(model, batches[:1])  # tracing
         model.zero_grad()
-        with LiveBytes() as held:
+        with LiveBytes() as kept:
             one_by_one(model, batches)
-        peaks.append(held.peak)
+        peaks.append(kept.peak)
     assert peaks[0] <= 1.3 * peaks[1]
 
 

@@ -204,7 +204,9 @@ def test_copy_is_a_split_module_of_its_own(name: str, last: Callable[[], nn.Modu
     other = COPIES[name](split)
     assert other.functions == ()
     assert other.pending == 0
-    assert [each.grad for each in other.parameters()] == [None] * len([*split.parameters()])
+    assert [parameter.grad for parameter in other.parameters()] == [None] * len(
+        [*split.parameters()]
+    )
     assert other.model is not split.model
     assert other.get_submodule("0").weight is other.model[0].weight
     assert len(saved_and_loaded([*split.parameters()], weights_only=True)) >= 4

@@ -198,7 +198,7 @@ def test_sparse_embedding_gradients() -> None:
     """They are deferred as they are."""
 
     def compare(what: str, *both: Any) -> None:
-        assert_same(what, *(pytree.tree_map_only(Tensor, Tensor.to_dense, each) for each in both))
+        assert_same(what, *(pytree.tree_map_only(Tensor, Tensor.to_dense, item) for item in both))
 
     model, tokens = nn.Embedding(7, 4, sparse=True), torch.tensor([[1, 1, 5], [0, 5, 6]])
     assert_equals_autograd(model, [*tokens[:, None]], compare=compare)

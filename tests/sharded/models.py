@@ -43,8 +43,8 @@ class Model(nn.Module):
         x = self.embed(words)
         for block in self.blocks:
             x = block(x)
-        made: Tensor = self.head(self.norm(x))
-        return made * 1  # FSDP warns of views
+        built: Tensor = self.head(self.norm(x))
+        return built * 1  # FSDP warns of views
 
 
 Shard = Callable[[nn.Module], nn.Module]
@@ -54,15 +54,15 @@ def sharded(model: Any, **options: Any) -> nn.Module:
     """A group for each block and one for the rest."""
     for block in model.blocks:
         fully_shard(block, **options)
-    made: nn.Module = fully_shard(model, **options)
-    return made
+    module: nn.Module = fully_shard(model, **options)
+    return module
 
 
 def blocks_only(model: Any) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
-    made: nn.Module = model
-    return made
+    module: nn.Module = model
+    return module
 
 
 def last_together(model: Any) -> nn.Module:
@@ -79,8 +79,8 @@ def half_inside(model: Any) -> nn.Module:
     """Blocks that reduce in float32, the rest in bfloat16."""
     for block in model.blocks:
         fully_shard(block, mp_policy=HALF)
-    made: nn.Module = fully_shard(model, mp_policy=WHOLE_OUTSIDE)
-    return made
+    module: nn.Module = fully_shard(model, mp_policy=WHOLE_OUTSIDE)
+    return module
 
 
 def half_frozen(model: Any) -> nn.Module:

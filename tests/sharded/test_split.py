@@ -55,15 +55,15 @@ def reductions() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def gathered_bytes() -> Iterator[list[int]]:
     """The bytes of gathered parameters, each time that some are gathered or freed."""
-    real, held, seen = (fsdp.alloc_storage, fsdp.free_storage), dict[int, int](), list[int]()
+    real, kept, seen = (fsdp.alloc_storage, fsdp.free_storage), dict[int, int](), list[int]()
 
     def counted(change: Callable[[Tensor], None], tensor: Tensor) -> None:
         change(tensor)
         storage = tensor.untyped_storage()
-        held[storage._cdata] = storage.nbytes()
-        seen.append(sum(held.values()))
+        kept[storage._cdata] = storage.nbytes()
+        seen.append(sum(kept.values()))
 
-    fsdp.alloc_storage, fsdp.free_storage = (partial(counted, each) for each in real)
+    fsdp.alloc_storage, fsdp.free_storage = (partial(counted, item) for item in real)
     try:
         yield seen
     finally:
@@ -120,19 +120,19 @@ class Pair:
 
     def differences(self) -> list[str]:
         """Parameters and gradients of which this rank's shards differ."""
-        found = []
+        results = []
         pairs = zip(self.plain.named_parameters(), self.split.named_parameters(), strict=True)
         for (name, a), (other, b) in pairs:
-            found += [] if name == other else [f"{name} is {other}"]
-            found += [] if torch.equal(shard_of(a), shard_of(b)) else [f"{name} differs"]
+            results += [] if name == other else [f"{name} is {other}"]
+            results += [] if torch.equal(shard_of(a), shard_of(b)) else [f"{name} differs"]
             if a.grad is None or b.grad is None:
-                found += [] if a.grad is b.grad else [f"gradient of {name}: {a.grad}, {b.grad}"]
+                results += [] if a.grad is b.grad else [f"gradient of {name}: {a.grad}, {b.grad}"]
             elif type(a.grad) is not type(b.grad) or not torch.equal(
                 shard_of(a.grad), shard_of(b.grad)
             ):
                 worst = (shard_of(a.grad) - shard_of(b.grad)).abs().max()
-                found.append(f"gradient of {name} differs by {worst} ({type(b.grad).__name__})")
-        return found
+                results.append(f"gradient of {name} differs by {worst} ({type(b.grad).__name__})")
+        return results
 
     def step(self) -> list[str]:
         """Clip, step and begin anew: what differs on the way."""
@@ -141,18 +141,18 @@ class Pair:
             for m in (self.plain, self.split)
         ]
         same = not norms or torch.equal(local(norms[0]), local(norms[1]))
-        found = [] if same else [f"norms {norms}"]
-        found += self.differences()
+        results = [] if same else [f"norms {norms}"]
+        results += self.differences()
         for optimizer in self.optimizers:
             optimizer.step()
-        found += self.differences()
+        results += self.differences()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        return found
+        return results
 
     def train(self, steps: int = 2) -> list[str]:
         """Some steps of both; what differs, and reductions that are too many."""
-        found = []
+        results = []
         for _ in range(steps):
             batches = self.words()
             with reductions() as theirs:
@@ -162,21 +162,21 @@ class Pair:
             with reductions() as ours:
                 self.split.backward_weight()
             if not all(map(torch.equal, plain, mine)):
-                found.append(f"losses {plain} {mine}")
+                results.append(f"losses {plain} {mine}")
             if early or sorted(ours) != sorted(theirs):
-                found.append(f"reduced {early} in backward, then {ours}; FSDP2 {theirs}")
-            found += self.step()
-        return found
+                results.append(f"reduced {early} in backward, then {ours}; FSDP2 {theirs}")
+            results += self.step()
+        return results
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
+    output: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return output
 
 
 def local(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+    output: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return output
 
 
 def set_sync(model: nn.Module, on: bool) -> None:
@@ -228,35 +228,35 @@ def test_tied_lean_and_kept_after_the_forward() -> list[str]:
 @ranks(2)
 def test_blocks_are_gathered_one_by_one() -> list[str]:
     pair = Pair(partial(sharded, reshard_after_forward=True), model=Model(blocks=4))
-    found = pair.train(1)  # memory is first taken where parameters are made
+    result = pair.train(1)  # memory is first taken where parameters are made
     with gathered_bytes() as theirs:
         pair.plain_step(pair.words())
     with gathered_bytes() as ours:
         pair.split_step(pair.words())
         pair.split.backward_weight()
-    return found if max(ours) <= max(theirs) else [f"gathered {max(ours)}, FSDP2 {max(theirs)}"]
+    return result if max(ours) <= max(theirs) else [f"gathered {max(ours)}, FSDP2 {max(theirs)}"]
 
 
 @ranks(2)
 def test_gradients_are_computed_where_they_are_used() -> list[str]:
-    found = []
+    results = []
     pair = usual()
     for _ in range(2):
         batches = pair.words()
         pair.plain_step(batches)
         pair.split_step(batches)
-        found += pair.step()  # clips first
+        results += pair.step()  # clips first
     batches = pair.words()
     pair.plain_step(batches)
     pair.split_step(batches)
     for optimizer in pair.optimizers:
         optimizer.step()
-    return found + pair.differences()
+    return results + pair.differences()
 
 
 @ranks(2)
 def test_the_users_own_order_of_w_and_of_reductions() -> list[str]:
-    pair, found = Pair(sharded, max_pending=2), []
+    pair, result = Pair(sharded, max_pending=2), []
     for _ in range(2):
         batches = pair.words(3)
         pair.plain_step(batches)
@@ -268,23 +268,23 @@ def test_the_users_own_order_of_w_and_of_reductions() -> list[str]:
                     pair.split.backward_weight(1)
             between = len(seen)
             pair.split.backward_weight()
-        found += [] if (between, len(seen)) == (0, 3) else [f"{between}, {len(seen)} reductions"]
-        found += pair.step()
-    return found
+        result += [] if (between, len(seen)) == (0, 3) else [f"{between}, {len(seen)} reductions"]
+        result += pair.step()
+    return result
 
 
 @ranks(2)
 def test_forwards_without_a_backward() -> list[str]:
-    pair, found = usual(), []
+    pair, result = usual(), []
     words = pair.words()[0]
     with torch.no_grad():
         same = torch.equal(pair.plain(words), pair.split(words))
-    found += [] if same else ["no_grad"]
+    result += [] if same else ["no_grad"]
     pair.plain.eval(), pair.split.eval()
     same = torch.equal(pair.plain(words), pair.split(words))
-    found += [] if same else ["eval"]
+    result += [] if same else ["eval"]
     pair.plain.train(), pair.split.train()
-    return found + pair.train(1)
+    return result + pair.train(1)
 
 
 @ranks(2)
@@ -299,18 +299,18 @@ def test_run_by_fsdp_before() -> list[str]:
 def test_requires_grad_set_while_gathered() -> list[str]:
     pair = Pair(fully_shard)  # type: ignore[arg-type]
     first = [*pair.mine.parameters()], [*pair.plain.parameters()]
-    found = pair.train(1)
-    for needed, held in ((False, False), (True, False), (False, True), (True, True)):
+    result = pair.train(1)
+    for needed, kept in ((False, False), (True, False), (False, True), (True, True)):
         with torch.no_grad():
             for module in (pair.plain, pair.split):
                 module(pair.words()[0])  # a root stays gathered
         pair.plain.reshard()  # type: ignore[operator]  # or FSDP2 puts back what was before
         for parameters, module in zip(first, (pair.mine, pair.plain), strict=True):
-            chosen = parameters if held else [*module.parameters()]
+            chosen = parameters if kept else [*module.parameters()]
             for parameter in chosen[:2]:
                 parameter.requires_grad_(needed)
-        found += pair.train(1)
-    return found
+        result += pair.train(1)
+    return result
 
 
 def products() -> nn.Module:
@@ -324,7 +324,7 @@ def products() -> nn.Module:
 @ranks(2)
 def test_weights_of_weights() -> list[str]:
     shard = partial(fully_shard, reshard_after_forward=True)
-    pair, found = Pair(shard, model=products()), []
+    pair, result = Pair(shard, model=products()), []
     for _ in range(2):
         batches = [torch.randn(2, 4) for _ in range(2)]
         for at, x in enumerate(batches):
@@ -332,25 +332,25 @@ def test_weights_of_weights() -> list[str]:
             pair.plain(x).square().sum().backward()
             pair.split(x).square().sum().backward()
         pair.split.backward_weight()
-        found += pair.step()
-    return found
+        result += pair.step()
+    return result
 
 
 @ranks(2)
 def test_state_dicts() -> list[str]:
     pair = Pair(sharded)
-    found = pair.train(1)
+    result = pair.train(1)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     saved = {"model": pair.split.state_dict(), "optimizer": pair.optimizers[1].state_dict()}
     dcp.save(saved, checkpoint_id=folder[0])
     dcp.load({"model": pair.plain.state_dict()}, checkpoint_id=folder[0])
-    found += pair.differences()
-    found += pair.train(1)
+    result += pair.differences()
+    result += pair.train(1)
     dcp.load(saved, checkpoint_id=folder[0])
     pair.split.load_state_dict(saved["model"])
     dcp.load({"model": pair.plain.state_dict()}, checkpoint_id=folder[0])
-    return found + pair.differences()
+    return result + pair.differences()
 
 
 @ranks(2)
@@ -369,8 +369,8 @@ def test_a_hook_steps_in_the_backward() -> list[str]:
     for words in pair.words():
         loss_of(pair.plain, words).backward()
         loss_of(pair.split, words).backward()
-    found = pair.differences()
-    return found if calls[0] == calls[1] else [*found, f"{calls} calls"]
+    result = pair.differences()
+    return result if calls[0] == calls[1] else [*result, f"{calls} calls"]
 
 
 @ranks(2)

@@ -40,25 +40,26 @@ class Settings:
         Raises:
             ValueError: it cannot be read.
         """
-        name, _, given = text.partition(":")
+        name, _, inputs = text.partition(":")
         kinds: dict[str, Any] = {"ms": float, "seed": int}
-        known = [field.name for field in fields(cls)]
-        pairs = dict(each.split("=", 1) for each in given.split(",") if each)
-        if name not in ("gloo", "strict") or not {*pairs} <= {*known}:
+        expected = [field.name for field in fields(cls)]
+        pairs = dict(item.split("=", 1) for item in inputs.split(",") if item)
+        if name not in ("gloo", "strict") or not {*pairs} <= {*expected}:
             raise ValueError(
-                f"gloo, or strict:{','.join(f'{each}=' for each in known)}; got {text}"
+                f"gloo, or strict:{','.join(f'{item}=' for item in expected)}; got {text}"
             )
-        found = {
-            key: kinds.get(key, lambda each: bool(int(each)))(each) for key, each in pairs.items()
+        results = {
+            key: kinds.get(key, lambda element: bool(int(element)))(item)
+            for key, item in pairs.items()
         }
-        return cls(**found) if name == "strict" else None
+        return cls(**results) if name == "strict" else None
 
     def __str__(self) -> str:
-        given = asdict(self) | {
+        inputs = asdict(self) | {
             "eager": int(self.eager),
             "one_connection": int(self.one_connection),
         }
-        return "strict:" + ",".join(f"{key}={each}" for key, each in given.items())
+        return "strict:" + ",".join(f"{key}={item}" for key, item in inputs.items())
 
 
 def chosen() -> Settings | None:

@@ -43,13 +43,17 @@ class StrictWork(dist.Work):
     def wait(self, timeout: timedelta = _NO_TIME) -> bool:
         """Hold the host until all are over."""
         seconds = timeout.total_seconds()
-        for each in self._operations:
-            self._link.wait(each.pending, each.name, seconds if seconds > 0 else self._timeout)
+        for operation in self._operations:
+            self._link.wait(
+                operation.pending, operation.name, seconds if seconds > 0 else self._timeout
+            )
         return True
 
     def each(self) -> list[StrictWork]:
         """A work for each of its operations."""
-        return [StrictWork(self._link, [each], self._timeout) for each in self._operations]
+        return [
+            StrictWork(self._link, [operation], self._timeout) for operation in self._operations
+        ]
 
     def synchronize(self) -> None:
         """As ``wait``."""
@@ -57,7 +61,7 @@ class StrictWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether all are over, well or not."""
-        return all(each.pending.over for each in self._operations)
+        return all(operation.pending.over for operation in self._operations)
 
     def is_success(self) -> bool:
         """Whether all are over and none came to nothing."""
@@ -69,7 +73,7 @@ class StrictWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         """What was filled."""
-        return [tensor for each in self._operations for tensor in each.tensors]
+        return [tensor for operation in self._operations for tensor in operation.tensors]
 
     def get_future(self) -> Future[Any]:
         """Is done when all are over."""
@@ -82,8 +86,8 @@ class StrictWork(dist.Work):
                 error = self.exception()
                 future.set_exception(error) if error else future.set_result(self.result())
 
-        for each in self._operations:
-            each.pending.then(over)
+        for operation in self._operations:
+            operation.pending.then(over)
         return future
 
 
@@ -149,10 +153,10 @@ class StrictGroup(dist.ProcessGroup):
         self, name: str, ranks: Sequence[int], timeout: timedelta, *, eager: bool
     ) -> StrictGroup:
         """Another group of some ranks, of which torch does not know."""
-        own = list(ranks).index(self._ranks[self.rank()])
+        local = list(ranks).index(self._ranks[self.rank()])
         store = dist.PrefixStore(f"beside {name}", self._store)
         link = self._link
-        return StrictGroup(link, store, own, ranks, name, timeout, eager=eager, default=False)
+        return StrictGroup(link, store, local, ranks, name, timeout, eager=eager, default=False)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -195,9 +199,9 @@ class StrictGroup(dist.ProcessGroup):
     def _enqueue(self, name: str, members: Sequence[int], operations: Sequence[Call]) -> StrictWork:
         self._communicator(name, members)
         under = self._made[name]
-        for each in operations:
-            each.pending.run = functools.partial(_moved, each, under, members)
-        parts = [(each.pending, each.kind, each.peers, each.size) for each in operations]
+        for operation in operations:
+            operation.pending.run = functools.partial(_moved, operation, under, members)
+        parts = [(item.pending, item.kind, item.peers, item.size) for item in operations]
         self._link.enqueue(name, parts)
         return StrictWork(self._link, operations, self._timeout.total_seconds())
 
@@ -239,9 +243,9 @@ class StrictGroup(dist.ProcessGroup):
         def run(under: dist.ProcessGroup, members: Sequence[int]) -> dist.Work | None:
             return getattr(under, kind)(*args, **options)
 
-        tensors = [each for each in _flat(args) if isinstance(each, Tensor)]
+        tensors = [item for item in _flat(args) if isinstance(item, Tensor)]
         sized = tensors if kind in _ALIKE else []
-        size = [each.nbytes for each in sized]
+        size = [item.nbytes for item in sized]
         return self.start(Call(kind, self._ranks, size, tensors, run))
 
     # --- the rest -------------------------------------------------------------------------------
@@ -303,7 +307,7 @@ for _name in _COLLECTIVES:
 
 def _flat(values: Any) -> list[Any]:
     if isinstance(values, list | tuple):
-        return [leaf for each in values for leaf in _flat(each)]
+        return [leaf for value in values for leaf in _flat(value)]
     return [values]
 
 
@@ -346,9 +350,9 @@ def register() -> None:
         if not isinstance(group, StrictGroup):
             return usual(p2p_op_list)
         with c10d._coalescing_manager(group, p2p_op_list[0].tensor.device, True) as manager:
-            for each in p2p_op_list:
-                peer = "group_dst" if each.op is dist.isend else "group_src"
-                each.op(each.tensor, group=each.group, tag=each.tag, **{peer: each.group_peer})
+            for item in p2p_op_list:
+                peer = "group_dst" if item.op is dist.isend else "group_src"
+                item.op(item.tensor, group=item.group, tag=item.tag, **{peer: item.group_peer})
         return manager.works
 
     c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
@@ -363,15 +367,15 @@ def use() -> None:
         def made(*args: Any, **options: Any) -> Any:
             if options.get("backend") == "gloo":
                 options["backend"] = NAME
-            return make(*(NAME if each == "gloo" else each for each in args), **options)
+            return make(*(NAME if argument == "gloo" else argument for argument in args), **options)
 
         return made
 
     for name in _MAKERS:
         if not hasattr(getattr(dist, name), _MARK):
-            made = in_place(getattr(dist, name))
-            setattr(made, _MARK, getattr(dist, name))
-            setattr(dist, name, made)
+            built = in_place(getattr(dist, name))
+            setattr(built, _MARK, getattr(dist, name))
+            setattr(dist, name, built)
 
 
 def stop_using() -> None:
@@ -393,14 +397,14 @@ def over(text: str) -> Iterator[None]:
         text: see ``Settings``.
     """
     store, rank, size = _place()
-    before = os.environ.get(VARIABLE, "gloo")
+    earlier = os.environ.get(VARIABLE, "gloo")
     os.environ[VARIABLE] = text
     (use if chosen() else stop_using)()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
         yield
     finally:
-        os.environ[VARIABLE] = before
+        os.environ[VARIABLE] = earlier
         (use if chosen() else stop_using)()
 
 

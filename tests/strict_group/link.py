@@ -81,7 +81,7 @@ class Referee:
 
     def __init__(self, world: int, settings: Settings) -> None:
         # It has no use for what tests import where these are set.
-        kept = {name: each for name, each in os.environ.items() if not name.startswith("AUTOSPLIT")}
+        kept = {name: item for name, item in os.environ.items() if not name.startswith("AUTOSPLIT")}
         command = [sys.executable, "-S", "-m", "tests.strict_group.referee", str(world)]
         self._process = subprocess.Popen(
             [*command, str(settings)], stdout=subprocess.PIPE, cwd=_ROOT, env=kept
@@ -152,13 +152,13 @@ class Link:
         """
         self._users.add(threading.get_ident())
         self._check()
-        given = []
+        inputs = []
         with self._sending:
             for pending, kind, peers, size in parts:
                 pending.number = next(self._numbers)
                 self._pending[pending.number] = communicator, pending
-                given.append([pending.number, kind, [*peers], size])
-            self._send("enqueue", communicator, given)
+                inputs.append([pending.number, kind, [*peers], size])
+            self._send("enqueue", communicator, inputs)
 
     def wait(self, pending: Pending, what: str, timeout: float) -> None:
         """Wait for an operation.
@@ -204,10 +204,10 @@ class Link:
                 if pending.await_(_LOOK_EVERY):
                     break
                 if time.monotonic() - started > timeout:
-                    said = f"{what} was not over after {timeout:g} s"
-                    pending.end(StrictError(f"{said}:\n{self._state()}"))
+                    message = f"{what} was not over after {timeout:g} s"
+                    pending.end(StrictError(f"{message}:\n{self._state()}"))
                     if pending.number in self._pending:  # which nobody is to fill any more
-                        self.abort(group_of(self._pending[pending.number][0]), said)
+                        self.abort(group_of(self._pending[pending.number][0]), message)
         finally:
             self._waiting.discard(thread)
         if pending.error is not None:
@@ -219,11 +219,11 @@ class Link:
         """Tell the referee whether another thread of this process may do something. Where there are
         some, all of which wait, that is believed if it is seen twice.
         """
-        others = [each for each in threading.enumerate() if self._matters(each)]
-        if any(not _waits(each) for each in others):
+        remaining = [item for item in threading.enumerate() if self._matters(item)]
+        if any(not _waits(other) for other in remaining):
             free, looked = True, 0
         else:
-            free, looked = bool(others) and not looked, looked + 1
+            free, looked = bool(remaining) and not looked, looked + 1
         if free != self._free and self._broken is None:
             self._free = free
             self._tell("free", free)
@@ -268,8 +268,8 @@ class Link:
         try:
             with self._socket.makefile("rb") as file:
                 for line in file:
-                    what, *rest = json.loads(line)
-                    getattr(self, f"_on_{what}")(*rest)
+                    subject, *rest = json.loads(line)
+                    getattr(self, f"_on_{subject}")(*rest)
         except (OSError, ValueError):
             pass
         if not self._closed:

@@ -15,10 +15,10 @@ def case(seed: int, *, eager: bool = False) -> tuple[Program, Communicators]:
     """A program with some changes, from a seed; communicators are made eagerly, or some of them."""
     random = Random(seed)
     ranks = random.randint(2, 4)
-    members, made = {}, {}
+    members, built = {}, {}
     for name in "abcd"[: random.randint(1, 4)]:
         members[name] = tuple(sorted(random.sample(range(ranks), random.randint(2, ranks))))
-        made[name] = random.random() < 0.5
+        built[name] = random.random() < 0.5
     rows: Rows = [[] for _ in range(ranks)]
     for _ in range(random.randint(2, 14)):  # all ranks in one order: nothing waits for ever
         name = random.choice([*members])
@@ -33,9 +33,9 @@ def case(seed: int, *, eager: bool = False) -> tuple[Program, Communicators]:
             if random.random() < 0.4:
                 rows[rank].append(("wait", name, random.randint(0, 1)))
     for _ in range(random.randint(0, 3)):
-        _change(random, rows, made)
+        _change(random, rows, built)
     program = {rank: _written(row) for rank, row in enumerate(rows)}
-    return program, {name: (members[name], eager or made[name]) for name in members}
+    return program, {name: (members[name], eager or built[name]) for name in members}
 
 
 def _change(random: Random, rows: Rows, made: dict[str, bool]) -> None:
@@ -61,12 +61,12 @@ def _written(row: list[Any]) -> list[Item]:
     """As players take it; who waits for what was coalesced waits for all of it."""
     items: list[Item] = []
     entries: dict[str, list[range]] = {}
-    for what, name, more in row:
-        before = entries.setdefault(name, [])
-        if what == "group":
-            start = before[-1].stop if before else 0
-            before.append(range(start, start + len(more)))
-            items.append((what, name, more) if len(more) > 1 else ("op", name, *more[0]))
-        elif len(before) > more:
-            items += [(what, name, at) for at in before[-1 - more]]
+    for subject, name, more in row:
+        earlier = entries.setdefault(name, [])
+        if subject == "group":
+            start = earlier[-1].stop if earlier else 0
+            earlier.append(range(start, start + len(more)))
+            items.append((subject, name, more) if len(more) > 1 else ("op", name, *more[0]))
+        elif len(earlier) > more:
+            items += [(subject, name, at) for at in earlier[-1 - more]]
     return items

@@ -30,8 +30,8 @@ def perform(program: Program, communicators: Communicators) -> str:
         works: dict[str, list[Any]] = {name: [] for name in groups}
         for item in program.get(world.rank(), ()):
             _do(item, groups, works)
-        for each in [work for row in works.values() for work in row]:
-            each.wait()
+        for element in [work for row in works.values() for work in row]:
+            element.wait()
         dist.barrier()
     except StrictError as error:
         return str(error)
@@ -39,12 +39,12 @@ def perform(program: Program, communicators: Communicators) -> str:
 
 
 def _do(item: Item, groups: dict[str, StrictGroup], works: dict[str, list[Any]]) -> None:
-    what, name, *rest = item
-    if what == "wait":
+    subject, name, *rest = item
+    if subject == "wait":
         works[name][rest[0]].wait()
         return
     group = groups[name]
-    parts = [tuple(rest)] if what == "op" else rest[0]
+    parts = [tuple(rest)] if subject == "op" else rest[0]
     # Single messages, too, go over the group's own communicator, where they are coalesced.
     group._start_coalescing(torch.device("cpu"))
     for kind, peers in parts:
@@ -64,8 +64,8 @@ def _sum(under: dist.ProcessGroup, _: Any) -> dist.Work:
 
 def perform_all(programs: Mapping[Any, tuple[Program, Communicators]], text: str) -> dict[Any, str]:
     """What is said of some programs, each in a process group of its own."""
-    found = {}
-    for name, given in programs.items():
+    results = {}
+    for name, inputs in programs.items():
         with over(text):
-            found[name] = perform(*given)
-    return found
+            results[name] = perform(*inputs)
+    return results

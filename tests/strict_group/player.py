@@ -46,8 +46,8 @@ class _Host:
 
     def step(self, rules: Rules, communicators: Communicators) -> list[tuple[Operation, ...]]:
         """Do the next item; which operations have met now."""
-        what, communicator, *rest = self._items[self._place]
-        if what == "wait":
+        subject, communicator, *rest = self._items[self._place]
+        if subject == "wait":
             awaited = self._given.get((communicator, rest[0]))
             if awaited is None:
                 raise ValueError(f"rank {self.rank} waits for what it has not enqueued: {rest[0]}")
@@ -59,10 +59,10 @@ class _Host:
             self.awaited = making  # and then comes here again
             return []
         self._place += 1
-        parts = [tuple(rest)] if what == "op" else rest[0]
+        parts = [tuple(rest)] if subject == "op" else rest[0]
         operations = [Operation(self.rank, communicator, *part) for part in parts]
         met = rules.enqueue(operations)
-        self._given |= {(communicator, each.index): each for each in operations}
+        self._given |= {(communicator, operation.index): operation for operation in operations}
         return met
 
     @property
@@ -114,12 +114,12 @@ class Player:
         else:
             self._met.remove(what)
             met = self._rules.end(what)
-        self._met += [each for operations in met for each in operations]
+        self._met += [operation for operations in met for operation in operations]
 
     @property
     def ended(self) -> bool:
         """Whether all hosts and all queues are at their ends."""
-        queues = [queue for each in self._rules.queues.values() for queue in each.values()]
+        queues = [queue for item in self._rules.queues.values() for queue in item.values()]
         return all(host.is_done for host in self._hosts) and not any(queues)
 
     def stuck(self) -> Stuck:

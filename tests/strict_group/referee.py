@@ -71,8 +71,8 @@ class _Rank:
         """What its threads wait for; None where one of them may do something."""
         if self.left:
             return []
-        found = [*self.threads.values()]
-        return None if self.free or not found or any(each.over for each in found) else found
+        results = [*self.threads.values()]
+        return None if self.free or not results or any(item.over for item in results) else results
 
 
 class Referee:
@@ -130,8 +130,8 @@ class Referee:
                 rank.left = True
                 self._leave(rank.number, "", "its process has ended")
             return
-        for what, *rest in messages:
-            getattr(self, f"_on_{what}")(rank, *rest)
+        for subject, *rest in messages:
+            getattr(self, f"_on_{subject}")(rank, *rest)
 
     # --- what ranks say -------------------------------------------------------------------------
 
@@ -194,10 +194,10 @@ class Referee:
     def _meet(self, met: list[tuple[Operation, ...]]) -> None:
         for operations in met:
             first = operations[0]
-            if any(each.size != first.size for each in operations):
-                said = ", ".join(f"rank {each.rank} has {each.size}" for each in operations)
-                for each in operations:
-                    self._end(each, f"{first} meets others than itself: {said}")
+            if any(item.size != first.size for item in operations):
+                message = ", ".join(f"rank {item.rank} has {item.size}" for item in operations)
+                for operation in operations:
+                    self._end(operation, f"{first} meets others than itself: {message}")
                 continue
             seconds = self._delay(first)
             entry = time.monotonic() + seconds, next(self._order), operations
@@ -221,15 +221,15 @@ class Referee:
 
     def _run(self, operations: tuple[Operation, ...]) -> None:
         """Tell all ranks at once, so that all have one order."""
-        for each in operations:
-            if (rank := self._ranks[each.rank]) and each in rank.names:
-                rank.tell("go", rank.names[each])
+        for operation in operations:
+            if (rank := self._ranks[operation.rank]) and operation in rank.names:
+                rank.tell("go", rank.names[operation])
 
     def _lost(self, name: str, peers: object) -> str:
         """Which of some ranks are not in a communicator any more, and why."""
         gone = {**self._gone[""], **self._gone[group_of(name)]}
         assert isinstance(peers, list | tuple)
-        return "; ".join(f"rank {each} has left, as {gone[each]}" for each in peers if each in gone)
+        return "; ".join(f"rank {peer} has left, as {gone[peer]}" for peer in peers if peer in gone)
 
     def _leave(self, number: int, name: str, why: str) -> None:
         """A rank takes no more part in a group; in none, without a name."""
@@ -238,7 +238,7 @@ class Referee:
         for of, queues in self._rules.queues.items():
             if name in ("", group_of(of)):
                 for rank, queue in queues.items():
-                    for operation in [each for entry in queue for each in entry]:
+                    for operation in [item for entry in queue for item in entry]:
                         if rank == number or number in operation.peers:
                             self._fail(operation, reason)
         for of, making in self._rules.makings.items():
@@ -252,10 +252,10 @@ class Referee:
             return
         if not operation.meeting:
             self._end(operation, why)
-        for each in [each for each in self._timers if operation in each[2]]:
-            self._timers.remove(each)
+        for timer in [item for item in self._timers if operation in item[2]]:
+            self._timers.remove(timer)
             heapq.heapify(self._timers)
-            for other in each[2]:
+            for other in timer[2]:
                 self._end(other, why)
 
     def _end(self, operation: Operation, why: str) -> None:
@@ -290,10 +290,10 @@ class Referee:
 
 def main() -> None:
     """Serve one default process group."""
-    world, said = sys.argv[1:]
+    world, message = sys.argv[1:]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
-        Referee(int(world), Settings.of(said) or Settings()).serve(listener)
+        Referee(int(world), Settings.of(message) or Settings()).serve(listener)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ class Rules:
         if operation in (waiting := sides.get(_side(operation), deque())):
             waiting.remove(operation)
         queue = self.queues[operation.communicator][operation.rank]
-        while queue and all(each.over for each in queue[0]):
+        while queue and all(item.over for item in queue[0]):
             queue.popleft()
         return self._launch(operation)
 
@@ -181,7 +181,7 @@ class Rules:
             queue = self.queues[first.communicator][first.rank]
             if queue and queue[0] is entries[0]:
                 met += self._begin(entries[0])
-            elif not all(each.over for each in entries[0]):
+            elif not all(entry.over for entry in entries[0]):
                 break
             entries.popleft()
         return met
@@ -205,11 +205,11 @@ class Rules:
             sides = channels.setdefault(operation.channel, {})
             side = _side(operation)
             sides.setdefault(side, deque()).append(operation)
-            if found := _meeting(sides, operation):
-                for each in found:
-                    sides[_side(each)].popleft()
-                    each.meeting = found
-                met.append(found)
+            if result := _meeting(sides, operation):
+                for item in result:
+                    sides[_side(item)].popleft()
+                    item.meeting = result
+                met.append(result)
         return met
 
     # --- what never ends ----------------------------------------------------------------------
@@ -236,17 +236,19 @@ def _meeting(
 ) -> tuple[Operation, ...] | None:
     """The operations that meet with a new one at the end of its side, if it is their turn."""
     wanted = (0, 1) if operation.kind in MESSAGES else operation.peers
-    if not all(sides.get(each) for each in wanted):
+    if not all(sides.get(item) for item in wanted):
         return None
-    found = tuple(sides[each][0] for each in wanted)
-    return found if _alike(found) else None
+    result = tuple(sides[item][0] for item in wanted)
+    return result if _alike(result) else None
 
 
 def _alike(operations: Sequence[Operation]) -> bool:
     first = operations[0]
     if first.kind in MESSAGES:
         return True
-    return all(each.kind == first.kind and each.peers == first.peers for each in operations)
+    return all(
+        operation.kind == first.kind and operation.peers == first.peers for operation in operations
+    )
 
 
 Node = Operation | Making | int
@@ -267,30 +269,30 @@ class Stuck:
         self._may_end: set[int] = set()
         self._free = {rank for rank, awaited in hosts.items() if awaited is None}
         self._partners = {
-            id(each): self._partners_of(name, each)
+            id(item): self._partners_of(name, item)
             for name, queues in rules.queues.items()
             for queue in queues.values()
             for entry in queue
-            for each in entry
-            if not self.may_end(each)
+            for item in entry
+            if not self.may_end(item)
         }
         while self._grow():
             pass
 
     def _partners_of(self, name: str, operation: Operation) -> dict[int, Operation | None]:
         """Of each other rank that takes part, the operation; None where it is not there yet."""
-        found: dict[int, Operation | None] = {}
+        results: dict[int, Operation | None] = {}
         queues = self._rules.queues[name]
         place = _pending(queues[operation.rank], operation.channel, operation.kind).index(operation)
         other = {SEND: RECEIVE, RECEIVE: SEND}.get(operation.kind, "")
         for rank in operation.peers:
             if rank != operation.rank or other:
                 theirs = _pending(queues.get(rank, ()), operation.channel, other)
-                found[rank] = theirs[place] if place < len(theirs) else None
-        return found
+                results[rank] = theirs[place] if place < len(theirs) else None
+        return results
 
     def _grow(self) -> bool:
-        before = len(self._may_end), len(self._free)
+        earlier = len(self._may_end), len(self._free)
         for making in self._rules.makings.values():
             if all(rank in making.here or rank in self._free for rank in making.members):
                 self._may_end.add(id(making))
@@ -298,14 +300,14 @@ class Stuck:
             if self._all_may_come(operation):
                 self._may_end.add(id(operation))
         for rank, awaited in self._hosts.items():
-            if awaited and any(self.may_end(each) for each in awaited):
+            if awaited and any(self.may_end(item) for item in awaited):
                 self._free.add(rank)
-        return before != (len(self._may_end), len(self._free))
+        return earlier != (len(self._may_end), len(self._free))
 
     def _all_may_come(self, operation: Operation) -> bool:
         partners = self._partners[id(operation)]
-        there = [each for each in partners.values() if each is not None]
-        if not _alike([operation, *there]) or self._ahead(
+        present = [partner for partner in partners.values() if partner is not None]
+        if not _alike([operation, *present]) or self._ahead(
             operation.communicator, operation.rank, operation
         ):
             return False
@@ -322,11 +324,11 @@ class Stuck:
     def _ahead(self, name: str, rank: int, operation: Operation | None) -> Operation | None:
         """The first that stays in a queue and holds up an operation, or one that is to come."""
         queue = self._rules.queues[name].get(rank, ())
-        if found := self._staying(queue, operation):
-            return found
-        for each in self._rules.launched_before(rank, operation):
-            if found := self._staying(self._rules.queues[each.communicator][rank], each):
-                return found
+        if result := self._staying(queue, operation):
+            return result
+        for item in self._rules.launched_before(rank, operation):
+            if result := self._staying(self._rules.queues[item.communicator][rank], item):
+                return result
         return None
 
     def _staying(
@@ -336,9 +338,9 @@ class Stuck:
         for entry in queue:
             if operation in entry:
                 return None
-            for each in entry:
-                if not self.may_end(each):
-                    return each
+            for item in entry:
+                if not self.may_end(item):
+                    return item
         return None
 
     def may_end(self, awaited: Awaited) -> bool:
@@ -355,19 +357,19 @@ class Stuck:
         return [
             rank
             for rank, awaited in self._hosts.items()
-            if awaited and rank not in self._free and any(not each.over for each in awaited)
+            if awaited and rank not in self._free and any(not item.over for item in awaited)
         ]
 
     @property
     def operations(self) -> list[Operation]:
         """Those that stay in a queue."""
         return [
-            each
+            item
             for queues in self._rules.queues.values()
             for queue in queues.values()
             for entry in queue
-            for each in entry
-            if not self.may_end(each)
+            for item in entry
+            if not self.may_end(item)
         ]
 
     def cycle(self) -> list[Node]:
@@ -376,17 +378,17 @@ class Stuck:
         if not start:
             return []
         path: list[Node] = [start[0]]
-        while (found := self._blocker(path[-1])) is not None:
-            if found in path:
-                return path[path.index(found) :]
-            path.append(found)
+        while (result := self._blocker(path[-1])) is not None:
+            if result in path:
+                return path[path.index(result) :]
+            path.append(result)
         return path
 
     def _blocker(self, node: Node) -> Node | None:
         """What one stuck thing waits for; None for a host at its end, which waits for nothing."""
         if isinstance(node, int):
             return next(
-                (each for each in self._hosts.get(node) or () if not self.may_end(each)), None
+                (item for item in self._hosts.get(node) or () if not self.may_end(item)), None
             )
         if isinstance(node, Making):
             return next(
@@ -400,13 +402,15 @@ class Stuck:
                 if partner is None and rank in self._free:
                     return self._ahead(node.communicator, rank, None)
                 return rank if partner is None else partner
-        return next((each for each in partners.values() if each is not None), None)  # another kind
+        return next(
+            (partner for partner in partners.values() if partner is not None), None
+        )  # another kind
 
     def report(self) -> str:
         """The circle, and all that every rank has not ended."""
         lines = ["these wait for each other, whatever the times are:"]
         cycle = self.cycle()
-        lines += [f"  {self._named(each)}  <-- waits for" for each in cycle]
+        lines += [f"  {self._named(item)}  <-- waits for" for item in cycle]
         if cycle and (again := self._blocker(cycle[-1])) is not None:
             lines.append(f"  {self._named(again)}")
         elif cycle:
@@ -418,8 +422,8 @@ class Stuck:
         lines = []
         for rank in sorted(self._hosts):
             awaited = self._hosts[rank]
-            said = ", ".join(map(str, awaited or ())) or "nothing"
-            lines.append(f"rank {rank}: " + ("runs" if awaited is None else f"waits for {said}"))
+            message = ", ".join(map(str, awaited or ())) or "nothing"
+            lines.append(f"rank {rank}: " + ("runs" if awaited is None else f"waits for {message}"))
             for name, queues in self._rules.queues.items():
                 for entry in queues.get(rank, ()):
                     text = " + ".join(map(_marked, entry))
@@ -444,11 +448,11 @@ def _pending(
     """Those of one side of a channel that wait to meet; any collective is of one kind here."""
     messages = kind in MESSAGES
     return [
-        each
+        item
         for entry in queue
-        for each in entry
-        if not each.meeting
-        and not each.over
-        and each.channel == channel
-        and (each.kind == kind if messages else each.kind not in MESSAGES)
+        for item in entry
+        if not item.meeting
+        and not item.over
+        and item.channel == channel
+        and (item.kind == kind if messages else item.kind not in MESSAGES)
     ]

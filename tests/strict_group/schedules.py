@@ -51,7 +51,7 @@ MESHES = {
 
 def _stages(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
     names = mesh.mesh_dim_names or ()
-    copies = tuple(each for each in ("dp_replicate", "dp_shard") if each in names)
+    copies = tuple(item for item in ("dp_replicate", "dp_shard") if item in names)
 
     def build(index: int) -> nn.Module:
         torch.manual_seed(index)
@@ -66,7 +66,7 @@ def _stages(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
 
 def _share(mesh: DeviceMesh, step: int) -> tuple[Tensor, Tensor]:
     names = mesh.mesh_dim_names or ()
-    place = [mesh.get_local_rank(each) for each in names if each.startswith("dp")]
+    place = [mesh.get_local_rank(name) for name in names if name.startswith("dp")]
     generator = torch.Generator().manual_seed(100 * step + sum(place) + 10 * len(place))
     rows = 2 * _microbatches(mesh)
     return (
@@ -82,12 +82,12 @@ def _microbatches(mesh: DeviceMesh) -> int:
 
 def trained(mesh_text: str, schedule: str) -> list[Any]:
     """What this rank holds after each of a few steps: losses, gradients, parameters."""
-    names = tuple(each.partition("=")[0] for each in mesh_text.split(","))
+    names = tuple(item.partition("=")[0] for item in mesh_text.split(","))
     mesh = init_device_mesh("cpu", MESHES[mesh_text], mesh_dim_names=names)
     ranks = mesh.shape[0]
     # Without collectives in graphs, messages are those of any stage.
     factory = None if {"tp", "dp_shard"} & {*names} else ReferenceStage
-    found: list[Any] = []
+    results: list[Any] = []
     with PipelineTrainer(
         _stages(mesh),
         F.mse_loss,
@@ -98,21 +98,23 @@ def trained(mesh_text: str, schedule: str) -> list[Any]:
         **grouped(schedule=schedule, max_grad_norm=1e9, stage_factory=factory),
     ) as trainer:
         for step in range(STEPS):
-            found.append(trainer.forward_backward(_share(mesh, step)).clone())
-            found.append(_copied(trainer.gradients()))
-            found.append(trainer.grad_norm)
+            results.append(trainer.forward_backward(_share(mesh, step)).clone())
+            results.append(_copied(trainer.gradients()))
+            results.append(trainer.grad_norm)
             for module in trainer.modules.values():
                 module.zero_grad()
         trainer.step(_share(mesh, STEPS))
-        found.append(_copied({at: dict(m.named_parameters()) for at, m in trainer.modules.items()}))
-    return found
+        results.append(
+            _copied({at: dict(m.named_parameters()) for at, m in trainer.modules.items()})
+        )
+    return results
 
 
 def _copied(tensors: dict[int, Any]) -> dict[tuple[int, str], Tensor]:
     return {
-        (stage, name): (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
+        (stage, name): (item.to_local() if isinstance(item, DTensor) else item).detach().clone()
         for stage, row in tensors.items()
-        for name, each in row.items()
+        for name, item in row.items()
     }
 
 
@@ -128,16 +130,16 @@ def compared(cells: Sequence[tuple[str, str]], texts: Sequence[str]) -> dict[str
     """
     with over("gloo"):
         expected = {cell: trained(*cell) for cell in cells}
-    found = {}
+    results = {}
     for text in texts:
         forget_meshes()
         with over(text):
             for cell in cells:
                 mine = trained(*cell)
                 equal = all(itertools.starmap(_same, zip(mine, expected[cell], strict=True)))
-                found[" ".join((*cell, text))] = "equal" if equal else "differs"
+                results[" ".join((*cell, text))] = "equal" if equal else "differs"
                 dist.barrier()
-    return found
+    return results
 
 
 # --- torch's own ----------------------------------------------------------------------------------
@@ -166,19 +168,19 @@ def _torchs_gradients(kind: str, stage: Any) -> list[Tensor]:
     for _ in range(2):
         program.step()
     grads = [p.grad for at in program.mine for p in program.parts[at].parameters()]
-    return [each.clone() for each in grads if each is not None]
+    return [grad.clone() for grad in grads if grad is not None]
 
 
 def torchs_compared(text: str, kinds: Sequence[str]) -> dict[str, bool]:
     """Of each schedule, with torch's stages and with ours, whether it gives what it gives over
     Gloo.
     """
-    found = {}
+    results = {}
     for kind in kinds:
         for stage in (PipelineStage, SplitPipelineStage):
             with over("gloo"):
                 expected = _torchs_gradients(kind, stage)
             with over(text):
                 mine = _torchs_gradients(kind, stage)
-            found[f"{kind} {stage.__name__}"] = all(map(torch.equal, mine, expected))
-    return found
+            results[f"{kind} {stage.__name__}"] = all(map(torch.equal, mine, expected))
+    return results

@@ -14,10 +14,10 @@ from .player import play
 
 @pytest.mark.parametrize("one_connection", [False, True])
 def test_no_disagreement(one_connection: bool) -> None:
-    found = {True: 0, False: 0}  # over one connection, the model takes making for a launch
+    results = {True: 0, False: 0}  # over one connection, the model takes making for a launch
     for seed in range(1000):
         program, communicators = case(seed, eager=one_connection)
         verdict = play(program, communicators, one_connection=one_connection)
         assert judge(program, communicators, one_connection) == verdict.ends, (seed, verdict)
-        found[verdict.ends] += 1
-    assert min(found.values()) > 250
+        results[verdict.ends] += 1
+    assert min(results.values()) > 250

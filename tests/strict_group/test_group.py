@@ -64,9 +64,9 @@ def collectives(rank: int, group: dist.ProcessGroup) -> None:
     swapped = torch.empty(2)
     dist.all_to_all_single(swapped, torch.arange(2.0) + 10 * rank, group=group)
     assert swapped.tolist() == [rank, rank + 10]
-    said: list[object] = [None, None]
-    dist.all_gather_object(said, {"rank": rank}, group)
-    assert said == [{"rank": 0}, {"rank": 1}]
+    message: list[object] = [None, None]
+    dist.all_gather_object(message, {"rank": rank}, group)
+    assert message == [{"rank": 0}, {"rank": 1}]
     dist.barrier(group)
 
 
@@ -74,16 +74,16 @@ def cycle(rank: int, group: dist.ProcessGroup) -> None:
     """Each sends first, and a send is not over before its receive has begun."""
     with pytest.raises(StrictError, match="wait for each other") as raised:
         dist.send(torch.ones(1), 1 - rank, group)
-    said = str(raised.value)
-    assert said.index("rank 0: send to 1") < said.index("rank 1: send to 0")
-    assert "rank 1: waits for send to 0 (#" in said
+    message = str(raised.value)
+    assert message.index("rank 0: send to 1") < message.index("rank 1: send to 0")
+    assert "rank 1: waits for send to 0 (#" in message
 
 
 def made(rank: int, group: dist.ProcessGroup) -> None:
     """Two communicators, first used in two orders."""
-    others = [dist.new_group([0, 1], timeout=SLOW) for _ in range(2)]
+    remaining = [dist.new_group([0, 1], timeout=SLOW) for _ in range(2)]
     with pytest.raises(StrictError, match=r"making '\d+' of ranks 0, 1  <-- waits for"):
-        dist.all_reduce(torch.ones(1), group=others[rank])
+        dist.all_reduce(torch.ones(1), group=remaining[rank])
 
 
 def kinds(rank: int, group: dist.ProcessGroup) -> None:
@@ -146,23 +146,25 @@ def test_what_never_ends_is_an_error_at_once(on_ranks: Ranks, name: str) -> None
 def test_running_ranks_are_judged_as_written_queues_are(on_ranks: Ranks, one: bool) -> None:
     text = str(Settings(ms=2, seed=3, one_connection=one))
     cases = {seed: case(seed) for seed in range(60)}
-    cases = dict([(at, each) for at, each in cases.items() if len(each[0]) == 2][:12])
-    verdicts = {at: play(*each, one_connection=one).ends for at, each in cases.items()}
+    cases = dict([(at, item) for at, item in cases.items() if len(item[0]) == 2][:12])
+    verdicts = {at: play(*item, one_connection=one).ends for at, item in cases.items()}
     assert {*verdicts.values()} == {True, False}
     _judged(on_ranks(perform_all, 2, (cases, text), timeout=90), verdicts)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_people_report_hangs_and_mended_ends(on_ranks: Ranks, ranks: int) -> None:
-    cases = {name: each for name, each in CASES.items() if len(each.program) == ranks}
-    programs = {name: (each.program, each.communicators) for name, each in cases.items()}
-    verdicts = {name: each.ends for name, each in cases.items()}
-    assert {name: play(*each).ends for name, each in programs.items()} == verdicts
+    cases = {name: item for name, item in CASES.items() if len(item.program) == ranks}
+    programs = {name: (item.program, item.communicators) for name, item in cases.items()}
+    verdicts = {name: item.ends for name, item in cases.items()}
+    assert {name: play(*item).ends for name, item in programs.items()} == verdicts
     _judged(on_ranks(perform_all, ranks, (programs, "strict"), timeout=90), verdicts)
 
 
 def _judged(found: list[dict[Any, str]], verdicts: dict[Any, bool]) -> None:
     """Every rank has come to its end, or says why not, as was judged."""
-    for each in found:
-        assert {name: said == "ends" for name, said in each.items()} == verdicts, each
-        assert all(said == "ends" or "wait for each other" in said for said in each.values())
+    for item in found:
+        assert {name: message == "ends" for name, message in item.items()} == verdicts, item
+        assert all(
+            message == "ends" or "wait for each other" in message for message in item.values()
+        )

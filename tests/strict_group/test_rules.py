@@ -121,7 +121,7 @@ def test_kernels_on_one_connection_hold_each_other_up() -> None:
 @pytest.mark.parametrize("one_connection", [False, True])
 def test_the_order_of_moves_decides_nothing_and_no_alarm_is_false(one_connection: bool) -> None:
     """What is called stuck while others move, is there in the end."""
-    found = set()
+    result = set()
     for seed in range(120):
         program, communicators = case(seed)
         ends = play(program, communicators, one_connection=one_connection).ends
@@ -134,5 +134,5 @@ def test_the_order_of_moves_decides_nothing_and_no_alarm_is_false(one_connection
         last = player.stuck()
         assert player.ended == ends == (not last.hosts and not last.operations), seed
         assert alarms <= {*last.operations}, seed
-        found.add((ends, bool(alarms)))
-    assert found == {(True, False), (False, True), (False, False)}
+        result.add((ends, bool(alarms)))
+    assert result == {(True, False), (False, True), (False, False)}

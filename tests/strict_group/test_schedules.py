@@ -20,11 +20,11 @@ LATE = "strict:ms=3,seed=5"
 
 def _holds(on_ranks: Ranks, mesh: str, *texts: str) -> None:
     cells = [(mesh, name) for name in SCHEDULES]
-    ranks, given = math.prod(MESHES[mesh]), (cells, texts)
+    ranks, inputs = math.prod(MESHES[mesh]), (cells, texts)
     # Eight ranks on two cores beside other work take minutes for a schedule.
-    for found in on_ranks(schedules.compared, ranks, given, timeout=300 * ranks):
-        assert {*found.values()} == {"equal"}, found
-        assert len(found) == len(cells) * len(texts)
+    for result in on_ranks(schedules.compared, ranks, inputs, timeout=300 * ranks):
+        assert {*result.values()} == {"equal"}, result
+        assert len(result) == len(cells) * len(texts)
 
 
 def test_all_schedules_on_two_ranks(on_ranks: Ranks) -> None:
@@ -44,5 +44,5 @@ def test_communicators_made_eagerly_that_share_a_connection(on_ranks: Ranks) -> 
 
 def test_torchs_schedules_with_its_stages_and_ours(on_ranks: Ranks) -> None:
     kinds = [kind for kind in TORCHS if TORCH >= (2, 12) or kind not in V_SHAPED]
-    for found in on_ranks(schedules.torchs_compared, 2, (LATE, kinds), timeout=120):
-        assert_all(found)
+    for result in on_ranks(schedules.torchs_compared, 2, (LATE, kinds), timeout=120):
+        assert_all(result)

@@ -51,6 +51,6 @@ def test_without_a_log_the_first_rank_says_that_it_goes_on(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with working("searching"):
         time.sleep(0.2)
-    said = capsys.readouterr().err
-    assert said == ("autosplit: searching: 0 s so far\n" if rank == "0" else "")
-    assert not [each for each in threading.enumerate() if each.name == "autosplit-progress"]
+    message = capsys.readouterr().err
+    assert message == ("autosplit: searching: 0 s so far\n" if rank == "0" else "")
+    assert not [item for item in threading.enumerate() if item.name == "autosplit-progress"]

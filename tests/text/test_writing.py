@@ -100,9 +100,9 @@ def test_a_place_that_nothing_can_be_written_to(
     ],
 )
 def test_sizes_as_people_write_them(size: str | int, count: int) -> None:
-    found = parse_size(size)
-    assert found == count
-    assert isinstance(found, int)
+    result = parse_size(size)
+    assert result == count
+    assert isinstance(result, int)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ def kibibytes(count: int) -> torch.Tensor:
 
 
 def test_levels_are_true_to_the_byte_and_seen_inside_operators() -> None:
-    before = kibibytes(8)
-    held = kibibytes(4)
+    earlier = kibibytes(8)
+    reference = kibibytes(4)
     with HostAllocations() as allocations:
         early = kibibytes(2)  # before the first mark
         assert allocations.mark() == 0
@@ -24,12 +24,12 @@ def test_levels_are_true_to_the_byte_and_seen_inside_operators() -> None:
         del early
         allocations.mark()
         dropped = kibibytes(5)
-        del dropped, held  # what was there before does not count
+        del dropped, reference  # what was there before does not count
         allocations.mark()
     # A sort makes values and indices of 8 bytes, which the expression lets go of.
     with HostAllocations() as inside:
         inside.mark()
-        values = before.sort().values
+        values = earlier.sort().values
     assert allocations.stretches() == [
         Stretch(3 * KIB, 1 * KIB),
         Stretch(6 * KIB, 1 * KIB),

@@ -28,8 +28,8 @@ from tests.zoo import layered
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh((2, 2), ("pp", "tp")) as found:
-        yield found
+    with fake_mesh((2, 2), ("pp", "tp")) as result:
+        yield result
 
 
 def lying(mesh: DeviceMesh, placement: Placement, rows: int = 4) -> nn.Linear:
@@ -104,13 +104,13 @@ def test_the_first_step_makes_what_was_foretold(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
 ) -> None:
     model = nn.Linear(300, 20)
-    before = [parameter.clone() for parameter in model.parameters()]
+    earlier = [parameter.clone() for parameter in model.parameters()]
     optimizer = make([*model.parameters()])
     called: list[object] = []
     optimizer.register_step_pre_hook(lambda *args: called.append(args))
     foretold = state_bytes(optimizer)
     assert not called
-    for parameter, value in zip(model.parameters(), before, strict=True):
+    for parameter, value in zip(model.parameters(), earlier, strict=True):
         assert torch.equal(parameter, value)
         assert parameter.grad is None
         parameter.grad = torch.zeros_like(parameter)
@@ -137,7 +137,7 @@ class Keyless:
 def register() -> None:
     if Keyless not in SUPPORTED_NODES:
         register_pytree_node(
-            Keyless, lambda each: ([each.sample, each.scale], None), lambda v, _: Keyless(*v)
+            Keyless, lambda item: ([item.sample, item.scale], None), lambda v, _: Keyless(*v)
         )
 
 

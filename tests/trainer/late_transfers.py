@@ -64,9 +64,9 @@ def recorded_transfers() -> Iterator[None]:
         return move
 
     def mark_seen(recorder: MemoryRecorder, during: str) -> int:
-        found = mark(recorder, during)
+        result = mark(recorder, during)
         marks.more()
-        return found
+        return result
 
     def finish_seen(recorder: MemoryRecorder, results: Any) -> None:
         finish(recorder, results)

@@ -38,12 +38,12 @@ def evicting(
         for rank in ranks
         for place, action in _moves(schedule.ranks[rank], away, kinds)
     ]
-    timed.sort(key=lambda each: each[0])
+    timed.sort(key=lambda item: item[0])
     for time, rank, place, action in timed:
         other = replace(action, kind=_PARTNERS[action.kind])
         moves[rank].append((place, action))
         partner = schedule.partner(rank)
-        moves[partner].append((sum(each < time for each in starts[partner]), other))
+        moves[partner].append((sum(start < time for start in starts[partner]), other))
     rows = [_inserted(row, mine) for row, mine in zip(schedule.ranks, moves, strict=True)]
     name = f"{schedule.name}, evicted"
     return _legal(replace(schedule, name=name, ranks=tuple(rows)))
@@ -79,7 +79,7 @@ def _moves(
     row: tuple[Action, ...], away: Iterable[Away], kinds: tuple[ActionKind, ActionKind]
 ) -> list[tuple[int, Action]]:
     """Places before which a move goes, one action ahead of whoever needs what is away."""
-    found = []
+    results = []
     for first, second in away:
         for start, action in enumerate(row):
             if action.kind.value != first:
@@ -87,20 +87,20 @@ def _moves(
             mine = (action.stage, action.microbatch)
             ends = (
                 place
-                for place, each in enumerate(row)
-                if (each.stage, each.microbatch) == mine and each.kind.value in second
+                for place, item in enumerate(row)
+                if (item.stage, item.microbatch) == mine and item.kind.value in second
             )
             end = next(ends, None)
             if end is not None and end > start + 2:
-                found.append((start + 1, replace(action, kind=kinds[0])))
-                found.append((end - 1, replace(action, kind=kinds[1])))
-    return sorted(found, key=lambda each: each[0])
+                results.append((start + 1, replace(action, kind=kinds[0])))
+                results.append((end - 1, replace(action, kind=kinds[1])))
+    return sorted(results, key=lambda item: item[0])
 
 
 def _inserted(row: tuple[Action, ...], moves: Iterable[tuple[float, Action]]) -> tuple[Action, ...]:
     places = [(float(place), 1, 0, action) for place, action in enumerate(row)]
     places += [(place, 0, at, action) for at, (place, action) in enumerate(moves)]
-    return tuple(action for *_, action in sorted(places, key=lambda each: each[:3]))
+    return tuple(action for *_, action in sorted(places, key=lambda item: item[:3]))
 
 
 def _legal(schedule: Schedule) -> Schedule:

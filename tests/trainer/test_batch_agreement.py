@@ -80,9 +80,9 @@ class Counting(nn.Module):
 
 def called(engine: PipelineTrainer, call: str, batch: Any) -> None:
     more = [lambda output, target: 0.0] if call == "measure" else []
-    found = getattr(engine, call)(batch, *more)
+    result = getattr(engine, call)(batch, *more)
     if call == "step_async":
-        found.wait()
+        result.wait()
 
 
 def refused(names: Any, call: str = "step", *, ranks: int = 2, static: bool = False) -> None:
@@ -93,13 +93,15 @@ def refused(names: Any, call: str = "step", *, ranks: int = 2, static: bool = Fa
     calls, losses = itertools.count(), []
 
     def refuse(engine: PipelineTrainer, name: str, later: bool) -> None:
-        given, said = {**BATCHES, **COLD}[name]
-        before = next(calls)
+        inputs, message = {**BATCHES, **COLD}[name]
+        earlier = next(calls)
         with pytest.raises(BatchError) as caught:
-            called(engine, call, given[rank % len(given)])
-        assert next(calls) == before + 1
+            called(engine, call, inputs[rank % len(inputs)])
+        assert next(calls) == earlier + 1
         # Of a shape that is static, something else is said then.
-        assert said[rank % len(said)] in str(caught.value) or (later and (static or name in COLD))
+        assert message[rank % len(message)] in str(caught.value) or (
+            later and (static or name in COLD)
+        )
 
     limit = {"memory_limit": "1GiB"} if static else {}
     with trainer(lambda index: Counting(index, calls), ranks=ranks, **limit) as engine:
@@ -112,7 +114,7 @@ def refused(names: Any, call: str = "step", *, ranks: int = 2, static: bool = Fa
         losses.append(engine.step((X, Y)))
         evaluated = engine.evaluate((X, Y))
     with trainer(ranks=ranks) as engine:
-        assert all(torch.equal(each, engine.step((X, Y))) for each in losses)
+        assert all(torch.equal(loss, engine.step((X, Y))) for loss in losses)
         assert torch.equal(evaluated, engine.evaluate((X, Y)))
 
 
@@ -159,14 +161,14 @@ def test_a_model_that_was_cut_for_other_batches() -> None:
         workers.sgd,
         **options,
     ) as engine:
-        said = r"shape \[2, 6\], but the model was captured with \[4, 6\]"
+        message = r"shape \[2, 6\], but the model was captured with \[4, 6\]"
         for call in (engine.step, engine.evaluate):
-            with pytest.raises(BatchError, match=said):
+            with pytest.raises(BatchError, match=message):
                 call(input=X[:4], target=Y[:4])
-        found = engine.step(input=X[:8], target=Y[:8])
-        with pytest.raises(BatchError, match=said):
+        result = engine.step(input=X[:8], target=Y[:8])
+        with pytest.raises(BatchError, match=message):
             engine.step(input=X[:4], target=Y[:4])
-        assert found.shape == engine.step(({"input": X[:8]}, Y[:8])).shape
+        assert result.shape == engine.step(({"input": X[:8]}, Y[:8])).shape
 
 
 def scaled() -> nn.Module:
@@ -184,8 +186,8 @@ def test_tensors_without_dimensions_go_whole_to_each_microbatch() -> None:
     with PipelineTrainer(
         [scaled()], lambda output, targets: loss(output, *targets), workers.sgd, microbatches=4
     ) as engine:
-        found = engine.forward_backward(((X, scale), (Y, bias)))
-        assert torch.equal(found, torch.stack(expected).detach())
+        result = engine.forward_backward(((X, scale), (Y, bias)))
+        assert torch.equal(result, torch.stack(expected).detach())
         torch.stack(expected).mean().backward()
         weight = engine.gradients()[0]["block.0.weight"]
         torch.testing.assert_close(weight, model.block[0].weight.grad)
@@ -195,8 +197,8 @@ def test_a_target_comes_to_the_loss_as_it_was_given() -> None:
     """By itself or in a tuple, in one trainer."""
 
     def loss(output: Tensor, target: Any) -> Tensor:
-        found = target if isinstance(target, Tensor) else 2.0 * target[0]
-        return (output - found).square().mean()
+        result = target if isinstance(target, Tensor) else 2.0 * target[0]
+        return (output - result).square().mean()
 
     with PipelineTrainer([workers.block(0)], loss, workers.sgd, microbatches=4) as engine:
         whole = engine.evaluate((X, 2.0 * Y))

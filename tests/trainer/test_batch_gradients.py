@@ -68,11 +68,11 @@ def test_leaves_get_what_autograd_gives(options: dict[str, Any]) -> None:
 @ranks(2)
 def test_each_rank_gives_those_of_what_its_stages_take() -> None:
     inputs, targets = leaves()
-    given = (inputs, targets.detach()) if dist.get_rank() == 0 else (None, targets)
+    arguments = (inputs, targets.detach()) if dist.get_rank() == 0 else (None, targets)
     with workers.trainer(stage_factory=None) as trainer:
         with pytest.raises(BatchError, match="needs a gradient, and no stage of this rank"):
             trainer.step(inputs, targets)
-        trainer.step(given)
+        trainer.step(arguments)
     first, second = expected()
     if dist.get_rank() == 0:
         assert torch.equal(grad_of(inputs), first)
@@ -105,10 +105,10 @@ def test_learned_prompts_of_a_frozen_model() -> None:
     prompt, bias, scale = (torch.full(size, 0.5).requires_grad_() for size in ((6,), (6,), ()))
     model, count = workers.whole(2).requires_grad_(False), M
     shifted, biases = inputs + prompt, bias.tanh().expand(ROWS, -1)
-    pieces = (each.chunk(count) for each in (shifted, targets, biases))
+    pieces = (item.chunk(count) for item in (shifted, targets, biases))
     losses = [weighted(model(x), (y, b, scale)) for x, y, b in zip(*pieces, strict=True)]
     torch.stack(losses).mean().backward()
-    alone = [grad_of(each).clone() for each in (prompt, bias, scale)]
+    alone = [grad_of(item).clone() for item in (prompt, bias, scale)]
     prompt.grad = bias.grad = scale.grad = None
     with workers.trainer(list(model), loss_fn=weighted, **OWN) as trainer:
         trainer.step(inputs + prompt, (targets, bias.tanh().expand(ROWS, -1), scale))

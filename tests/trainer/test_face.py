@@ -28,8 +28,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def trainer(**options: Any) -> PipelineTrainer:
-    given = {"loss_fn": loss, "optimizer_fn": sgd, "example": tokens(), "ranks": 1}
-    return workers.trainer(net(), microbatches=2, **{**given, "stage_factory": None, **options})
+    inputs = {"loss_fn": loss, "optimizer_fn": sgd, "example": tokens(), "ranks": 1}
+    return workers.trainer(net(), microbatches=2, **{**inputs, "stage_factory": None, **options})
 
 
 def test_cuts_are_those_for_the_schedule_that_runs(on_ranks: Ranks) -> None:

@@ -28,8 +28,8 @@ def norm_of(*gradients: Tensor | None) -> float:
 def test_the_sum_is_one_of_float64(dtype: torch.dtype, scale: float) -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(5, 7), torch.randn(300) * 1e-5, torch.zeros(3), torch.randn(0)]
-    gradients = [(each * scale).to(dtype) for each in gradients]
-    numbers = [x for each in gradients for x in each.double().flatten().tolist()]
+    gradients = [(gradient * scale).to(dtype) for gradient in gradients]
+    numbers = [x for gradient in gradients for x in gradient.double().flatten().tolist()]
     expected = math.sqrt(math.fsum(x * x for x in numbers))
     assert norm_of(*gradients, None) == pytest.approx(expected, rel=1e-12, abs=0.0)
 

@@ -28,13 +28,13 @@ def test_the_limit_that_a_refusal_advises_is_kept() -> None:
     with pytest.raises(PipelineError) as caught, limited(1024) as refused:
         refused.step(workers.batch())
     advised = least(caught.value)
-    with limited(advised) as made:
+    with limited(advised) as engine:
         for step in range(SETTLED):
-            made.record = "memory" if step == SETTLED - 1 else False
-            made.step(workers.batch())
-        memory = made.memory()
-    held = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
-    assert max(held) <= advised
+            engine.record = "memory" if step == SETTLED - 1 else False
+            engine.step(workers.batch())
+        memory = engine.memory()
+    kept = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
+    assert max(kept) <= advised
 
 
 @pytest.mark.parametrize("store", [5, "", b"/tmp"])

@@ -25,16 +25,16 @@ def test_metrics_of_a_step() -> None:
         with pytest.raises(PipelineError, match="no metrics of the last step"):
             trainer.metrics()
         loss = trainer.step(batch).mean().item()
-        found = trainer.metrics()
-        assert (found["loss"], found["grad_norm"]) == (loss, trainer.grad_norm)
-        assert found["samples_per_s"] * found["seconds"] == pytest.approx(SAMPLES)
-        assert not {"idle", "peak_memory"} & found.keys()
+        result = trainer.metrics()
+        assert (result["loss"], result["grad_norm"]) == (loss, trainer.grad_norm)
+        assert result["samples_per_s"] * result["seconds"] == pytest.approx(SAMPLES)
+        assert not {"idle", "peak_memory"} & result.keys()
         trainer.record = "memory"
         trainer.step(batch)
-        found, memory = trainer.metrics(), trainer.memory()
-        assert found["idle"] == trainer.timeline().bubble_ratio(0)
-        assert memory.peak_activations[0] < found["peak_memory"]
-        assert found["peak_memory"] <= memory.fixed[0] + memory.peak_activations[0]
+        result, memory = trainer.metrics(), trainer.memory()
+        assert result["idle"] == trainer.timeline().bubble_ratio(0)
+        assert memory.peak_activations[0] < result["peak_memory"]
+        assert result["peak_memory"] <= memory.fixed[0] + memory.peak_activations[0]
         trainer.step_async(batch).wait()
         with pytest.raises(PipelineError, match="no metrics of the last step"):
             trainer.metrics()

@@ -48,8 +48,8 @@ class Whole(nn.Module):
 
     def forward(self, *values: Tensor) -> Tensor:
         for stage in self.stages:
-            made = stage(*values)
-            values = made if isinstance(made, tuple) else (made,)
+            built = stage(*values)
+            values = built if isinstance(built, tuple) else (built,)
         return values[0]
 
 
@@ -74,8 +74,8 @@ def trained_beside(
         frozen: which stage is frozen in the steps of each round; the second has fewer samples.
     """
     plain = nn.Sequential(*copy.deepcopy(stages))
-    optimizer, given = decaying(plain.parameters()), {"stage_factory": None, **options}
-    with workers.trainer(stages, microbatches=2, optimizer_fn=decaying, **given) as engine:
+    optimizer, inputs = decaying(plain.parameters()), {"stage_factory": None, **options}
+    with workers.trainer(stages, microbatches=2, optimizer_fn=decaying, **inputs) as engine:
         for step, at in itertools.product(range(STEPS), frozen):
             batch = workers.data(ROWS if at is None else ROWS - 2, seed=step)
             for index in range(len(stages)):

@@ -23,8 +23,8 @@ X, Y = torch.randn(4, 8), torch.randn(4, 8)
 def trainer(**options: Any) -> PipelineTrainer:
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
-    given = {"model": stages, "optimizer_fn": torch.optim.SGD, "microbatches": 2, "ranks": 1}
-    return workers.trainer(**{**given, "stage_factory": None, **options})
+    inputs = {"model": stages, "optimizer_fn": torch.optim.SGD, "microbatches": 2, "ranks": 1}
+    return workers.trainer(**{**inputs, "stage_factory": None, **options})
 
 
 def test_inputs_and_target_are_taken_as_torch_takes_them() -> None:
@@ -259,11 +259,11 @@ def test_too_many_inputs_are_refused_before_the_step() -> None:
 
 def test_hooks_in_a_stage_are_called_as_advised() -> None:
     def doubled(stage: Doing, x: Tensor) -> Tensor:
-        made = nn.functional.linear(x, stage.weight)
-        made.register_hook(lambda grad: 2 * grad)
-        return made
+        built = nn.functional.linear(x, stage.weight)
+        built.register_hook(lambda grad: 2 * grad)
+        return built
 
-    found = []
+    results = []
     for returns in (lambda stage, x: nn.functional.linear(x, stage.weight), doubled):
         seen: list[Tensor] = []
         torch.manual_seed(0)
@@ -271,8 +271,8 @@ def test_hooks_in_a_stage_are_called_as_advised() -> None:
         stages[0].weight.register_hook(seen.append)
         trainer(model=stages).forward_backward((X, Y))
         assert len(seen) == 2
-        found.append(stages[0].weight.grad)
-    assert torch.equal(found[1], 2 * found[0])
+        results.append(stages[0].weight.grad)
+    assert torch.equal(results[1], 2 * results[0])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -286,7 +286,7 @@ def test_calls_that_only_one_rank_makes(replicas: int, call: str, told: str) -> 
     mesh = init_device_mesh("cpu", (stages, replicas), mesh_dim_names=("pp", "dp_replicate"))
     with trainer(model=[nn.Linear(8, 8)] * stages, ranks=None, mesh=mesh) as engine:
         engine.step((X, Y))
-        made = engine.forward_backward if rank else getattr(engine, call)
+        built = engine.forward_backward if rank else getattr(engine, call)
         with pytest.raises(PipelineError) as caught:
-            list(map(made, [(X, Y)] * 2))
+            list(map(built, [(X, Y)] * 2))
     assert f"rank 0 in {told}; rank 1 in the forward and backward." in str(caught.value)

@@ -70,9 +70,9 @@ def results(schedule: Schedule, model: Any = layers, **options: Any) -> dict[str
             "evaluated": engine.evaluate(batches[0]),
             "states": engine.state_dict(),
             "held": [
-                (each.saved_bytes, each.deferred_bytes)
-                for each in engine.stages.values()
-                if hasattr(each, "saved_bytes")  # not a frozen one
+                (stage.saved_bytes, stage.deferred_bytes)
+                for stage in engine.stages.values()
+                if hasattr(stage, "saved_bytes")  # not a frozen one
             ],
         }
 
@@ -86,8 +86,8 @@ def assert_same(
     key = str((schedule, model, options))
     if key not in PLAIN:
         PLAIN[key] = results(schedule, model, **options)
-    expected, found = PLAIN[key], results(changed, model, **options)
-    assert not [key for key in expected if not equal(expected[key], found[key])]
+    expected, result = PLAIN[key], results(changed, model, **options)
+    assert not [key for key in expected if not equal(expected[key], result[key])]
 
 
 def both(schedule: Schedule) -> Schedule:
@@ -135,8 +135,8 @@ def test_the_timeline_holds_what_all_ranks_ran() -> None:
         spans = timeline.spans
         assert engine.metrics()["idle"] == timeline.bubble_ratio(engine.rank)
     for at, row in enumerate(schedule.ranks):
-        own = [str(span.action) for span in spans if span.rank == at]
-        assert sorted(own) == sorted(map(str, row))
+        local = [str(span.action) for span in spans if span.rank == at]
+        assert sorted(local) == sorted(map(str, row))
         ran = [span.action for span in spans if span.rank == at and span.action.kind.is_compute]
         assert ran == [action for action in row if action.kind.is_compute]
     assert all(span.start < span.end for span in spans)
@@ -164,8 +164,8 @@ def test_a_storage_travels_once_and_no_parameter_does() -> None:
         4 * 18,
     )  # of float32: a layer of 4 rows, a statistic (as large: a mask)
     for storages in sent:
-        assert len({each.untyped_storage().data_ptr() for each in storages}) == len(storages)
-        size = sum(each.numel() for each in storages)
+        assert len({storage.untyped_storage().data_ptr() for storage in storages}) == len(storages)
+        size = sum(storage.numel() for storage in storages)
         assert size == 3 * (wide + narrow)
 
 
@@ -175,9 +175,9 @@ def test_the_link_to_the_store_is_measured() -> None:
     with trainer(layers, 2, 3, schedule=offloading(build("gpipe", 2, 3)), **OWN) as engine:
         engine.step(data(12))
         link = engine.store_link()
-        found: list[Any] = [None, None]
-        dist.all_gather_object(found, link)
-    assert found[0] == found[1]
+        results: list[Any] = [None, None]
+        dist.all_gather_object(results, link)
+    assert results[0] == results[1]
     assert link.bandwidth > 0
     with trainer(layers, 2, 3, schedule=evicting(build("gpipe", 2, 3)), **OWN) as engine:
         engine.step(data(12))
@@ -202,11 +202,11 @@ def test_a_limit_of_memory_changes_no_result() -> None:
     with late_transfers(0.005):  # which changes no result, and keeps to the limit
         losses, memory = weighed(limit)
     assert all(map(torch.equal, plain, losses))
-    held = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
+    kept = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
     predicted = [*map(sum, zip(memory.predicted, memory.fixed, strict=True))]
     assert max(predicted) <= limit
     # What transfers bring within an action counts beside the most of its own: a storage at most.
-    assert max(held) <= limit + 32 * 3 * WIDTH * 4
+    assert max(kept) <= limit + 32 * 3 * WIDTH * 4
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with trainer(layers, 2, ranks=1, **options) as engine:
         with pytest.raises(PipelineError, match="rank 0 failed in 0OFFLOAD0") as caught:
             engine.step(data(16))
-        said = "the store on this host has had 0.1 s for 0OFFLOAD0: it hangs, or needs a longer"
-        assert said in str(caught.value)
+        message = "the store on this host has had 0.1 s for 0OFFLOAD0: it hangs, or needs a longer"
+        assert message in str(caught.value)
 
 
 STEPS, BAD = 5, 2  # of which one goes wrong
@@ -315,8 +315,8 @@ def receive_and_die(moves: Moves, left: Any, found: list[Tensor], store: Any) ->
 
 def partner_dies(folder: Path) -> None:
     """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
-    found = evicting(GPIPE)
-    with mock.patch.object(tuning, "search_within", return_value=found):
+    result = evicting(GPIPE)
+    with mock.patch.object(tuning, "search_within", return_value=result):
         try:
             limited_steps(folder / "last", 0, dying=True)
         except Exception as error:

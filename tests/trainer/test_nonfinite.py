@@ -30,7 +30,7 @@ def infinite() -> tuple[Tensor, Tensor]:
 
 
 def weights(trainer: PipelineTrainer) -> list[Tensor]:
-    return [p.detach().clone() for each in trainer.modules.values() for p in each.parameters()]
+    return [p.detach().clone() for module in trainer.modules.values() for p in module.parameters()]
 
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
@@ -43,10 +43,10 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
 def test_by_default_all_ranks_raise_and_none_moves(call: str, norm: float | None) -> None:
     with workers.trainer(max_grad_norm=norm) as trainer:
         trainer.step(workers.data(ROWS))
-        before = weights(trainer)
+        earlier = weights(trainer)
         with pytest.raises(PipelineError, match=r"not finite in stage \d") as caught:
             getattr(trainer, call)(infinite())
-        assert_equal(before, weights(trainer))
+        assert_equal(earlier, weights(trainer))
     # In step_async without a norm, a rank may raise by what it sees itself.
     if (call, norm, dist.get_rank()) != ("step_async", None, 0):
         assert "stage 1 (rank 1)" in str(caught.value)
@@ -71,13 +71,13 @@ def test_a_skipped_step_leaves_no_trace(call: str, options: dict[str, Any]) -> N
 def test_gradients_of_accumulated_steps_are_dropped() -> None:
     """And an optimizer of the user's own finds none."""
     with workers.trainer(nonfinite="skip") as trainer:
-        before = weights(trainer)
+        earlier = weights(trainer)
         trainer.forward_backward(workers.data(ROWS))
         losses = trainer.forward_backward(infinite())
         assert losses.isinf().tolist() == [False, True, False, False]
         assert not any(trainer.gradients().values())
         trainer.optimizer.step()  # type: ignore[union-attr]
-        assert_equal(before, weights(trainer))
+        assert_equal(earlier, weights(trainer))
         # Evaluation has no gradients to look at.
         assert trainer.evaluate(infinite()).isinf().any()
 
@@ -101,25 +101,25 @@ def kinked(index: int) -> nn.Module:
 @pytest.mark.parametrize("nonfinite", ["raise", "skip", "ignore"])
 def test_ranks_with_finite_gradients_do_as_the_others(nonfinite: str) -> None:
     with workers.trainer(kinked, nonfinite=nonfinite) as trainer:
-        before = weights(trainer)
+        earlier = weights(trainer)
         if nonfinite == "raise":
             wrong = r"stage 0 \(rank 0\), and the loss is finite for all microbatches"
             with pytest.raises(PipelineError, match=wrong):
                 trainer.step(workers.data(ROWS))
         else:
             trainer.step(workers.data(ROWS))
-        moved = not all(map(torch.equal, before, weights(trainer)))
+        moved = not all(map(torch.equal, earlier, weights(trainer)))
         assert moved == (nonfinite == "ignore")
 
 
 @ranks(2)
 def test_a_step_that_does_not_wait_raises_where_somebody_does() -> None:
     with workers.trainer(kinked) as trainer:
-        before = weights(trainer)
+        earlier = weights(trainer)
         with pytest.raises(PipelineError, match="not finite in stage 0"):
             trainer.step_async(workers.data(ROWS)).wait()
         if dist.get_rank() == 0:
-            assert_equal(before, weights(trainer))
+            assert_equal(earlier, weights(trainer))
 
 
 @ranks(2)
@@ -150,8 +150,8 @@ def test_large_numbers_are_finite() -> None:
     for dtype, value in ((torch.float32, 1e30), (torch.float16, 6e4), (torch.float32, math.nan)):
         parameters.append(nn.Parameter(torch.zeros(3, dtype=dtype)))
         parameters[-1].grad = torch.full((3,), value, dtype=dtype)
-    found = GradientNorms([*parameters, nn.Parameter(torch.zeros(1))], squares=False).nonfinite()
-    assert [*map(id, found)] == [id(parameters[-1])]
+    result = GradientNorms([*parameters, nn.Parameter(torch.zeros(1))], squares=False).nonfinite()
+    assert [*map(id, result)] == [id(parameters[-1])]
 
 
 def test_another_value_is_refused() -> None:

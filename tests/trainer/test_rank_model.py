@@ -52,8 +52,10 @@ def trained(call: str, shared: bool) -> dict[str, Any]:
             if call == "step":
                 norms.append(engine.grad_norm)
         return {
-            "losses": [each if isinstance(each, Tensor) else each.wait() for each in results],
-            "norms": norms or [each.norm() for each in results],
+            "losses": [
+                result if isinstance(result, Tensor) else result.wait() for result in results
+            ],
+            "norms": norms or [result.norm() for result in results],
             "state": copy.deepcopy(engine.state_dict()),
         }
 
@@ -85,9 +87,9 @@ class Breaking(torch.optim.SGD):
 def test_every_rank_hears_of_a_step_that_fails_on_one() -> None:
     with workers.trainer(optimizer_fn=lambda p: Breaking(p, lr=0.5, momentum=0.9)) as engine:
         engine.step(workers.data(8))
-        before = copy.deepcopy((engine.state_dict(), engine.optimizer.state_dict()["state"]))
-        said = "^rank 1 failed in the optimizer step: ValueError: bad weather"
-        with pytest.raises(PipelineError, match=said):
+        earlier = copy.deepcopy((engine.state_dict(), engine.optimizer.state_dict()["state"]))
+        message = "^rank 1 failed in the optimizer step: ValueError: bad weather"
+        with pytest.raises(PipelineError, match=message):
             engine.step(workers.data(8, seed=1))
         after = engine.state_dict(), engine.optimizer.state_dict()["state"]
-        assert not workers.equal(before, after)
+        assert not workers.equal(earlier, after)

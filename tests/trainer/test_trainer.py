@@ -27,7 +27,7 @@ HALF = Schedule("mine", 2, 4, (ROW[:3] + ROW[4:],), (0, 0), True)
 
 
 def named(grads: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{stage}.{name}": g for stage, own in grads.items() for name, g in own.items()}
+    return {f"{stage}.{name}": g for stage, local in grads.items() for name, g in local.items()}
 
 
 def assert_gradients(engine: PipelineTrainer, model: nn.Module, times: int = 1) -> None:
@@ -323,8 +323,8 @@ def test_whether_a_first_stage_has_an_input_half(weights: str, computes: bool) -
     with workers.trainer(ranks=1, stage_factory=None, weights=weights) as engine:
         engine.forward_backward((inputs, targets))
         assert workers.gradients_equal(engine.gradients(), model)
-        graphs = [each.functions.graphs.backward_input for each in engine.stages.values()]
-    assert [any(calls(each.graph)) for each in graphs] == [computes, True]
+        graphs = [stage.functions.graphs.backward_input for stage in engine.stages.values()]
+    assert [any(calls(graph.graph)) for graph in graphs] == [computes, True]
 
 
 @pytest.mark.gpu

@@ -46,9 +46,9 @@ def wirings(draw: st.DrawFn) -> wired.Wired:
     outputs = tuple(draw(st.integers(1, 3)) for _ in range(stages - 1))
     inputs = []
     for stage in range(stages):
-        known = [Source(None, 0), Source(None, 1)]
-        known += [Source(s, p) for s in range(stage) for p in range(outputs[s])]
-        inputs.append(tuple(draw(st.lists(st.sampled_from(known), min_size=1, unique=True))))
+        expected = [Source(None, 0), Source(None, 1)]
+        expected += [Source(s, p) for s in range(stage) for p in range(outputs[s])]
+        inputs.append(tuple(draw(st.lists(st.sampled_from(expected), min_size=1, unique=True))))
     integers = {s: draw(st.integers(0, count - 1)) for s, count in enumerate(outputs)}
     return wired.Wired(Wiring(tuple(inputs), outputs), integers)
 
@@ -68,9 +68,9 @@ class Noting(ReferenceStage):
 def _stages(model: wired.Wired, batch: list[Tensor]) -> tuple[list[Noting], list[Any]]:
     """The stages, and what they agree on at each boundary."""
     stages: list[Noting] = []
-    known: list[tuple[TensorMeta, ...]] = []
+    expected: list[tuple[TensorMeta, ...]] = []
     for index, sources in enumerate(model.wiring.inputs):
-        metas = [None if s.stage is None else known[s.stage][s.position] for s in sources]
+        metas = [None if s.stage is None else expected[s.stage][s.position] for s in sources]
         args = [
             batch[s.position]
             if meta is None
@@ -81,8 +81,8 @@ def _stages(model: wired.Wired, batch: list[Tensor]) -> tuple[list[Noting], list
         if index == model.stages - 1:
             module = Made(lambda loss, *x: loss.module(*x).square().mean(), module=module)
         stages.append(Noting(module, args, index))
-        known.append(tuple(TensorMeta(*spec) for spec in stages[-1].output_specs))
-    return stages, known
+        expected.append(tuple(TensorMeta(*spec) for spec in stages[-1].output_specs))
+    return stages, expected
 
 
 Wire = dict[tuple[int, int, int], Future[Tensor]]
@@ -117,12 +117,12 @@ class Port:
 def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
     """Every rank on a thread."""
     inputs = [[torch.randn(ROWS), torch.arange(ROWS) % 2] for _ in range(schedule.microbatches)]
-    stages, known = _stages(model, inputs[0])
+    stages, registered = _stages(model, inputs[0])
     dataflow = StageDataflow(model.stages, model.wiring)
     boundaries = Boundaries()
-    boundaries.known.update(enumerate(known))
-    pairs = zip(stages, known, strict=True)
-    boundaries.settle_gradients([dependence_of(each, len(out)) for each, out in pairs], dataflow)
+    boundaries.known.update(enumerate(registered))
+    pairs = zip(stages, registered, strict=True)
+    boundaries.settle_gradients([dependence_of(item, len(out)) for item, out in pairs], dataflow)
 
     wire: Wire = {}
     posts = recv_posting_order(schedule, dataflow)
@@ -146,9 +146,9 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
         for index, stage in enumerate(stages):
             pairs = modules[index].named_parameters()
             expected = {n: p.grad for n, p in pairs if p.grad is not None}
-            found = {n.removeprefix("module."): each for n, each in stage.found[m].items()}
-            assert found.keys() == expected.keys(), (m, index)
-            for name, gradient in found.items():
+            results = {n.removeprefix("module."): item for n, item in stage.found[m].items()}
+            assert results.keys() == expected.keys(), (m, index)
+            for name, gradient in results.items():
                 assert torch.equal(gradient, expected[name]), (m, index, name)
     return stages
 
@@ -177,14 +177,14 @@ def test_auto_searches_for_what_was_measured(monkeypatch: pytest.MonkeyPatch) ->
         (stage, kind): 1.0 + stage + at / 4 for stage in (0, 1) for at, kind in enumerate(kinds)
     }
     monkeypatch.setattr(tuning, "median_durations", lambda steps: took)
-    asked = Mock(wraps=tuning.search)
-    monkeypatch.setattr(tuning, "search", asked)
+    requested = Mock(wraps=tuning.search)
+    monkeypatch.setattr(tuning, "search", requested)
     wiring = Wiring(((Source(None, 0),), (Source(0, 0), Source(0, 0))), (1,))
     with workers.trainer(wired.Wired(wiring), ranks=1, schedule="auto") as engine:
         for _ in range(tuning.MEASURED + 1):
-            asked.assert_not_called()
+            requested.assert_not_called()
             engine.step(workers.data(8))
-    costs = asked.call_args.args[0]
+    costs = requested.call_args.args[0]
     assert costs.wiring == wiring
     assert costs.times == [(1.0, 1.25, 1.5), (2.0, 2.25, 2.5)]
 
@@ -248,7 +248,7 @@ def test_a_whole_module_is_cut_by_the_trainer() -> None:
     model = Model()
     losses = []
     for m in range(4):
-        output = model(*(each.chunk(4)[m] for each in inputs.values()))
+        output = model(*(tensor.chunk(4)[m] for tensor in inputs.values()))
         loss = F.cross_entropy(output.flatten(0, 1), ids.chunk(4)[m].flatten())
         (loss / 4).backward()
         losses.append(loss.detach())
@@ -258,7 +258,7 @@ def test_a_whole_module_is_cut_by_the_trainer() -> None:
         lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
         workers.sgd,
         stages=3,
-        example={name: each[:2] for name, each in inputs.items()},
+        example={name: item[:2] for name, item in inputs.items()},
         microbatches=4,
         max_grad_norm=1e9,
         ranks=1,
@@ -267,11 +267,11 @@ def test_a_whole_module_is_cut_by_the_trainer() -> None:
         assert torch.equal(engine.forward_backward((inputs, ids)), torch.stack(losses))
         norm = torch.nn.utils.get_total_norm(gradients)
         assert engine.grad_norm == pytest.approx(float(norm))
-        found = {n: g for each in engine.gradients().values() for n, g in each.items()}
+        results = {n: g for gradient in engine.gradients().values() for n, g in gradient.items()}
     expected = {name: p.grad for name, p in model.named_parameters()}
-    assert {*found} - {"head.weight"} == {*expected}
+    assert {*results} - {"head.weight"} == {*expected}
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient)
+        torch.testing.assert_close(results[name], gradient)
 
 
 @pytest.mark.parametrize(
@@ -287,12 +287,12 @@ def test_a_u_net_over_two_ranks(options: dict[str, Any]) -> None:
     """Skips over stages, a mask used late, labels in the last stage, and inputs by name."""
     batch = wired.unet_batch(8)
     expected, grads = wired.reference(wired.UNet(), list(batch.values()), None, 4)
-    given = {"loss_fn": lambda output, targets: output, "stage_factory": None, **options}
-    with workers.trainer(wired.UNet(), **given) as engine:
+    inputs = {"loss_fn": lambda output, targets: output, "stage_factory": None, **options}
+    with workers.trainer(wired.UNet(), **inputs) as engine:
         # Each rank only gives what its stages take.
-        own = [wired.UNet.wiring.inputs[stage] for stage in engine.modules]
-        taken = {s.position for sources in own for s in sources if s.stage is None}
-        some = {n: t for at, (n, t) in enumerate(batch.items()) if at in taken}
+        local = [wired.UNet.wiring.inputs[stage] for stage in engine.modules]
+        received = {s.position for sources in local for s in sources if s.stage is None}
+        some = {n: t for at, (n, t) in enumerate(batch.items()) if at in received}
         assert torch.equal(engine.forward_backward((some, ())), expected)
         assert torch.equal(engine.evaluate((tuple(batch.values()), ())), expected)
         assert wired.differences(engine.gradients(), grads) == []

@@ -27,8 +27,8 @@ class Mix(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         scaled = [x * scale for x, scale in zip(inputs, self.scales, strict=True)]
         total = torch.stack([torch.zeros(scaled[0].shape), *scaled]).sum(0)
-        made = [torch.tanh(total + shift) for shift in self.shifts]
-        whole = [(part * 4).long() for part in made[: self.integers]] + made[self.integers :]
+        built = [torch.tanh(total + shift) for shift in self.shifts]
+        whole = [(part * 4).long() for part in built[: self.integers]] + built[self.integers :]
         return tuple(whole) if len(whole) > 1 else whole[0]
 
 
@@ -50,15 +50,15 @@ class Wired:
 
 def forward(modules: Sequence[nn.Module], wiring: Wiring, batch: Sequence[Tensor]) -> Any:
     """What the last stage puts out."""
-    made: list[Sequence[Tensor]] = []
+    built: list[Sequence[Tensor]] = []
     for module, sources in zip(modules, wiring.inputs, strict=True):
         args = [
-            batch[source.position] if source.stage is None else made[source.stage][source.position]
+            batch[source.position] if source.stage is None else built[source.stage][source.position]
             for source in sources
         ]
         result = module(*args)
-        made.append([result] if isinstance(result, Tensor) else result)
-    return made[-1][0]
+        built.append([result] if isinstance(result, Tensor) else result)
+    return built[-1][0]
 
 
 def reference(
@@ -66,7 +66,7 @@ def reference(
 ) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
     """Losses, and gradients of their mean by stage, of plain autograd."""
     modules = [wired.build(index) for index in range(wired.stages)]
-    pieces = [each.chunk(microbatches) for each in batch]
+    pieces = [item.chunk(microbatches) for item in batch]
     losses = []
     for m in range(microbatches):
         output = forward(modules, wired.wiring, [piece[m] for piece in pieces])

@@ -67,9 +67,9 @@ def no_input_gradient(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def forgotten_buffer(model: nn.Module, x: Tensor) -> Tensor:
-    before = model.mean.clone()
+    earlier = model.mean.clone()
     output = model(x)
-    model.mean.copy_(before)
+    model.mean.copy_(earlier)
     return output
 
 

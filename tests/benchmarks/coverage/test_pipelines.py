@@ -30,8 +30,8 @@ def ranks(lesson: Lesson) -> list[Trained]:
     for name, value in seen.items():
         first = "transformer.w" in name or "transformer.h.0" in name
         second = not first or "transformer.wte" in name
-        for half, own in zip(halves, (first, second), strict=True):
-            half.update({name: value} if own else {})
+        for half, local in zip(halves, (first, second), strict=True):
+            half.update({name: value} if local else {})
     return [Trained(draws=DRAWS, seen=half) for half in halves]
 
 

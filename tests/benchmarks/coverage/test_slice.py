@@ -29,10 +29,10 @@ def modules() -> dict[str, list[Subject]]:
     """The cases of each entry of the database, which all have to be made to be named."""
     from benchmarks.coverage.module_database import subjects
 
-    found: dict[str, list[Subject]] = {}
-    for each in subjects(1):
-        found.setdefault(each.name.split()[0], []).append(each)
-    return found
+    results: dict[str, list[Subject]] = {}
+    for subject in subjects(1):
+        results.setdefault(subject.name.split()[0], []).append(subject)
+    return results
 
 
 @functools.cache
@@ -48,9 +48,9 @@ def test_module_database(name: str) -> None:
     pytest.importorskip("expecttest", reason="torch's module database imports it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {case.name: examine(case) for case in modules()[name]}
-    assert len(found) == 4  # float32 and float64, train and eval
-    assert {key: each.detail for key, each in found.items() if each.verdict not in GOOD} == {}
+        results = {case.name: examine(case) for case in modules()[name]}
+    assert len(results) == 4  # float32 and float64, train and eval
+    assert {key: item.detail for key, item in results.items() if item.verdict not in GOOD} == {}
 
 
 PIECES = ["mask of documents", "packed, plain object", "batch, dataclass"]
@@ -71,7 +71,7 @@ IN_PARTS += ["mask of documents", "autograd in a backward"] if TORCH < (2, 12) e
 @pytest.mark.parametrize("name", PIECES)
 def test_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_VARIABLE, "1")
-    (subject,) = (each for each in pieces.subjects() if each.name == name)
+    (subject,) = (subject for subject in pieces.subjects() if subject.name == name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         finding = examine(subject)
@@ -106,7 +106,7 @@ def test_operator_database(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.testing._internal.common_utils.extract_test_fn", lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = tally(name, map(examine, operators()[name]))
-    assert found["failures"] == {}
-    assert not found["refusals"]
-    assert {*found["verdicts"]} <= {verdict.value for verdict in GOOD}
+        result = tally(name, map(examine, operators()[name]))
+    assert result["failures"] == {}
+    assert not result["refusals"]
+    assert {*result["verdicts"]} <= {verdict.value for verdict in GOOD}

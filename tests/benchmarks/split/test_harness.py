@@ -67,13 +67,13 @@ def allocate(kib: int) -> Tensor:
 
 def test_levels_are_what_was_allocated() -> None:
     scripted = Subject("scripted", nn.Identity(), torch.zeros(256), torch.zeros(256))
-    found = levels(Scripted([]), scripted)
-    assert {action: level.held // KIB for action, level in found.items()} == {
+    result = levels(Scripted([]), scripted)
+    assert {action: level.held // KIB for action, level in result.items()} == {
         "F": 100,
         "I": 30,  # without the gradient
         "W": 0,
     }
-    assert {action: level.peak // KIB for action, level in found.items()} == {
+    assert {action: level.peak // KIB for action, level in result.items()} == {
         "F": 601,  # with the input, which is received inside
         "I": 131,  # the gradient of the output, what F held, and what I makes of it
         "W": 37,
@@ -98,9 +98,9 @@ def test_contenders_agree_on_every_model(model: str) -> None:
     for contender in contenders.values():
         clock.microbatch(contender, subject)
         clock.microbatch(contender, subject)
-        found = {name: grad.clone() for name, grad in contender.gradients().items()}
+        results = {name: grad.clone() for name, grad in contender.gradients().items()}
         contender.clear()
-        assert steps.difference(found, _twice(subject)) == 0.0
+        assert steps.difference(results, _twice(subject)) == 0.0
 
 
 def _twice(subject: Subject) -> dict[str, Tensor]:
@@ -108,9 +108,9 @@ def _twice(subject: Subject) -> dict[str, Tensor]:
     plain = Autograd(subject.module)
     clock.microbatch(plain, subject)
     clock.microbatch(plain, subject)
-    found = {name: grad.clone() for name, grad in plain.gradients().items()}
+    results = {name: grad.clone() for name, grad in plain.gradients().items()}
     plain.clear()
-    return found
+    return results
 
 
 def test_missing_gradient_is_noticed(subject: Subject) -> None:
@@ -124,11 +124,11 @@ def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "MEMORY", ("balanced", "lean"))
     words = "memory --models resnet --threads 1 --rounds 2 --size tiny --output"
     PAGE.main([*words.split(), str(tmp_path / "new")])
-    found = Results.read(tmp_path / "new" / "results.json")
-    assert list(found.parts) == ["memory"]
+    result = Results.read(tmp_path / "new" / "results.json")
+    assert list(result.parts) == ["memory"]
     text = (tmp_path / "new" / "README.md").read_text()
-    assert text == PAGE.render(found)
+    assert text == PAGE.render(result)
     assert "| resnet" in text
     assert "benchmarks.split memory --models resnet --threads 1 --rounds 2 --size tiny" in text
-    row = next(row for row in found.rows("memory") if row["way"] == "autosplit balanced")
+    row = next(row for row in result.rows("memory") if row["way"] == "autosplit balanced")
     assert row["held"]["I"] <= 1.03 * row["floor"]

@@ -36,8 +36,8 @@ def warning_of(model: nn.Module) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         autosplit.split(model)(batch())
-    (found,) = [str(each.message) for each in caught if each.category is DeferralWarning]
-    return found
+    (result,) = [str(warning.message) for warning in caught if warning.category is DeferralWarning]
+    return result
 
 
 REGISTER: dict[str, Callable[[nn.Module], object]] = {
@@ -103,9 +103,9 @@ def test_spectral_norm_by_a_hook() -> None:
     twin = copy.deepcopy(model)
     split = autosplit.split(model)
     for _ in range(2):
-        given = batch()
-        for each in (split, twin):
-            each(given).square().sum().backward()
+        inputs = batch()
+        for network in (split, twin):
+            network(inputs).square().sum().backward()
         assert torch.equal(model[0].weight, twin[0].weight)
     split.backward_weight()
     assert_same_gradients(model, twin)

@@ -34,11 +34,11 @@ def test_flops_of_a_split_module_are_those_of_autograd(captured: bool) -> None:
             output.sum().backward()
     split = autosplit.split(copy.deepcopy(plain), (inputs[0],) if captured else (), fullgraph=True)
     split.zero_grad()
-    with FlopCounterMode(display=False) as found:
+    with FlopCounterMode(display=False) as result:
         for output in [split(x) for x in inputs]:
             output.sum().backward()
         split.backward_weight()
-    assert _flops(found) == _flops(expected)
+    assert _flops(result) == _flops(expected)
     assert len(split.functions) == 1
     for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None

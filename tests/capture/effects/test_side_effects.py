@@ -50,11 +50,11 @@ def fill(model: Any) -> None:
 
 @contextlib.contextmanager
 def changed(model: Any) -> Iterator[None]:
-    before, model.mode = model.mode, "inside"
+    earlier, model.mode = model.mode, "inside"
     try:
         yield
     finally:
-        model.mode = before
+        model.mode = earlier
 
 
 def change_and_restore(model: Any) -> None:
@@ -78,13 +78,13 @@ def traced(model: nn.Module) -> Any:
 def test_what_every_call_changes_is_refused_with_the_line(
     effect: Any, attributes: dict[str, Any], named: str
 ) -> None:
-    before = list(SEEN)
+    earlier = list(SEEN)
     with pytest.raises(PythonStateError, match=r"changes Python state, .*which a graph") as caught:
         traced(with_effect(effect, **attributes))
     assert named in str(caught.value)
     line = effect.__code__.co_firstlineno + 1
     assert str(caught.value).startswith(f"{effect.__name__} (at {__file__}:{line})")
-    assert before == SEEN
+    assert earlier == SEEN
 
 
 class Unique:

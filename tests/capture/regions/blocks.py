@@ -44,5 +44,5 @@ class Stack(nn.Module):
 
 def kinds(split: SplitModule) -> list[int]:
     """For the latest graphs, how many blocks call each kind's."""
-    called = [each.guards for each in split.functions[-1].capture.guards.blocks]
-    return [called.count(each) for each in dict.fromkeys(called)]
+    called = [block.guards for block in split.functions[-1].capture.guards.blocks]
+    return [called.count(guards) for guards in dict.fromkeys(called)]

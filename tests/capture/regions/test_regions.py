@@ -186,8 +186,8 @@ def test_without_gradients() -> None:
     x = torch.randn(5, WIDTH)
     with torch.no_grad():
         functions = split.capture(x)
-        (found,) = functions.forward(dict(split.named_parameters()), [x]).outputs
-        assert torch.equal(found, split.unsplit(x))
+        (result,) = functions.forward(dict(split.named_parameters()), [x]).outputs
+        assert torch.equal(result, split.unsplit(x))
     assert kinds(split) == [4]
 
 
@@ -207,13 +207,13 @@ def test_settings_that_choose_among_weight_gradients_choose_among_all(memory: st
 
 def test_what_waits_is_what_waits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     (x,) = batches()[0]
-    held = []
+    kept = []
     for switch in ("1", "0"):
         monkeypatch.setenv("AUTOSPLIT_REGIONS", switch)
         split = autosplit.split(Stack())
         split(x).sum().backward()
-        held.append(split.pending_bytes)
-    assert held[0] == held[1]
+        kept.append(split.pending_bytes)
+    assert kept[0] == kept[1]
 
 
 class Shifted(Residual):
@@ -246,10 +246,10 @@ def test_calls_of_blocks_tell_of_gradients_what_their_operators_do(model: type[S
     split(torch.randn(2, 3, WIDTH, requires_grad=True))
     assert kinds(split) == [4]
     functions = split.functions[-1]
-    taken, outputs = functions.capture.inputs, [*enumerate(functions.output_names)]
+    received, outputs = functions.capture.inputs, [*enumerate(functions.output_names)]
     tangents = [(name, at) for at, name in outputs if name in functions.tangent_specs]
     ours = functions.dependence
-    flat = GradientDependence(functions.graphs, taken, tangents)
+    flat = GradientDependence(functions.graphs, received, tangents)
     assert ours.borrowed == flat.borrowed
     assert ours.borrowed or model is not Parts
     assert ours.inseparable == flat.inseparable
@@ -284,7 +284,7 @@ def test_a_model_of_transformers(name: str) -> None:
         (output.loss + keys[1].sum()).backward()
         results.append([output.loss, *keys])
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-        caches.append([{k: v for k, v in vars(each).items() if "_" in k} for each in layers])
+        caches.append([{k: v for k, v in vars(layer).items() if "_" in k} for layer in layers])
     for one, other in (results, gradients):
         assert all(map(torch.equal, one, other))
     assert caches[0] == caches[1]

@@ -65,9 +65,9 @@ class Changing(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         for at, layer in enumerate(self.layers):
-            before, layer.scale = layer.scale, 0.5 * at
+            earlier, layer.scale = layer.scale, 0.5 * at
             x = layer(x)
-            layer.scale = before
+            layer.scale = earlier
         return self.head(x)
 
 
@@ -153,10 +153,10 @@ def test_a_block_that_becomes_another_is_noticed() -> None:
     for name, change in BECOMES.items():
         change(model.layers[ODD])
         grads = []
-        for each in (split, model):
+        for network in (split, model):
             model.zero_grad()
             torch.manual_seed(0)
-            each(x).sum().backward()
+            network(x).sum().backward()
             split.backward_weight()
             grads.append([parameter.grad for parameter in model.parameters()])
         for mine, theirs in zip(*grads, strict=True):

@@ -21,15 +21,15 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for each in self.layers:
-            x = layer(each, x)
+        for item in self.layers:
+            x = layer(item, x)
         return x
 
 
 class Checkpointed(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        for each in self.layers:
-            x = checkpoint(layer, each, x, use_reentrant=False)
+        for item in self.layers:
+            x = checkpoint(layer, item, x, use_reentrant=False)
         return x
 
 

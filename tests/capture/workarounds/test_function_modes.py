@@ -27,9 +27,9 @@ def test_a_model_is_split_as_one_graph_under_a_default_device() -> None:
         split(x).sum().backward()
         assert torch.overrides._get_current_function_mode_stack() == modes
         assert "graph by graph" not in str(split.report())
-        found = [each.grad for each in split.parameters()]
+        results = [parameter.grad for parameter in split.parameters()]
         expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.skipif(TORCH < (2, 12), reason="nor does torch.compile of torch 2.11")

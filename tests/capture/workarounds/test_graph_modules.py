@@ -19,8 +19,8 @@ class Normed(nn.Module):
         self.register_buffer("scale", torch.full((4,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.second(self.norm(torch.tanh(self.first(x) * self.scale)))
-        return made
+        built: Tensor = self.second(self.norm(torch.tanh(self.first(x) * self.scale)))
+        return built
 
 
 def exported(module: nn.Module) -> nn.Module:
@@ -31,6 +31,6 @@ def exported(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("trace", [fx.symbolic_trace, exported])
 def test_it_is_split_and_stays_as_it_was(trace: Callable[[nn.Module], nn.Module]) -> None:
     module = trace(Normed())
-    before = dict(vars(module))
+    earlier = dict(vars(module))
     assert_equals_autograd(module, [(torch.randn(3, 4),)] * 2, fullgraph=True)
-    assert {name: vars(module)[name] for name in before} == before
+    assert {name: vars(module)[name] for name in earlier} == earlier

@@ -14,16 +14,16 @@ def test_gradients_are_those_of_eager_mode(use_cache: bool) -> None:
     # Four heads share two of keys and values.
     model = llama(hidden_size=32, num_attention_heads=4, use_cache=use_cache).bfloat16()
     ids = torch.randint(0, 32, (2, 16))
-    given = {"input_ids": ids, "labels": ids}
-    assert_alike(model, lambda call, _: call(**given).loss.backward())
+    options = {"input_ids": ids, "labels": ids}
+    assert_alike(model, lambda call, _: call(**options).loss.backward())
 
 
 def test_sequences_that_are_packed_do_not_see_each_other() -> None:
     model = llama(hidden_size=32, num_attention_heads=4, use_cache=False)
     ids = torch.randint(0, 32, (1, 8))
-    given = {
+    options = {
         "input_ids": ids,
         "labels": ids,
         "position_ids": torch.tensor([[*range(3), *range(5)]]),
     }
-    assert_alike(model, lambda call, _: call(**given).loss.backward())
+    assert_alike(model, lambda call, _: call(**options).loss.backward())

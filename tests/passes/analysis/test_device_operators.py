@@ -32,9 +32,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def plain_flash(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> list[Tensor]:
-    rows, length = (each.transpose(1, 2) for each in (q, k, v)), q.shape[2]
-    made = aten._flash_attention_forward(*rows, None, None, length, length, dropout, True, False)
-    return [made[0].transpose(1, 2)]
+    rows, length = (item.transpose(1, 2) for item in (q, k, v)), q.shape[2]
+    built = aten._flash_attention_forward(*rows, None, None, length, length, dropout, True, False)
+    return [built[0].transpose(1, 2)]
 
 
 def attention(kernel: str, dropout: float) -> nn.Module:
@@ -42,8 +42,8 @@ def attention(kernel: str, dropout: float) -> nn.Module:
 
     def make(m: nn.Module, x: Tensor) -> Tensor:
         heads = m.qkv(x).view(*x.shape[:2], 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        made = KERNELS.get(kernel, plain_flash)(*heads.unbind(0), dropout)[0]
-        return m.out(made.transpose(1, 2).reshape(x.shape))
+        built = KERNELS.get(kernel, plain_flash)(*heads.unbind(0), dropout)[0]
+        return m.out(built.transpose(1, 2).reshape(x.shape))
 
     return Made(make, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH))
 

@@ -86,7 +86,7 @@ def test_operand_that_dies() -> None:
     ],
 )
 def test_operand_that_must_live(function: Callable[[Tensor, Tensor], object]) -> None:
-    assert [each for each in reused(function) if each[0] == "add"] == []
+    assert [item for item in reused(function) if item[0] == "add"] == []
 
 
 def test_sizes_that_vary_are_not_asked() -> None:
@@ -112,8 +112,8 @@ def through(m: Made, x: Tensor) -> Tensor:
 
 
 def reading_before(m: Made, x: Tensor) -> Tensor:
-    before = m.blocks[0][1].running_mean * 2
-    return through(m, x) * before
+    earlier = m.blocks[0][1].running_mean * 2
+    return through(m, x) * earlier
 
 
 def reading_between(m: Made, x: Tensor) -> Tensor:
@@ -147,12 +147,12 @@ def test_operand_of_a_collective_is_not_written_over_before_its_wait() -> None:
     graph = fx.Graph()
     value = torch.empty(4)
     x = graph.placeholder("x")
-    made = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
-    begun = graph.call_function(ops.all_gather_into_tensor.default, (made, 2, "0"))
-    risky = graph.call_function(torch.ops.aten.mul.Tensor, (made, x))
+    built = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+    begun = graph.call_function(ops.all_gather_into_tensor.default, (built, 2, "0"))
+    risky = graph.call_function(torch.ops.aten.mul.Tensor, (built, x))
     waited = graph.call_function(ops.wait_tensor.default, (begun,))
-    graph.output([risky, waited]).meta["roles"] = [Role(Kind.OUTPUT, each) for each in "ab"]
-    for node in (x, made, risky):
+    graph.output([risky, waited]).meta["roles"] = [Role(Kind.OUTPUT, item) for item in "ab"]
+    for node in (x, built, risky):
         node.meta["val"] = value
     begun.meta["val"] = waited.meta["val"] = torch.empty(8)
     assert start_of(waited) is begun

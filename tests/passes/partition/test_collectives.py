@@ -29,8 +29,8 @@ from tests.zoo import Residual
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh() as made:
-        yield made
+    with fake_mesh() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -58,27 +58,27 @@ def starts(module: fx.GraphModule | None) -> list[str]:
 def products_under_way(module: fx.GraphModule | None) -> int:
     """How many matrix products run between a collective's start and its wait."""
     assert module is not None
-    under_way, found = 0, 0
+    under_way, result = 0, 0
     for node in calls(module.graph):
         under_way += is_start(node) - is_wait(node)
-        found += bool(flops(node)) and under_way > 0
-    return found
+        result += bool(flops(node)) and under_way > 0
+    return result
 
 
 def waits_with_products(module: fx.GraphModule | None) -> int:
     """How many waits have a matrix product between the start before them and themselves."""
     assert module is not None
     begun = products = False
-    found = 0
+    result = 0
     for node in calls(module.graph):
         if is_start(node):
             begun, products = True, False
         elif is_wait(node):
-            found += begun and products
+            result += begun and products
             begun = False
         else:
             products |= bool(flops(node))
-    return found
+    return result
 
 
 def early(graphs: SplitGraphs) -> list[str]:
@@ -117,13 +117,13 @@ def test_a_schedule_has_all_operators_behind_what_they_read(graphs: SplitGraphs)
 def test_i_takes_what_fills_its_waits(mesh: DeviceMesh) -> None:
     """None over a link that takes no time, and all that come before the last over a slow one."""
     joint = joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True))
-    found = []
+    results = []
     for start in (0.0, 1e6, 1e9):
         setting = memory_setting("balanced", collectives=CollectiveCosts(start, 0.0))
-        made = run(copied(joint), memory=setting)
-        found.append({name for name in early(made) if name.endswith("weight")})
-    assert not any("up" in name or "down" in name for name in found[0])
-    assert found[0] < found[1] < found[2]
+        built = run(copied(joint), memory=setting)
+        results.append({name for name in early(built) if name.endswith("weight")})
+    assert not any("up" in name or "down" in name for name in results[0])
+    assert results[0] < results[1] < results[2]
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.3])
@@ -134,8 +134,8 @@ def test_a_product_that_hardly_fits_is_kept_for_the_next_wait(
     joint = joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True))
     product = next(duration(node) for node in calls(joint.graph) if flops(node))
     costs = CollectiveCosts(factor * product, 0.0)
-    made = run(joint, memory=memory_setting("balanced", collectives=costs))
-    assert waits_with_products(made.backward_input) == len(starts(made.backward_input)) - 1
+    built = run(joint, memory=memory_setting("balanced", collectives=costs))
+    assert waits_with_products(built.backward_input) == len(starts(built.backward_input)) - 1
 
 
 def test_weight_gradients_of_repeated_blocks_fill_waits_around_them(mesh: DeviceMesh) -> None:

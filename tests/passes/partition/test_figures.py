@@ -72,17 +72,17 @@ def held(graph: fx.Graph, memory: Memory) -> tuple[int, int]:
 
 
 def test_fast_does_nothing_twice(graph: fx.Graph) -> None:
-    found = divided(graph, FAST)
-    assert (recompute_time(*found), waiting_share(*found)) == (0.0, 1.0)
-    assert not any(duration(node) for node, count in run_counts(*found).items() if count > 1)
+    result = divided(graph, FAST)
+    assert (recompute_time(*result), waiting_share(*result)) == (0.0, 1.0)
+    assert not any(duration(node) for node, count in run_counts(*result).items() if count > 1)
 
 
 def test_balanced_holds_no_more_than_fast_and_defers_all(graph: fx.Graph) -> None:
     for fast, balanced in zip(held(graph, FAST), held(graph, BALANCED), strict=True):
         assert balanced <= fast
-    found = divided(graph, BALANCED)
-    assert waiting_share(*found) == 1.0
-    assert recompute_time(*found) <= BALANCED.recompute * sum(map(duration, calls(graph)))
+    result = divided(graph, BALANCED)
+    assert waiting_share(*result) == 1.0
+    assert recompute_time(*result) <= BALANCED.recompute * sum(map(duration, calls(graph)))
 
 
 def test_lean_goes_below_with_over_half_of_the_work_left(graph: fx.Graph) -> None:

@@ -53,8 +53,8 @@ def test_products_of_parameters_alone_wait() -> None:
         k=nn.Linear(8, 8, bias=False),
     )
     graphs = split(model, torch.randn(2, 5, 8))
-    made = names_out(graphs.backward_weight, Kind.PARAMETER_GRAD)
-    assert sorted(made) == ["k.weight", "q.weight", "queries"]
+    built = names_out(graphs.backward_weight, Kind.PARAMETER_GRAD)
+    assert sorted(built) == ["k.weight", "q.weight", "queries"]
     # dK (and dQ, which leads to no product with data) are all that may be early.
     assert ops(graphs.backward_input)["bmm"] + ops(graphs.backward_input)["mm"] == 1
     assert names_in(graphs.backward_weight, Kind.PARAMETER) != []

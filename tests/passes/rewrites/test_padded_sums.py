@@ -79,13 +79,13 @@ def test_pieces_are_laid_side_by_side(
     """
     x, decompositions = X.clone().requires_grad_(), backend_named(backend).decompositions
     program = SplitGraphs(capture(call(function), (x,), {}, decompositions).joint)
-    before, expected = ops(program.joint), computed(program.joint)
-    assert before[f"select_{kind}"] + before[f"slice_{kind}"] >= 2
+    earlier, expected = ops(program.joint), computed(program.joint)
+    assert earlier[f"select_{kind}"] + earlier[f"slice_{kind}"] >= 2
     assert concatenate_padded_sums(program)
     verify(program)
     after = ops(program.joint)
     assert after[f"select_{kind}"] + after[f"slice_{kind}"] == 0
-    assert after["cat"] == before["cat"] + 1
+    assert after["cat"] == earlier["cat"] + 1
     assert all(map(torch.equal, computed(program.joint), expected))
     assert not concatenate_padded_sums(program)
 
@@ -93,16 +93,16 @@ def test_pieces_are_laid_side_by_side(
 @pytest.mark.parametrize("function", LEFT_ALONE)
 def test_sums_that_would_differ_or_cost_more_stay(function: Callable[[Tensor], Tensor]) -> None:
     program = program_of(call(function), X.clone().requires_grad_())
-    before = ops(program.joint)
-    assert before["select_backward"] + before["slice_backward"] >= 2
+    earlier = ops(program.joint)
+    assert earlier["select_backward"] + earlier["slice_backward"] >= 2
     assert not concatenate_padded_sums(program)
-    assert ops(program.joint) == before
+    assert ops(program.joint) == earlier
 
 
 def test_piece_that_is_read_elsewhere_stays() -> None:
     """The gradient of one half, padded, is also the gradient of another input."""
     model = Made(lambda _, x, y: (x + y)[..., :2].exp() + x[..., 2:].sin())
     program = program_of(model, X.clone().requires_grad_(), X.clone().requires_grad_())
-    before = ops(program.joint)
+    earlier = ops(program.joint)
     assert not concatenate_padded_sums(program)
-    assert ops(program.joint) == before
+    assert ops(program.joint) == earlier

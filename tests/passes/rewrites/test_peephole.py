@@ -92,5 +92,5 @@ def test_pairs_that_cancel(steps: int, left: int, returned: bool) -> None:
     graph.lint()
     x = torch.randn(2, 3)
     expected = x if steps % 2 == 0 else x.t()
-    (found,) = fx.GraphModule(nn.Module(), graph)(x)
-    assert torch.equal(found, expected if returned else -expected)
+    (result,) = fx.GraphModule(nn.Module(), graph)(x)
+    assert torch.equal(result, expected if returned else -expected)

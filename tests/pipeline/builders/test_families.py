@@ -65,7 +65,7 @@ def test_a_step_that_crosses_fits_into_the_last_one() -> None:
         once,
         microbatches=16,
         ranks=tuple(
-            row + tuple(dataclasses.replace(each, microbatch=each.microbatch + 8) for each in row)
+            row + tuple(dataclasses.replace(item, microbatch=item.microbatch + 8) for item in row)
             for row in once.ranks
         ),
     )

@@ -99,10 +99,10 @@ def test_any_placement_and_order_draws_the_same() -> None:
     """And starts the same. Ranks' generators stand alike afterwards, whichever stages they ran."""
     expected = results(ranks=1)
     for name, options in PLACED.items():
-        found = results(**options)
-        assert torch.equal(found["losses"], expected["losses"]), name
-        assert torch.equal(found["next"], expected["next"]), name
-        for index, module in found["modules"].items():
+        result = results(**options)
+        assert torch.equal(result["losses"], expected["losses"]), name
+        assert torch.equal(result["next"], expected["next"]), name
+        for index, module in result["modules"].items():
             assert same(module.state_dict(), expected["modules"][index].state_dict()), name
 
 
@@ -173,23 +173,23 @@ def test_generators_move_where_stages_draw_only() -> None:
             for _ in range(2):
                 engine.step(batch())
                 engine.evaluate(batch())
-        found = torch.rand(3)
+        result = torch.rand(3)
         torch.manual_seed(4)
         torch.empty(steps, dtype=torch.int64).random_()
-        assert torch.equal(found, torch.rand(3))
+        assert torch.equal(result, torch.rand(3))
 
 
 def test_a_rate_that_is_raised_later_draws_anew_in_each_step() -> None:
     """Though nobody knew that the stages draw when the step began."""
     modules = [Drops(), Drops()]
-    for each in modules:
-        each.rate = 0.0
+    for module in modules:
+        module.rate = 0.0
     with trainer(modules, None, ranks=1) as engine:
         engine.step(batch())
-        for each in modules:
-            each.rate = 0.5
+        for module in modules:
+            module.rate = 0.5
         state = [engine.forward_backward(batch()) for _ in range(4)]
-    assert len({tuple(each.tolist()) for each in state}) == 4
+    assert len({tuple(item.tolist()) for item in state}) == 4
 
 
 def test_what_may_draw() -> None:
@@ -212,9 +212,11 @@ def test_stages_that_start_alike_are_named(copied: bool) -> None:
         torch.manual_seed(1 if index != 1 else 2)
         return silent(index)
 
-    said = r"stages 0, 2, 3 start with equal weights: was each built after the same torch\.manual"
+    message = (
+        r"stages 0, 2, 3 start with equal weights: was each built after the same torch\.manual"
+    )
     with (
-        pytest.warns(UserWarning, match=said),
+        pytest.warns(UserWarning, match=message),
         trainer(
             [seeded(at) for at in range(4)] if copied else seeded, None if copied else 4, ranks=1
         ),

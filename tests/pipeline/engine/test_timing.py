@@ -47,15 +47,15 @@ class Event:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    found = Gpu()
+    result = Gpu()
 
     def refuse(*_: Any) -> None:
         pytest.fail("a wait for the device while a receive is posted would never end")
 
-    monkeypatch.setattr(torch.cuda, "Event", found.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", found.stream)
+    monkeypatch.setattr(torch.cuda, "Event", result.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", result.stream)
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    return found
+    return result
 
 
 def test_spans_are_when_the_device_ran_what_it_was_given(gpu: Gpu) -> None:
@@ -68,7 +68,7 @@ def test_spans_are_when_the_device_ran_what_it_was_given(gpu: Gpu) -> None:
 
     for _ in range(2):
         gpu.given = 5
-        before = time.perf_counter()
+        earlier = time.perf_counter()
         recorder.begin()
         after = time.perf_counter()
         assert recorder.run(F0, lambda: compute(2)) == "2 given"
@@ -79,8 +79,8 @@ def test_spans_are_when_the_device_ran_what_it_was_given(gpu: Gpu) -> None:
     spans = recorder.spans()
     assert [(span.rank, span.action) for span in spans] == [(3, F0), (3, W0)]
     times = [time for span in spans for time in (span.start, span.end)]
-    assert [round(each - times[0], 6) for each in times] == [0, 2, 6, 7]
-    assert before <= times[0] <= after
+    assert [round(time - times[0], 6) for time in times] == [0, 2, 6, 7]
+    assert earlier <= times[0] <= after
 
 
 def test_the_host_is_clock_enough_for_a_cpu() -> None:

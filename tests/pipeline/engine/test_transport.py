@@ -32,8 +32,8 @@ def test_tensors_travel_as_bytes_whatever_they_hold() -> None:
     lane = mock.Mock()
     with mock.patch.object(groups, "between", return_value=lane):
         groups.isend(torch.ones(2, dtype=torch.int16), 1 - rank)
-    (given,), *_ = lane.send.call_args.args
-    assert given.dtype is torch.uint8
+    (inputs,), *_ = lane.send.call_args.args
+    assert inputs.dtype is torch.uint8
     for dtype in (torch.int16, torch.uint16, torch.complex64, torch.bool, torch.float8_e5m2):
         one = torch.ones([]).to(dtype)
         for tensor in (one.repeat(3, 2), one, one.repeat(0, 4), one.expand(1)):
@@ -41,7 +41,7 @@ def test_tensors_travel_as_bytes_whatever_they_hold() -> None:
             work = groups.isend(tensor, 1) if rank == 0 else groups.irecv(buffer, 0)
             assert work is not None
             work.wait()
-            expected, came = (each.to(torch.complex64) for each in (tensor, buffer))
+            expected, came = (item.to(torch.complex64) for item in (tensor, buffer))
             assert rank == 0 or torch.equal(came, expected)
     groups.destroy()
 

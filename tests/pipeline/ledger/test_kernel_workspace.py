@@ -18,8 +18,8 @@ FLOAT, DOUBLE = 4, 8
 
 
 def _graph(function: Callable[..., Tensor], *args: Tensor) -> fx.GraphModule:
-    made: fx.GraphModule = make_fx(lambda *args: function(*args), tracing_mode="fake")(*args)
-    return made
+    built: fx.GraphModule = make_fx(lambda *args: function(*args), tracing_mode="fake")(*args)
+    return built
 
 
 def _found(module: fx.GraphModule) -> dict[str, int]:
@@ -28,9 +28,9 @@ def _found(module: fx.GraphModule) -> dict[str, int]:
 
 def test_measuring_draws_no_random_numbers() -> None:
     module = _graph(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(64))
-    before = torch.get_rng_state()
+    earlier = torch.get_rng_state()
     KernelWorkspace(CPU).of(module.graph)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), earlier)
 
 
 @pytest.mark.skipif(TORCH >= (2, 15), reason="torch.cholesky is gone")

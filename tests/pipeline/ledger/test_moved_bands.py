@@ -24,9 +24,9 @@ Steps = tuple[StepMemory, StepMemory]
 @pytest.fixture(scope="module")
 def steps(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Steps:
     folder: Path = tmp_path_factory.mktemp("store")
-    found, other = on_ranks(workers.stayed_offloaded, 2, (str(folder),), timeout=100.0)
-    assert found == other
-    steps: Steps = found
+    result, other = on_ranks(workers.stayed_offloaded, 2, (str(folder),), timeout=100.0)
+    assert result == other
+    steps: Steps = result
     return steps
 
 
@@ -38,24 +38,24 @@ def test_all_that_leaves_and_comes_is_gone_at_the_end(steps: Steps) -> None:
 
 def test_what_is_offloaded_is_not_held_meanwhile(steps: Steps) -> None:
     plain, offloaded = (step.peak_activations for step in steps)
-    assert all(less < before for less, before in zip(offloaded, plain, strict=True))
+    assert all(less < earlier for less, earlier in zip(offloaded, plain, strict=True))
 
 
 def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> None:
     """Also where it has gone again by the end of the action."""
     cpu, moved = torch.device("cpu"), TransferredBytes()
-    held = [torch.zeros(300, dtype=torch.uint8)]
+    kept = [torch.zeros(300, dtype=torch.uint8)]
     recorder = MemoryRecorder(
-        recorder_on(0, cpu), lambda: (0, sum(map(len, held))), cpu, beside=moved.most
+        recorder_on(0, cpu), lambda: (0, sum(map(len, kept))), cpu, beside=moved.most
     )
 
     def compute() -> int:
-        own = torch.zeros(500, dtype=torch.uint8)
+        local = torch.zeros(500, dtype=torch.uint8)
         moved.change(1000)
         moved.change(-1000)
-        held.append(torch.zeros(40, dtype=torch.uint8))
+        kept.append(torch.zeros(40, dtype=torch.uint8))
         moved.change(40)
-        return len(own)
+        return len(local)
 
     with recorder.recording():
         recorder.begin()
@@ -81,7 +81,7 @@ def test_what_is_on_its_way_is_in_transit_until_it_is_there(
         begin(self, *args)
 
     def look(store: HostFileStore, *args: Any) -> Any:
-        seen.append(any(each is args[-1] for each in moves[0].moving))
+        seen.append(any(item is args[-1] for item in moves[0].moving))
         return real(store, *args)
 
     monkeypatch.setattr(Moves, "begin", note)
@@ -96,8 +96,8 @@ def test_what_is_on_its_way_is_in_transit_until_it_is_there(
 def test_no_rank_holds_more_than_predicted_whatever_transfers_take(
     on_ranks: Ranks, tmp_path: Path
 ) -> None:
-    found, _ = on_ranks(workers.moved_late, 2, (str(tmp_path),), timeout=100.0)
-    for step in found:
+    result, _ = on_ranks(workers.moved_late, 2, (str(tmp_path),), timeout=100.0)
+    for step in result:
         for peak, predicted in zip(step.peak_activations, step.predicted, strict=True):
             assert predicted is not None
             # What transfers bring within an action counts beside the most of its own, whenever

@@ -54,8 +54,8 @@ def test_sums_of_another_dtype_are_predicted() -> None:
 
 
 def test_bands_are_what_is_fixed_and_what_is_not() -> None:
-    found = workers.recorded(ranks=1)
-    (bands,), (fixed,) = found.bands, found.fixed
+    result = workers.recorded(ranks=1)
+    (bands,), (fixed,) = result.bands, result.fixed
     by_action = {band.during: band for band in bands if band.during}
     parameters = 2 * sum(p.numel() for p in workers.block().parameters()) * FLOAT
     batch = 2 * workers.batch()[0].numel() * FLOAT
@@ -63,25 +63,25 @@ def test_bands_are_what_is_fixed_and_what_is_not() -> None:
     assert bands[0].fixed == 3 * parameters + steps
     assert bands[-1].fixed == fixed == 4 * parameters + steps
     assert bands[0].activations == batch
-    assert max(band.activations for band in bands) == found.peak_activations[0]
+    assert max(band.activations for band in bands) == result.peak_activations[0]
     assert by_action["0F0"].activations < by_action["1F0"].activations
     assert all(band.activations >= batch for band in bands)
     assert [band.start for band in bands] == sorted(band.start for band in bands)
 
 
 def test_two_ranks_hear_the_same_and_hold_what_was_predicted(on_ranks: Ranks) -> None:
-    found, other = on_ranks(workers.recorded, 2, timeout=120.0)
-    assert found == other
-    assert len(found.bands) == len(found.fixed) == 2
-    for measured, predicted in zip(found.peak_activations, found.predicted, strict=True):
+    result, other = on_ranks(workers.recorded, 2, timeout=120.0)
+    assert result == other
+    assert len(result.bands) == len(result.fixed) == 2
+    for measured, predicted in zip(result.peak_activations, result.predicted, strict=True):
         assert predicted is not None
         assert predicted == measured
 
 
 def test_a_frozen_stage_holds_what_it_sends_and_is_predicted_too(on_ranks: Ranks) -> None:
     """Nothing comes back that would tell that it has arrived."""
-    found, _ = on_ranks(partial(workers.recorded, frozen=0), 2, timeout=120.0)
-    for measured, predicted in zip(found.peak_activations, found.predicted, strict=True):
+    result, _ = on_ranks(partial(workers.recorded, frozen=0), 2, timeout=120.0)
+    for measured, predicted in zip(result.peak_activations, result.predicted, strict=True):
         assert predicted is not None
         assert abs(predicted - measured) <= SCALARS
 
@@ -104,19 +104,19 @@ def test_steps_give_back_all_that_they_take() -> None:
                 allocations.mark()
                 engine.step(workers.batch())
     # What is above is the losses of the last step, which ``metrics`` tells.
-    assert {each.end for each in allocations.stretches()} == {4 * workers.MICROBATCHES}
+    assert {stretch.end for stretch in allocations.stretches()} == {4 * workers.MICROBATCHES}
 
 
 def test_a_leak_shows() -> None:
     kept: list[torch.Tensor] = []
-    found = workers.recorded(ranks=1, stage_factory=workers.leaking(kept, 3))
-    assert found.left(0) == 3 * 2 * workers.MICROBATCHES
+    result = workers.recorded(ranks=1, stage_factory=workers.leaking(kept, 3))
+    assert result.left(0) == 3 * 2 * workers.MICROBATCHES
 
 
 def test_nothing_is_predicted_of_a_stage_of_which_nothing_is_known() -> None:
-    found = workers.recorded(ranks=1, stage_factory=ReferenceStage)
-    assert found.predicted == (None,)
-    assert found.peak_activations[0] > 0
+    result = workers.recorded(ranks=1, stage_factory=ReferenceStage)
+    assert result.predicted == (None,)
+    assert result.peak_activations[0] > 0
 
 
 def test_memory_must_be_recorded_and_record_is_checked() -> None:
@@ -135,13 +135,13 @@ def test_memory_must_be_recorded_and_record_is_checked() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_allocator_tells() -> None:
-    found = workers.recorded(ranks=1, device="cuda")
-    (measured,), (predicted,) = found.peak_activations, found.predicted
+    result = workers.recorded(ranks=1, device="cuda")
+    (measured,), (predicted,) = result.peak_activations, result.predicted
     assert predicted is not None
     assert predicted <= measured <= 1.5 * predicted  # pieces of 512 bytes
 
 
 def test_losses_keep_no_more_memory_than_their_own() -> None:
-    found = workers.recorded(ranks=1, loss_fn=torch.nn.functional.mse_loss)
-    waits = [band for band in found.bands[0] if not band.during]
+    result = workers.recorded(ranks=1, loss_fn=torch.nn.functional.mse_loss)
+    waits = [band for band in result.bands[0] if not band.during]
     assert waits[-2].activations - waits[0].activations <= LOSSES

@@ -75,12 +75,12 @@ def trainer(
     **options: Any,
 ) -> PipelineTrainer:
     torch.manual_seed(0)
-    given = {"loss_fn": loss_fn, "optimizer_fn": torch.optim.AdamW, "stage_factory": None}
+    inputs = {"loss_fn": loss_fn, "optimizer_fn": torch.optim.AdamW, "stage_factory": None}
     return workers.trainer(
         lambda index: block().requires_grad_(index != frozen),
         stages,
         MICROBATCHES,
-        **{**given, **options},
+        **{**inputs, **options},
     )
 
 
@@ -137,7 +137,7 @@ def predicted_levels(engine: PipelineTrainer) -> dict[str, int]:
 def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
     """The memory of the third step, and of one many steps later."""
     with trainer() as engine:
-        found = []
+        results = []
         for step in range(steps):
             engine.record = "memory" if step in (2, steps - 1) else False
             if engine.record:  # what is garbage is not to depend on when it is collected
@@ -146,8 +146,8 @@ def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
             engine.step(batch())
             gc.enable()
             if engine.record:
-                found.append(engine.memory())
-        return found[0], found[1]
+                results.append(engine.memory())
+        return results[0], results[1]
 
 
 def stayed_offloaded(folder: str) -> tuple[StepMemory, StepMemory]:
@@ -164,13 +164,13 @@ def moved_late(folder: str) -> list[StepMemory]:
     """Steps with moves of all kinds, whose transfers take no time, or long."""
     plain, late = build("gpipe", 2, MICROBATCHES), build("1f1b", 2, MICROBATCHES, weights="2bp")
     with late_transfers(0.0):
-        found = [
+        results = [
             recorded(schedule=evicting(late, range(2))),
             recorded(schedule=offloading(plain), store=folder),
         ]
     with late_transfers(0.01):
-        found += [
+        results += [
             recorded(schedule=evicting(plain, range(2))),
             recorded(schedule=awaiting(offloading(late)), store=folder),
         ]
-    return found
+    return results

@@ -24,12 +24,12 @@ def random_schedule(seed: int, stages: int | None = None) -> Schedule:
     ]
     dataflow = StageDataflow(stages)
     rows: list[list[Action]] = [[] for _ in range(ranks)]
-    made: set[Action] = set()
+    built: set[Action] = set()
     while actions:
-        able = [a for a in actions if all(need in made for need in needs_of(a, dataflow))]
+        able = [a for a in actions if all(need in built for need in needs_of(a, dataflow))]
         action = chance.choice(able)
         actions.remove(action)
-        made.add(result_of(action))
+        built.add(result_of(action))
         rows[placement[action.stage]].append(action)
     return Schedule(
         f"random {seed}",

@@ -88,8 +88,8 @@ def test_dataflow_of_a_wiring() -> None:
     assert [dataflow.targets(stage) for stage in range(3)] == [(1, 2), (2,), ()]
     assert list(dataflow) == [(0, 1), (0, 2), (1, 2)]
     assert [dataflow.positions(*pair) for pair in dataflow] == [(0, 1), (1,), (0,)]
-    taken = [dataflow.from_batch([stage]) for stage in range(3)]
-    assert taken == [frozenset([1]), frozenset(), frozenset([0])]
+    received = [dataflow.from_batch([stage]) for stage in range(3)]
+    assert received == [frozenset([1]), frozenset(), frozenset([0])]
     assert dataflow.from_batch([0, 2]) == frozenset([0, 1])
     assert dataflow.first_from_batch == 0
 
@@ -132,8 +132,8 @@ def test_what_may_be_given_as_a_model() -> None:
     layers = [nn.Linear(1, 1), nn.Linear(1, 2)]
     for model in (layers, nn.ModuleList(layers)):
         assert StageSource.of(model).build(1) is layers[1]
-    made = StageSource.of(lambda index: layers[index], 2)
-    assert (made.count, made.build(1), made.wiring) == (2, layers[1], None)
+    built = StageSource.of(lambda index: layers[index], 2)
+    assert (built.count, built.build(1), built.wiring) == (2, layers[1], None)
     cut = Cut()
     assert isinstance(cut, Partitioned)
     stages = StageSource.of(cut, 2)

@@ -66,7 +66,7 @@ def next_actions(row: list[Action]) -> list[Action]:
     for action in row:
         if action.kind is not ActionKind.AWAIT:
             last[action.stage, action.microbatch] = action.kind
-    found = []
+    results = []
     for microbatch in range(3):
         kind = last.get((0, microbatch))
         able: list[ActionKind] = []
@@ -75,20 +75,20 @@ def next_actions(row: list[Action]) -> list[Action]:
         elif kind in (FORWARD, INPUT):
             able = [WEIGHT if kind is INPUT else INPUT, *WAYS]
         elif kind in WAYS:
-            left = max(at for at, each in enumerate(row) if each == Action(0, kind, microbatch))
-            behind = row[left:]
-            able = [WAYS[kind]] if any(each.kind.is_compute for each in behind) else []
+            left = max(at for at, item in enumerate(row) if item == Action(0, kind, microbatch))
+            later = row[left:]
+            able = [WAYS[kind]] if any(item.kind.is_compute for item in later) else []
             awaited = Action(0, ActionKind.AWAIT, microbatch)
-            able += [ActionKind.AWAIT] if awaited not in behind else []
+            able += [ActionKind.AWAIT] if awaited not in later else []
         elif kind in WAYS.values():
             able = [WEIGHT if Action(0, INPUT, microbatch) in row else INPUT]
-        found += [Action(0, each, microbatch) for each in able]
+        results += [Action(0, item, microbatch) for item in able]
     for microbatch in range(2):
         guest = last.get((1, microbatch))
         if guest is not ActionKind.RETURN:
             kind = ActionKind.RETURN if guest else ActionKind.ACCEPT
-            found.append(Action(1, kind, microbatch))
-    return found
+            results.append(Action(1, kind, microbatch))
+    return results
 
 
 @st.composite
@@ -123,13 +123,13 @@ def most_held(rank: Rank) -> tuple[list[float], list[float]]:
         if here in seen:
             continue
         seen.add(here)
-        held = _held(rank, here)
+        kept = _held(rank, here)
         if here.place >= 0:
-            found = running if here.running or not row[here.place].kind.is_compute else between
-            found[here.place] = max(found[here.place], held)
+            result = running if here.running or not row[here.place].kind.is_compute else between
+            result[here.place] = max(result[here.place], kept)
         begun = here.place if here.place >= 0 else -1
         for lane in lanes.values():
-            first = next((each for each in lane if each not in here.over), None)
+            first = next((item for item in lane if item not in here.over), None)
             if first is None or first > begun:
                 continue
             needs = {*waits.get(first, ())} if row[first].kind in ARRIVALS else set()
@@ -155,15 +155,15 @@ def _lane(kind: ActionKind) -> str:
 
 def _held(rank: Rank, moment: Moment) -> float:
     """What is held: of a move all of it until it has left, and only once it has come."""
-    held = 0.0
+    kept = 0.0
     for place, change in enumerate(rank.changes[: moment.place + 1]):
         move = rank.row[place].kind.is_move
         if move:
-            held += (change.allocated - change.freed) * (place in moment.over)
+            kept += (change.allocated - change.freed) * (place in moment.over)
         else:
             ended = place < moment.place or not moment.running
-            held += change.allocated - ended * change.freed
-    return held
+            kept += change.allocated - ended * change.freed
+    return kept
 
 
 @settings(deadline=None, max_examples=150)
@@ -191,5 +191,5 @@ def test_a_bound_for_every_timing_and_one_attains_it(row: list[Action]) -> None:
     ],
 )
 def test_levels_of_a_row(text: str, expected: list[float]) -> None:
-    rank = rank_of([Action.parse(each) for each in text.split()])
+    rank = rank_of([Action.parse(item) for item in text.split()])
     assert list(levels(rank.row, rank.changes)) == expected

@@ -69,11 +69,11 @@ def test_ranks_hold_alike_at_no_cost() -> None:
     costs = costs_of(8, took=0.1)
     balanced = balance(plain, costs=costs)
     validate(balanced)
-    before, after = costs.timeline(plain), costs.timeline(balanced)
+    earlier, after = costs.timeline(plain), costs.timeline(balanced)
     peaks = peak_memory(balanced, costs.memory)
     assert max(peaks) <= 0.65 * max(peak_memory(plain, costs.memory))
     assert max(peaks) <= 1.3 * min(peaks)
-    assert after.step_time <= 1.03 * before.step_time
+    assert after.step_time <= 1.03 * earlier.step_time
 
 
 def test_deferred_tensors_travel_too() -> None:
@@ -135,10 +135,10 @@ def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
     """And next to nothing where it does not."""
     plain = build("gpipe", 2, 6)
     fast, slow = costs_of(2, took=0.2), costs_of(2, took=40.0)
-    before = fast.timeline(plain)
+    earlier = fast.timeline(plain)
     free = offload(plain, fast)
     after = fast.timeline(free)
-    assert after.step_time <= 1.003 * before.step_time
+    assert after.step_time <= 1.003 * earlier.step_time
     assert max(peak_memory(free, fast.memory)) <= 0.5 * max(peak_memory(plain, fast.memory))
     stuck = offload(plain, slow)
     assert max(peak_memory(stuck, slow.memory)) > 0.9 * max(peak_memory(plain, slow.memory))
@@ -147,13 +147,13 @@ def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
 def test_recomputation_runs_while_its_rank_waits() -> None:
     """Before the backward that it is for, not behind the gradients for which that waits."""
     plain, costs = build("1f1b", 4, 4, split_backward=False), costs_of(4)
-    found = recompute(plain, costs, 3.2e6)
-    row = [str(action) for action in found.ranks[0]]
-    again = [action for action in found.ranks[0] if action.kind is ActionKind.RECOMPUTE]
+    result = recompute(plain, costs, 3.2e6)
+    row = [str(action) for action in result.ranks[0]]
+    again = [action for action in result.ranks[0] if action.kind is ActionKind.RECOMPUTE]
     assert again
     for action in again:
         assert row.index(str(action)) < row.index(f"0B{action.microbatch}")
-    added = costs.timeline(found).step_time - costs.timeline(plain).step_time
+    added = costs.timeline(result).step_time - costs.timeline(plain).step_time
     assert added < len(again) * 1.0
 
 

@@ -39,9 +39,9 @@ def test_hardly_longer_than_the_shortest(
     times: list[tuple[int, int, int]], cap: int, shortest: int
 ) -> None:
     """Which an exact solver has proved."""
-    costs = Costs([tuple(map(float, each)) for each in times], [StageMemory(1.0, 1.0)] * 2)
-    found = search(costs, 3, cap=float(cap))
-    assert shortest <= simulate(found, costs.seconds).makespan <= 1.06 * shortest
+    costs = Costs([tuple(map(float, triple)) for triple in times], [StageMemory(1.0, 1.0)] * 2)
+    result = search(costs, 3, cap=float(cap))
+    assert shortest <= simulate(result, costs.seconds).makespan <= 1.06 * shortest
 
 
 @settings(deadline=None, max_examples=15)
@@ -53,10 +53,10 @@ def test_never_worse_than_a_named_schedule(
     stages = ranks * chunks
     costs = data.draw(costs_of(stages))
     cap = data.draw(st.sampled_from([2.5 * stages, 4.0 * stages, math.inf]))
-    found = search(costs, microbatches, ranks=ranks, cap=cap)
-    validate(found)
-    assert max(peak_memory(found, costs.memory)) <= cap
-    step = costs.timeline(found).makespan
+    result = search(costs, microbatches, ranks=ranks, cap=cap)
+    validate(result)
+    assert max(peak_memory(result, costs.memory)) <= cap
+    step = costs.timeline(result).makespan
     for named in named_schedules(costs.times, microbatches, ranks):
         if max(peak_memory(named, costs.memory)) <= cap:
             assert step <= costs.timeline(named).makespan * (1 + 1e-9), named.name
@@ -71,9 +71,9 @@ def test_list_scheduling_keeps_its_caps(
     costs = data.draw(costs_of(ranks * chunks))
     caps = [data.draw(st.sampled_from([4.0, 9.0, math.inf])) for _ in range(ranks)]
     placement = (*range(ranks), *(range(ranks) if chunks == 2 else ()))
-    for made in constructed(costs, microbatches, [placement], caps):
-        validate(made)
-        peaks = peak_memory(made, costs.memory)
+    for built in constructed(costs, microbatches, [placement], caps):
+        validate(built)
+        peaks = peak_memory(built, costs.memory)
         assert all(peak <= cap * 1.0001 for peak, cap in zip(peaks, caps, strict=True))
     free = [*constructed(costs, microbatches, [placement], [math.inf] * ranks)]
     assert len(free) == 2 or costs.wiring is not None
@@ -94,11 +94,11 @@ def test_a_full_backward_where_it_keeps_less() -> None:
     """What I leaves is more than what it found: room for it only where W follows in one piece."""
     memory = [StageMemory(1.0, 1.5)] * 2
     costs = Costs([(3.0, 2.0, 1.0)] * 2, memory)
-    found = search(costs, 4, cap=2.0)
-    assert "0B0" in rows_of(found)[0]
-    assert max(peak_memory(found, memory)) <= 2.0
+    result = search(costs, 4, cap=2.0)
+    assert "0B0" in rows_of(result)[0]
+    assert max(peak_memory(result, memory)) <= 2.0
     fused = build("1f1b", 2, 4, split_backward=False)
-    assert simulate(found, costs.seconds).makespan <= simulate(fused, costs.seconds).makespan
+    assert simulate(result, costs.seconds).makespan <= simulate(fused, costs.seconds).makespan
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -33,15 +33,15 @@ def small(seed: int) -> tuple[Costs, int, float]:
 def test_never_longer_than_by_a_single_measure(seed: int) -> None:
     costs, microbatches, limit = small(seed)
     stages = len(costs.times)
-    found = search_within(costs, microbatches, limit, placement=tuple(range(stages)))
-    validate(found)
-    step = costs.timeline(found).step_time
-    assert max(peak_memory(found, costs.memory)) <= limit * 1.0001
+    result = search_within(costs, microbatches, limit, placement=tuple(range(stages)))
+    validate(result)
+    step = costs.timeline(result).step_time
+    assert max(peak_memory(result, costs.memory)) <= limit * 1.0001
     for name, measure in REMEDIES.items():
-        for each in named_schedules(costs.times, microbatches, stages):
-            if each.placement != tuple(range(stages)):
+        for schedule in named_schedules(costs.times, microbatches, stages):
+            if schedule.placement != tuple(range(stages)):
                 continue
-            tried = measure(each, costs, [limit] * stages)
+            tried = measure(schedule, costs, [limit] * stages)
             timeline = costs.timeline(tried)
             if max(peak_memory(tried, costs.memory)) <= limit:
                 assert step <= timeline.step_time * 1.0001, name
@@ -51,14 +51,14 @@ def test_a_step_within_a_limit_is_the_shortest_there_is() -> None:
     """An exact solver has proved both: without measures it is 38."""
     costs, microbatches, limit = small(4)
     placement = tuple(range(len(costs.times)))
-    found = search_within(costs, microbatches, limit, placement=placement)
-    assert 30 <= costs.timeline(found).step_time <= 1.02 * 30
+    result = search_within(costs, microbatches, limit, placement=placement)
+    assert 30 <= costs.timeline(result).step_time <= 1.02 * 30
 
 
 def test_measures_are_taken_only_where_they_are_needed() -> None:
     costs = Costs([(2.0, 2.0, 2.0)] * 2, [StageMemory(6.0, 3.0, 1.0)] * 2)
     tight, free = (search_within(costs, 5, most, placement=(0, 1)) for most in (8.0, 130.0))
-    steps = [costs.timeline(each).step_time for each in (tight, free)]
+    steps = [costs.timeline(item).step_time for item in (tight, free)]
     assert steps[0] >= steps[1]
     assert max(peak_memory(tight, costs.memory)) <= 8.0 < max(peak_memory(free, costs.memory))
     assert all(action.kind.is_compute for row in free.ranks for action in row)
@@ -85,8 +85,8 @@ def test_a_limit_too_low_says_the_least_that_would_do_and_it_does(chunks: int) -
     bound = 1.0 + 6.0
     assert error.least >= bound * 0.999
     assert chunks > 1 or error.least == pytest.approx(bound)
-    found = search_within(costs, 4, error.least, ranks=2, fixed=[1.0, 0.0])
-    assert max(peak_memory(found, memory)) <= error.least
+    result = search_within(costs, 4, error.least, ranks=2, fixed=[1.0, 0.0])
+    assert max(peak_memory(result, memory)) <= error.least
 
 
 @pytest.mark.parametrize("limit", [13.0, 25.0])
@@ -94,7 +94,7 @@ def test_gradients_add_up_in_the_order_of_microbatches(limit: float) -> None:
     """Though what I leaves for W is more than what F does, so that a B keeps less."""
     memory = [StageMemory(6.0, 9.0, 1.0)] * 2
     costs = Costs([(2.0, 3.0, 2.0)] * 2, memory, Transfer(0.0, 16.0, host=Link(0.0, 8.0)))
-    found = search_within(costs, 4, limit, placement=(0, 1))
-    for row in found.ranks:
+    result = search_within(costs, 4, limit, placement=(0, 1))
+    for row in result.ranks:
         added = [action.microbatch for action in row if action.kind.value in "WB"]
         assert added == sorted(added)

@@ -19,8 +19,8 @@ def wirings(draw: st.DrawFn, stages: int) -> tuple[Wiring, Transfer]:
     inputs: list[tuple[Source, ...]] = [(Source(None, 0),)]
     for stage in range(1, stages):
         earlier = [Source(s, p) for s in range(stage) for p in range(outputs[s])]
-        taken = draw(st.sets(st.sampled_from(earlier), min_size=1, max_size=3))
-        inputs.append(tuple(sorted(taken, key=str)))
+        received = draw(st.sets(st.sampled_from(earlier), min_size=1, max_size=3))
+        inputs.append(tuple(sorted(received, key=str)))
     sizes = {stage: draw(st.sampled_from([0.0, 0.5, 1.0])) for stage in range(stages - 1)}
     links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, sizes)
     return Wiring(tuple(inputs), tuple(outputs)), links

@@ -51,7 +51,7 @@ class Reference:
                     continue
                 moving = True
                 places[rank] += 1
-                ready = max([0.0, *(each for each in came if each is not None)])
+                ready = max([0.0, *(item for item in came if item is not None)])
                 start = max(clocks[rank], ready)
                 clocks[rank] = start + self.costs.seconds(action)
                 spans[rank].append(Span(rank, action, start, clocks[rank]))
@@ -70,17 +70,17 @@ class Reference:
         ]
 
     def sources(self, stage: int) -> list[int]:
-        return [each for each in range(stage) if stage in self.takers(each)]
+        return [index for index in range(stage) if stage in self.takers(index)]
 
     def needs(self, action: Action) -> list[Action]:
         stage, microbatch = action.stage, action.microbatch
         if action.kind is F:
-            return [Action(each, F, microbatch) for each in self.sources(stage)]
+            return [Action(source, F, microbatch) for source in self.sources(stage)]
         if action.kind is W:
             return [Action(stage, I, microbatch)]
         return [
             Action(stage, F, microbatch),
-            *(Action(each, I, microbatch) for each in self.takers(stage)),
+            *(Action(taker, I, microbatch) for taker in self.takers(stage)),
         ]
 
     def there(self, need: Action, stage: int, rank: int) -> float | None:

@@ -128,12 +128,12 @@ def test_a_first_stage_without_an_i_makes_no_step_longer(
     stages = ranks * (SCHEDULES[name].chunks or (2 if name == "interleaved" else 1))
     times = usual_times(stages)
     schedule = build(name, stages, microbatches, ranks=ranks, times=times)
-    found = []
+    results = []
     for first in (times[0], times[1]):
         places = [first, *times[1:]]
         costs = Costs(places, [StageMemory(0.0, 0.0)] * stages)
-        found.append(simulate(schedule, costs.seconds).step_time)
-    assert found[0] <= found[1]
+        results.append(simulate(schedule, costs.seconds).step_time)
+    assert results[0] <= results[1]
 
 
 @pytest.mark.parametrize(("name", "without", "own"), [("1f1b", 31, 27), ("gpipe", 37, 30)])

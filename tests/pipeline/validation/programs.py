@@ -41,45 +41,45 @@ def judge(
 
 
 def _rank(items: Sequence[Any], communicators: Mapping[str, tuple[Any, bool]]) -> list[Operation]:
-    found: list[Operation] = []
+    results: list[Operation] = []
     places: dict[str, list[int]] = defaultdict(list)
-    for what, name, *more in items:
-        if what == "wait":
+    for subject, name, *more in items:
+        if subject == "wait":
             text = f"waits for {name} {more[0]}"
-            found.append(Operation(text, (HOST,), (), (places[name][more[0]],)))
+            results.append(Operation(text, (HOST,), (), (places[name][more[0]],)))
             continue
         members, eager = communicators[name]
         if not eager and name not in places:
             part = Part(f"making of {name}", "make", tuple(members))
-            found.append(Operation(f"makes {name}", (HOST,), (part,)))
-        each = more[0] if what == "group" else [tuple(more)]
-        parts = tuple(Part(name, kind, tuple(sorted(peers))) for kind, peers in each)
-        places[name] += [len(found)] * len(parts)
-        found.append(Operation(f"{each[0][0]} over {name}", (name,), parts))
-    return found
+            results.append(Operation(f"makes {name}", (HOST,), (part,)))
+        item = more[0] if subject == "group" else [tuple(more)]
+        parts = tuple(Part(name, kind, tuple(sorted(peers))) for kind, peers in item)
+        places[name] += [len(results)] * len(parts)
+        results.append(Operation(f"{item[0][0]} over {name}", (name,), parts))
+    return results
 
 
 def items_of(programs: Programs) -> dict[int, list[Any]]:
     """The same of programs of one pipeline without a mesh. What its stream that computes waits for,
     the host does: what is enqueued then comes behind it either way.
     """
-    found: dict[int, list[Any]] = {}
+    results: dict[int, list[Any]] = {}
     for rank, operations in programs.items():
         items: list[Any] = []
         numbers: dict[int, tuple[str, int]] = {}
         counts: Counter[str] = Counter()
         waited: set[int] = set()
         for place, operation in enumerate(operations):
-            for each in sorted({*operation.after}.intersection(numbers) - waited):
-                items.append(("wait", *numbers[each]))
-                waited.add(each)
+            for item in sorted({*operation.after}.intersection(numbers) - waited):
+                items.append(("wait", *numbers[item]))
+                waited.add(item)
             for name, kind, peers in operation.parts:
                 if name != "hosts":
                     items.append(("op", name, kind, peers))
                     numbers[place] = name, counts[name]
                     counts[name] += 1
-        found[rank] = items
-    return found
+        results[rank] = items
+    return results
 
 
 def on_mesh(programs: Programs, sizes: Mapping[str, int]) -> Programs:
@@ -93,16 +93,16 @@ def on_mesh(programs: Programs, sizes: Mapping[str, int]) -> Programs:
     def placed(part: Part, rank: int, place: tuple[int, ...]) -> Part:
         name, kind, peers = part
         if name == "hosts":
-            every = itertools.product(peers, places)
-            return Part(name, kind, tuple(sorted(number(*each) for each in every)))
+            all_items = itertools.product(peers, places)
+            return Part(name, kind, tuple(sorted(number(*item) for item in all_items)))
         along = [at for at, dimension in enumerate(sizes) if name.startswith(dimension)]
         if not along:  # between ranks of one pipeline
-            return Part(f"{name} at {place}", kind, tuple(number(each, place) for each in peers))
-        others = [p for p in places if all(p[at] == place[at] for at in _but(along[0], len(p)))]
-        first = number(rank, min(others))
-        return Part(f"{name} from {first}", kind, tuple(number(rank, each) for each in others))
+            return Part(f"{name} at {place}", kind, tuple(number(peer, place) for peer in peers))
+        remaining = [p for p in places if all(p[at] == place[at] for at in _but(along[0], len(p)))]
+        first = number(rank, min(remaining))
+        return Part(f"{name} from {first}", kind, tuple(number(rank, other) for other in remaining))
 
-    found = {}
+    results = {}
     for rank, place in itertools.product(programs, places):
         row = []
         for operation in programs[rank]:
@@ -111,8 +111,8 @@ def on_mesh(programs: Programs, sizes: Mapping[str, int]) -> Programs:
             names = {old.communicator: new.communicator for old, new in both}
             queues = tuple(names.get(queue, queue) for queue in operation.queues)
             row.append(operation._replace(parts=parts, queues=queues))
-        found[number(rank, place)] = row
-    return found
+        results[number(rank, place)] = row
+    return results
 
 
 def _but(one: int, count: int) -> list[int]:

@@ -32,10 +32,10 @@ def _of(*ranks: Sequence[Any], ends: bool, lazy: str = "") -> Case:
     for rank, items in enumerate(ranks):
         for _, name, *_ in items:
             members.setdefault(name, set()).add(rank)
-    made = {
-        name: (tuple(sorted(each)), not (lazy and lazy in name)) for name, each in members.items()
+    built = {
+        name: (tuple(sorted(item)), not (lazy and lazy in name)) for name, item in members.items()
     }
-    return Case(dict(enumerate(ranks)), made, ends)
+    return Case(dict(enumerate(ranks)), built, ends)
 
 
 def _send(peer: int, over: str) -> Any:
@@ -53,17 +53,17 @@ Rows = list[list[str]]
 
 def _listed(ranks: int, microbatches: int) -> tuple[Rows, list[int]]:
     """What torch's runtime does under its interleaved 1F1B of two stages a rank."""
-    found = get_schedule_ops(
+    result = get_schedule_ops(
         "Interleaved1F1B", ranks, num_microbatches=microbatches, with_comms=True,
         num_stages_per_rank=2,
     )  # fmt: skip
-    rows = [[str(action) for action in row if action is not None] for row in found]
+    rows = [[str(action) for action in row if action is not None] for row in result]
     return rows, [stage % ranks for stage in range(2 * ranks)]
 
 
 def _late(rows: Rows) -> Rows:
     """With every receive right before what takes it."""
-    found = []
+    results = []
     for row in rows:
         receives = {cell for cell in row if "RECV" in cell}
         late: list[str] = []
@@ -72,8 +72,8 @@ def _late(rows: Rows) -> Rows:
                 stage, kind, microbatch = match.groups()
                 late += receives & {f"{stage}RECV_{'F' if kind == 'F' else 'B'}{microbatch}"}
             late += [cell] * (cell not in receives)
-        found.append(late)
-    return found
+        results.append(late)
+    return results
 
 
 def _deferred(rows: Rows, placement: Sequence[int]) -> Rows:
@@ -81,8 +81,8 @@ def _deferred(rows: Rows, placement: Sequence[int]) -> Rows:
     actions = {
         rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)
     }
-    found = schedules._defer_recv_ops(actions, placement.__getitem__)
-    return [[*map(str, found[rank])] for rank in range(len(rows))]
+    result = schedules._defer_recv_ops(actions, placement.__getitem__)
+    return [[*map(str, result[rank])] for rank in range(len(rows))]
 
 
 DEFERS = hasattr(schedules, "_defer_recv_ops")
@@ -118,11 +118,11 @@ def _together(peer: int) -> list[Any]:
 
 def _ring(over: Callable[[int, int], str], ranks: int = 4) -> list[list[Any]]:
     """Every rank receives from the one before it, then sends to the one behind it."""
-    found = []
+    results = []
     for rank in range(ranks):
-        before, behind = (rank - 1) % ranks, (rank + 1) % ranks
-        found.append([_receive(before, over(before, rank)), _send(behind, over(rank, behind))])
-    return found
+        earlier, later = (rank - 1) % ranks, (rank + 1) % ranks
+        results.append([_receive(earlier, over(earlier, rank)), _send(later, over(rank, later))])
+    return results
 
 
 def _round(rank: int, ranks: int = 4) -> list[Any]:
@@ -141,11 +141,11 @@ def _apart(source: int, target: int) -> str:
 
 def _calls(*names: str, waits: Iterable[str] = ()) -> list[Any]:
     """Collectives of two ranks, each on its communicator; those in ``waits`` hold the host."""
-    found: list[Any] = []
+    results: list[Any] = []
     for name in names:
-        found.append(("op", name, name, (0, 1)))
-        found += [("wait", name, 0)] if name in waits else []
-    return found
+        results.append(("op", name, name, (0, 1)))
+        results += [("wait", name, 0)] if name in waits else []
+    return results
 
 
 def _one_queue(*kinds: str) -> list[Any]:
@@ -154,10 +154,10 @@ def _one_queue(*kinds: str) -> list[Any]:
 
 def _early(over: Callable[[int, int], str]) -> list[list[Any]]:
     """Receives started before the sends in between."""
-    there, back = over(0, 1), over(1, 0)
+    present, returned = over(0, 1), over(1, 0)
     return [
-        [_send(1, there), _receive(1, back), _send(1, there), _receive(1, back)],
-        [_receive(0, there), _receive(0, there), _send(0, back), _send(0, back)],
+        [_send(1, present), _receive(1, returned), _send(1, present), _receive(1, returned)],
+        [_receive(0, present), _receive(0, present), _send(0, returned), _send(0, returned)],
     ]
 
 

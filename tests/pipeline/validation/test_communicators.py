@@ -41,7 +41,7 @@ def test_our_schedules_end_whatever_queues_share(name: str) -> None:
         schedule = build(name, ranks * (SCHEDULES[name].chunks or 2), microbatches, ranks=ranks)
         for dimensions in ((), (*MESH,)):
             programs = of_engine(schedule, dimensions)
-            assert [stuck(programs, each) for each in SHARINGS] == [None] * 3
+            assert [stuck(programs, item) for item in SHARINGS] == [None] * 3
             assert not any(map(held_up, programs.values()))
         assert stuck(of_torch(add_communication(schedule), schedule.placement)) is None
 
@@ -71,15 +71,15 @@ def _seconds(programs: Programs, computed: float, message: float) -> float:
         for place, _ in parts:
             graph[*place, "ends"].append(meeting)
     ends: dict[Any, float] = {}
-    for each in graphlib.TopologicalSorter(graph).static_order():
-        ends[each] = max((ends[need] for need in graph[each]), default=0.0) + took.get(each, 0.0)
+    for item in graphlib.TopologicalSorter(graph).static_order():
+        ends[item] = max((ends[need] for need in graph[item]), default=0.0) + took.get(item, 0.0)
     return max(ends.values())
 
 
 def test_so_do_schedules_that_nobody_would_write() -> None:
     for seed in range(40):
         programs = of_engine(random_schedule(seed))
-        assert [stuck(programs, each) for each in SHARINGS] == [None] * 3, seed
+        assert [stuck(programs, item) for item in SHARINGS] == [None] * 3, seed
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -91,7 +91,7 @@ def test_one_pipeline_stands_for_the_mesh(seed: int) -> None:
     if seed >= 4:
         rank = chance.randrange(2)
         row = list(programs[rank])
-        posts = [at for at, each in enumerate(row) if each.parts and each.queues[0] != COMPUTE]
+        posts = [at for at, item in enumerate(row) if item.parts and item.queues[0] != COMPUTE]
         one, other = chance.sample(posts, 2)
         row[one], row[other] = (
             row[other]._replace(after=row[one].after),
@@ -114,7 +114,7 @@ def test_moves_end(name: str) -> None:
 def test_reductions_that_a_file_of_torch_lists_are_judged() -> None:
     listed = rows("0UNSHARD 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1SEND_B0")
     programs = of_torch(listed, (0, 1), "edge", (SHARD, TENSOR))
-    parts = {each.text: [part.communicator for part in each.parts] for each in programs[0]}
+    parts = {program.text: [part.communicator for part in program.parts] for program in programs[0]}
     assert parts["0UNSHARD"] == ["dp_shard gathers of rank 0"]
     assert parts["0F0"] == ["tp of rank 0"]
     assert parts["0REDUCE_GRAD"] == ["dp_shard of rank 0"]
@@ -145,8 +145,8 @@ rank 1  1B0  1SEND_B0  1RECV_F1  1F1  settled
 
 
 def test_a_circle_is_drawn() -> None:
-    found = stuck(of_torch(CROSSED, IN_TURN))
-    assert str(found) == CIRCLE
+    result = stuck(of_torch(CROSSED, IN_TURN))
+    assert str(result) == CIRCLE
     assert stuck(of_torch(CROSSED, IN_TURN, "edge")) is None
 
 
@@ -178,10 +178,10 @@ def test_receives_posted_ahead_hang_where_queues_share_a_connection() -> None:
         "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     )
-    found = [stuck(of_torch(ahead, IN_TURN, "edge"), each) is None for each in SHARINGS]
-    assert found == [True, False, False]
+    results = [stuck(of_torch(ahead, IN_TURN, "edge"), item) is None for item in SHARINGS]
+    assert results == [True, False, False]
     one_order = of_engine(build("1f1b", 2, 2))
-    assert [stuck(one_order, each) for each in SHARINGS] == [None] * 3
+    assert [stuck(one_order, item) for item in SHARINGS] == [None] * 3
 
 
 # --- what people report, and the mends ------------------------------------------------------------
@@ -196,10 +196,10 @@ def test_reported(thread: str) -> None:
 def test_early_receives_hold_sends_up() -> None:
     """pytorch #188833, which ends, but late."""
     listed = add_communication(build("interleaved", 4, 8, ranks=2))
-    found = [
-        sum(map(held_up, of_torch(listed, IN_TURN, each).values())) for each in ("pair", "edge")
+    results = [
+        sum(map(held_up, of_torch(listed, IN_TURN, item).values())) for item in ("pair", "edge")
     ]
-    assert found == [41, 0]
+    assert results == [41, 0]
 
 
 @pytest.mark.skipif(not DEFERS, reason="before torch 2.13 all are batched")

@@ -129,6 +129,6 @@ def test_torch_has_none_of_these_actions(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="such as 0EVICT0, which torch"):
         torch_schedule(schedule, [])
     write_csv(schedule, tmp_path / "file.csv")
-    back = read_csv(tmp_path / "file.csv", name=schedule.name)
-    assert back == schedule
-    assert rows_of(back) == [OWNER, HOLDER]
+    returned = read_csv(tmp_path / "file.csv", name=schedule.name)
+    assert returned == schedule
+    assert rows_of(returned) == [OWNER, HOLDER]

@@ -88,23 +88,23 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
 
 
 def _modelled(schedule: Schedule, rank: int) -> list[Any]:
-    found: list[Any] = []
+    results: list[Any] = []
     numbers: dict[int, int] = {}
     waited: set[int] = set()
     for place, operation in enumerate(of_engine(schedule)[rank]):
         waits = {*operation.after}.intersection(numbers) - waited
         if COMPUTE in operation.queues or operation.text == "settled":
-            found.append(("waits", sorted(numbers[each] for each in waits)))
+            results.append(("waits", sorted(numbers[wait] for wait in waits)))
             waited |= waits
         if COMPUTE in operation.queues:
-            found.append(operation.text)
+            results.append(operation.text)
         if operation.text == "settled":
-            return found
+            return results
         for part in operation.parts:
             if part.is_message:
                 numbers[place] = len(numbers)
-                found.append((part.kind, *part.peers))
-    return found
+                results.append((part.kind, *part.peers))
+    return results
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

@@ -27,7 +27,7 @@ def of_two_a_rank(name: str) -> Any:
 
 def stages_of(rank: int, ranks: int, stages: int) -> list[Any]:
     """As much of a stage as torch's schedules look at when they are made."""
-    held = range(rank, stages, ranks)
+    kept = range(rank, stages, ranks)
     return [
         SimpleNamespace(
             stage_index=index,
@@ -38,7 +38,7 @@ def stages_of(rank: int, ranks: int, stages: int) -> list[Any]:
             submod=None,
             stage_index_to_group_rank=None,
         )
-        for index in held
+        for index in kept
     ]
 
 
@@ -46,9 +46,9 @@ def stages_of(rank: int, ranks: int, stages: int) -> list[Any]:
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     schedule = of_two_a_rank(name)
     write_csv(schedule, tmp_path / "file.csv")
-    back = read_csv(tmp_path / "file.csv", name=schedule.name)
-    assert rows_of(back) == rows_of(schedule)
-    assert back.placement == schedule.placement
+    returned = read_csv(tmp_path / "file.csv", name=schedule.name)
+    assert rows_of(returned) == rows_of(schedule)
+    assert returned.placement == schedule.placement
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -82,8 +82,8 @@ def test_torch_takes_ours(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_we_take_torchs(kind: str, per_rank: int, form: str, tmp_path: Path) -> None:
-    made = getattr(torch_schedules, kind)(stages_of(0, 2, 2 * per_rank), 4)
-    made._dump_csv(str(tmp_path / f"{kind}.csv"), format=form)
+    built = getattr(torch_schedules, kind)(stages_of(0, 2, 2 * per_rank), 4)
+    built._dump_csv(str(tmp_path / f"{kind}.csv"), format=form)
     schedule = read_csv(tmp_path / f"{kind}.csv")
     assert (schedule.name, schedule.stages, schedule.microbatches) == (kind, 2 * per_rank, 4)
     busy = 4 * per_rank * 3
@@ -91,17 +91,17 @@ def test_we_take_torchs(kind: str, per_rank: int, form: str, tmp_path: Path) -> 
 
 
 def test_where_torch_gathers_is_left_out(tmp_path: Path) -> None:
-    made = torch_schedules.ScheduleInterleaved1F1B(stages_of(0, 2, 4), 4)
+    built = torch_schedules.ScheduleInterleaved1F1B(stages_of(0, 2, 4), 4)
     for form in ("compute_comms", "compute_only"):
-        made._dump_csv(str(tmp_path / f"{form}.csv"), format=form)
+        built._dump_csv(str(tmp_path / f"{form}.csv"), format=form)
     assert "0UNSHARD" in (tmp_path / "compute_comms.csv").read_text()
-    found = [read_csv(each, name="torch") for each in sorted(tmp_path.iterdir())]
-    assert found[0] == found[1]
+    results = [read_csv(file, name="torch") for file in sorted(tmp_path.iterdir())]
+    assert results[0] == results[1]
 
 
 def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
-    made = torch_schedules.ScheduleDualPipeV(stages_of(0, 4, 8), 10)
-    made._dump_csv(str(tmp_path / "torch.csv"), format="compute_only")
+    built = torch_schedules.ScheduleDualPipeV(stages_of(0, 4, 8), 10)
+    built._dump_csv(str(tmp_path / "torch.csv"), format="compute_only")
     assert read_csv(tmp_path / "torch.csv").ranks == build("dualpipe-v", 8, 10).ranks
 
 

@@ -45,8 +45,8 @@ def test_a_budget_is_met_for_each_length() -> None:
 def test_channels_and_images() -> None:
     shapes = [(2, 3, 8, 8), (2, 3, 9, 9), (2, 3, 12, 10), (2, 3, 7, 9)]
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
-    given = [(torch.randn(shape).requires_grad_(),) for shape in shapes]
-    split = assert_equals_autograd(model, given)
+    inputs = [(torch.randn(shape).requires_grad_(),) for shape in shapes]
+    split = assert_equals_autograd(model, inputs)
     # Where height and width are alike, torch 2.11 has one symbol for both.
     assert len(split.functions) == (3 if TORCH < (2, 12) else 2)
 
@@ -69,8 +69,8 @@ def test_sizes_that_a_model_branches_on_have_graphs_of_their_own() -> None:
 
 def pair(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Broadcasts, where the second input has one row."""
-    made: Tensor = model.linear(x)
-    return made * y if len(x) == len(y) or len(y) == 1 else made.sum() + y
+    built: Tensor = model.linear(x)
+    return built * y if len(x) == len(y) or len(y) == 1 else built.sum() + y
 
 
 def test_sizes_that_were_equal_need_not_stay_so() -> None:
@@ -82,9 +82,9 @@ def test_sizes_that_were_equal_need_not_stay_so() -> None:
 
 
 def test_other_layouts_of_an_input() -> None:
-    given = [torch.randn(3, length, 16) for length in (8, 5, 7)]
+    inputs = [torch.randn(3, length, 16) for length in (8, 5, 7)]
     turned = [torch.randn(16, length, 3).permute(2, 1, 0) for length in (6, 4)]
-    assert_equals_autograd(Attention(), [(x,) for x in given + turned])
+    assert_equals_autograd(Attention(), [(x,) for x in inputs + turned])
 
 
 @torch.library.custom_op("autosplit_tests::doubled_rows", mutates_args=())
@@ -115,7 +115,7 @@ def test_a_language_model_called_as_people_call_it() -> None:
     """Ids are their own labels; every product for a weight waits."""
     tokens = [torch.randint(0, 32, (2, length)) for length in (8, 5, 7)]
     split = assert_equals_autograd(
-        llama(), [{"input_ids": each, "labels": each} for each in tokens], lambda out: out.loss
+        llama(), [{"input_ids": token, "labels": token} for token in tokens], lambda out: out.loss
     )
     assert len(split.functions) == 2
     assert "Deferred: 100.0 %" in split.report()
@@ -137,7 +137,7 @@ class Positions(nn.Module):
 
 def test_tables_of_positions() -> None:
     tokens = [torch.randint(0, 11, shape) for shape in ((2, 5), (2, 7), (2, 64), (3, 4), (5, 9))]
-    split = assert_equals_autograd(Positions(), [(each,) for each in tokens])
+    split = assert_equals_autograd(Positions(), [(token,) for token in tokens])
     assert len(split.functions) == 3
 
 

@@ -81,10 +81,10 @@ class Hidden(nn.Module):
 
 
 AFTER: list[Callable[[Tensor], object]] = [
-    lambda given: given.detach().numpy().fill(0.0),
-    lambda given: np.from_dlpack(given.detach()).fill(0.0),  # type: ignore[call-overload]
-    lambda given: given.data.zero_(),
-    lambda given: given.share_memory_().detach().numpy().fill(0.0),
+    lambda inputs: inputs.detach().numpy().fill(0.0),
+    lambda inputs: np.from_dlpack(inputs.detach()).fill(0.0),  # type: ignore[call-overload]
+    lambda inputs: inputs.data.zero_(),
+    lambda inputs: inputs.share_memory_().detach().numpy().fill(0.0),
 ]
 
 
@@ -96,18 +96,18 @@ def test_outputs_and_gradients_written_after_backward(view: bool, breaks: bool) 
             z, gradient = torch.zeros(6, 4, requires_grad=True), torch.ones(6, 4)
             hidden, logits = call(torch.from_numpy(array()), z)
             torch.autograd.backward((hidden.sum(), logits), (None, gradient))
-            for given in (hidden, logits, gradient, z.grad):
-                write(given)
+            for inputs in (hidden, logits, gradient, z.grad):
+                write(inputs)
 
     assert_alike(Hidden(view=view, breaks=breaks), drive)
 
 
 def test_an_output_that_nobody_holds_is_not_copied() -> None:
     split, places = autosplit.split(Hidden(view=False)), []
-    for held in (True, False):
+    for kept in (True, False):
         hidden, logits = split(torch.randn(6, 8), torch.zeros(6, 4))
         loss, place = (hidden.sum() + logits.sum()), hidden.data_ptr()
-        if not held:
+        if not kept:
             del hidden
         loss.backward()
         (work,) = works(split)

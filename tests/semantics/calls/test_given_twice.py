@@ -27,8 +27,8 @@ class Layer(nn.Module):
 
 class Sum(Layer):
     def forward(self, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-        found: Tensor = self.layer(a) * a + 2 * self.layer(b).tanh() * b
-        return found if c is None else found + c * self.layer(c)
+        output: Tensor = self.layer(a) * a + 2 * self.layer(b).tanh() * b
+        return output if c is None else output + c * self.layer(c)
 
 
 class Identity(Layer):
@@ -40,9 +40,9 @@ class Identity(Layer):
 
 class Writing(Layer):
     def forward(self, a: Tensor, b: Tensor) -> Any:
-        found = self.layer(2 * a)
+        result = self.layer(2 * a)
         a.mul_(2)
-        return found + self.layer(3 * b)
+        return result + self.layer(3 * b)
 
 
 class Nested(Layer):
@@ -83,11 +83,11 @@ def test_views_of_one_another_share_a_graph_with_strangers() -> None:
 @pytest.mark.parametrize("same_first", [True, False])
 def test_written_into(same_first: bool) -> None:
     def drive(call: Any, _: nn.Module) -> list[Tensor]:
-        given = []
+        inputs = []
         for same in (same_first, not same_first, same_first):
-            given.append(one())
-            call(given[-1], given[-1] if same else one()).sum().backward()
-        return given
+            inputs.append(one())
+            call(inputs[-1], inputs[-1] if same else one()).sum().backward()
+        return inputs
 
     assert_alike(Writing(), drive, fullgraph=True, pending=3)
 
@@ -108,8 +108,8 @@ def test_written_into_one_of_two_views() -> None:
 def test_a_stage_takes_its_inputs_for_different_ones() -> None:
     x, y = one(), one()
     model = Identity()
-    (found,) = Stage(model, (x, x)).forward(0, [x, y])
-    assert torch.equal(found, model(x, y))
+    (result,) = Stage(model, (x, x)).forward(0, [x, y])
+    assert torch.equal(result, model(x, y))
 
 
 # --- several threads with one split module --------------------------------------------------------

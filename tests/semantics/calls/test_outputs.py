@@ -128,7 +128,7 @@ def test_stage_whose_example_overlaps_itself() -> None:
 )
 def test_outputs_may_be_written_into(name: str, shape: tuple[int, ...]) -> None:
     """A custom autograd function that returns views would forbid it; autograd does not."""
-    model, x, found = layered(CASES[name]), torch.randn(shape, requires_grad=True), []
+    model, x, result = layered(CASES[name]), torch.randn(shape, requires_grad=True), []
     split = autosplit.split(model)
     for module in (split, model):
         for _ in range(2):
@@ -138,9 +138,9 @@ def test_outputs_may_be_written_into(name: str, shape: tuple[int, ...]) -> None:
             first = first.mul_(2.0) if module is split else first * 2.0
             first.sum().backward()
         split.backward_weight()
-        found.append((x.grad, model.linear.weight.grad))
+        result.append((x.grad, model.linear.weight.grad))
         x.grad = model.linear.weight.grad = None
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *result))
 
 
 def test_output_that_was_saved_and_is_written_is_refused() -> None:

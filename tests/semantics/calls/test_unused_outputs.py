@@ -52,9 +52,9 @@ def using(places: Iterator[tuple[int, ...]]) -> Callable[[Any], Tensor]:
     """A loss of the outputs in these places, in every call of the next ones."""
 
     def loss(outputs: Any) -> Tensor:
-        found = pytree.tree_leaves(outputs)
-        used = [found[at] for at in next(places)]
-        return torch.stack([(at + 1) * each.square().mean() for at, each in enumerate(used)]).sum()
+        result = pytree.tree_leaves(outputs)
+        used = [result[at] for at in next(places)]
+        return torch.stack([(at + 1) * item.square().mean() for at, item in enumerate(used)]).sum()
 
     return loss
 
@@ -127,8 +127,8 @@ def only(split: Any) -> SplitFunctions:
     """The callables of the backwards that have run."""
     functions = split._graphs.latest
     (missing,) = functions.specialized
-    found: SplitFunctions = functions._specialized[missing]
-    return found
+    result: SplitFunctions = functions._specialized[missing]
+    return result
 
 
 def operators(functions: SplitFunctions) -> int:

@@ -33,8 +33,8 @@ def test_precisions(dtype: torch.dtype) -> None:
 
 
 def spectrum(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    found = torch.fft.fft(module.linear(x))
-    return torch.fft.rfft(module.linear(x)), found.conj() * torch.fft.fft(x)
+    result = torch.fft.fft(module.linear(x))
+    return torch.fft.rfft(module.linear(x)), result.conj() * torch.fft.fft(x)
 
 
 def test_real_to_complex_and_conjugates() -> None:

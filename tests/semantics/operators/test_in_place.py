@@ -76,9 +76,9 @@ def test_computed_input(make: Callable[..., Tensor]) -> None:
     def drive(call: Any, _: nn.Module) -> list[Any]:
         """Outputs, inputs afterwards and their gradients; all forwards before all backwards."""
         mine = [leaf.clone().requires_grad_() for leaf in leaves]
-        given = [leaf * 1.5 for leaf in mine]
-        outputs = [call(each) for each in given]
-        after = [each.detach().clone() for each in given]
+        inputs = [leaf * 1.5 for leaf in mine]
+        outputs = [call(item) for item in inputs]
+        after = [item.detach().clone() for item in inputs]
         for output in outputs:
             output.square().sum().backward()
         return [outputs, after, [leaf.grad for leaf in mine]]
@@ -248,8 +248,8 @@ def test_sizes_that_vary() -> None:
     batches = [(torch.randn(rows, 4),) for rows in (2, 3, 5)]
     # Weight gradients are added up in another order.
     split = assert_equals_autograd(Windows(4, 4), batches, compare=within(1e-6), face=PartialModel)
-    first, *others = split.parts
+    first, *remaining = split.parts
     assert first.is_split
-    assert others
-    assert not any(part.is_split for part in others)
+    assert remaining
+    assert not any(part.is_split for part in remaining)
     assert "as_strided.default addresses memory in a graph whose sizes vary" in split.report()

@@ -67,9 +67,9 @@ def test_what_the_backward_checks_stays_in_the_backward() -> None:
     split = autosplit.split(algebra("eig"), fullgraph=True)
     graphs = split.capture(torch.randn(4, 4)).graphs.graphs()
     check = torch.ops.aten._linalg_check_errors.default
-    found = [n for n, g in graphs.items() if g.graph.find_nodes(op="call_function", target=check)]
-    assert "forward" not in found
-    assert {"backward", "backward_input"} <= {*found}
+    results = [n for n, g in graphs.items() if g.graph.find_nodes(op="call_function", target=check)]
+    assert "forward" not in results
+    assert {"backward", "backward_input"} <= {*results}
 
 
 # --- products of groups of rows, each with a matrix of its own: what experts do -------------------
@@ -196,8 +196,8 @@ def test_the_kernel_is_that_for_causal_masks_where_the_caller_says_so() -> None:
     for options in ({"is_causal": True}, {}):
         split(torch.randn(2, 5, 8), mask=CAUSAL, **options)
         graph = split.functions[-1].graphs.forward.graph
-        (found,) = [n for n in graph.nodes if "scaled_dot_product" in str(n.target)]
-        assert (True in found.args) is bool(options)
+        (result,) = [n for n in graph.nodes if "scaled_dot_product" in str(n.target)]
+        assert (True in result.args) is bool(options)
 
 
 MASKS: dict[str, Callable[[Any, Tensor], Tensor]] = {

@@ -57,7 +57,7 @@ WRAPPED = ("whole", "parts", "compiled")
 @ranks(2)
 def test_same_as_without_splitting(way: str) -> dict[str, list[float]]:
     torch._dynamo.reset()
-    return {pattern: found for pattern, found in errors(way).items() if max(found) >= 1e-6}
+    return {pattern: result for pattern, result in errors(way).items() if max(result) >= 1e-6}
 
 
 def errors(way: str) -> dict[str, list[float]]:
@@ -70,15 +70,15 @@ def errors(way: str) -> dict[str, list[float]]:
     reference = DistributedDataParallel(plain)
     torch.manual_seed(10 + dist.get_rank())
     batches = [torch.randn(3, 4) for _ in range(4)]
-    found = {}
+    results = {}
     for pattern in PATTERNS:
         for module in (wrapped, reference):
             module.zero_grad()
             for _ in range(2):
                 _step(pattern, module, batches, split)
         grads = zip(model.parameters(), plain.parameters(), strict=True)
-        found[pattern] = [(mine.grad - other.grad).abs().max().item() for mine, other in grads]
-    return found
+        results[pattern] = [(mine.grad - other.grad).abs().max().item() for mine, other in grads]
+    return results
 
 
 def _step(pattern: str, module: nn.Module, batches: list[Tensor], split: Any) -> None:
@@ -132,7 +132,7 @@ def test_weights_that_wait_when_the_reducer_reads_them_are_averaged_too(option: 
         dist.all_reduce(parameter.grad)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     errors = [(mine.grad - both.grad / 2).abs().max().item() for mine, both in pairs]
-    return [each for each in errors if each >= 1e-6]
+    return [error for error in errors if error >= 1e-6]
 
 
 OPTIONS = (
@@ -148,7 +148,7 @@ OPTIONS = (
 @ranks(2)
 def test_same_under_every_option(option: str) -> list[float]:
     """Also where a parameter is unused in a step, and without a call that computes weights."""
-    return [each for each in differences(option) if each >= 1e-6]
+    return [difference for difference in differences(option) if difference >= 1e-6]
 
 
 def differences(option: str) -> list[float]:
@@ -177,7 +177,7 @@ def differences(option: str) -> list[float]:
             dist.all_reduce(loss.detach())
             torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
             optimizer.step()
-        trained.append([each.detach() for each in wrapped.parameters()])
+        trained.append([parameter.detach() for parameter in wrapped.parameters()])
     return [(a - b).abs().max().item() for a, b in zip(*trained, strict=True)]
 
 
@@ -305,14 +305,14 @@ _SAID = {
 def test_refused_by_name(sharding: str, way: str) -> str:
     torch._dynamo.reset()
     use = (WAYS | FSDP1 | OTHERS)[way]
-    said = "FSDP (fully_shard or FullyShardedDataParallel) manages"
+    message = "FSDP (fully_shard or FullyShardedDataParallel) manages"
     if "FSDP1" not in sharding:
-        said = _SAID.get(way, said)
+        message = _SAID.get(way, message)
     try:
         use(SHARDINGS.get(sharding, _x))
     except Exception as error:
         kind = autosplit.CaptureError if way == "graph breaks" else ShardedError
-        right = said in str(error) and (isinstance(error, kind) or way == "compile")
+        right = message in str(error) and (isinstance(error, kind) or way == "compile")
         return "" if right else f"{type(error).__name__}: {error}"
     return "it is not refused"
 

@@ -156,32 +156,32 @@ def _loss(output: Tensor, batch: Tensor) -> Tensor:
 def _values(tensors: Iterable[Any]) -> list[Any]:
     """Placements and this rank's values."""
     return [
-        (str(each.placements), each._local_tensor.clone())
-        if isinstance(each, DTensor)
-        else each
-        if each is None
-        else each.detach().clone()
-        for each in tensors
+        (str(tensor.placements), tensor._local_tensor.clone())
+        if isinstance(tensor, DTensor)
+        else tensor
+        if tensor is None
+        else tensor.detach().clone()
+        for tensor in tensors
     ]
 
 
 def train(model: nn.Module, name: str, weights: Callable[[], None] = lambda: None) -> list[Any]:
     """Losses, gradients of inputs and parameters, and parameters, of a few steps."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    found: list[Any] = []
+    results: list[Any] = []
     for _ in range(STEPS):
         for batch in _batches(name):
             fed = batch if batch.is_floating_point() else batch[:, :4]
             with loss_parallel():
                 loss = _loss(model(fed), batch)
                 loss.backward()
-            found += _values([loss, batch.grad])
+            results += _values([loss, batch.grad])
         weights()
-        found += _values(parameter.grad for parameter in model.parameters())
+        results += _values(parameter.grad for parameter in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        found += _values(model.parameters())
-    return found
+        results += _values(model.parameters())
+    return results
 
 
 def same(one: Any, other: Any) -> bool:
@@ -199,10 +199,10 @@ def whole(mesh: DeviceMesh, name: str, setting: dict[str, Any]) -> tuple[bool, d
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeferralWarning)
         split = autosplit.split(model, fullgraph=True, **setting)
-        made = train(split, name, split.backward_weight)
+        built = train(split, name, split.backward_weight)
     graphs = split.functions[-1].graphs.graphs()
-    counts = {key: sum(map(is_start, calls(each.graph))) for key, each in graphs.items()}
-    return same(train(eager, name), made), counts
+    counts = {key: sum(map(is_start, calls(item.graph))) for key, item in graphs.items()}
+    return same(train(eager, name), built), counts
 
 
 def compiled(mesh: DeviceMesh, name: str) -> bool:
@@ -212,22 +212,22 @@ def compiled(mesh: DeviceMesh, name: str) -> bool:
     eager, model = _twins(mesh, name)
     waited: list[int] = []
     forward = torch.compile(model, backend=SplittingBackend())
-    made = train(forward, name, lambda: waited.append(Deferral(model).pending))
-    return same(train(eager, name), made) and all(waited)
+    built = train(forward, name, lambda: waited.append(Deferral(model).pending))
+    return same(train(eager, name), built) and all(waited)
 
 
 def read_before_weights(mesh: DeviceMesh) -> list[Any]:
     """What the gradient of a sharded parameter says of itself while it is pending; norms."""
     eager, model = _twins(mesh, "gathered")
     split, (batch, *_) = autosplit.split(model), _batches("gathered")
-    found = []
-    for each in (eager, split):
-        each(batch).square().mean().backward()
-        weight = dict(each.named_parameters())["2.weight"]
-        found.append((str(weight.grad.placements), weight.grad.to_local().sum().item()))
-        norm = nn.utils.clip_grad_norm_(each.parameters(), 1e-3)
-        found.append(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item())
-    return [found[:2] == found[2:], found[0]]
+    results = []
+    for item in (eager, split):
+        item(batch).square().mean().backward()
+        weight = dict(item.named_parameters())["2.weight"]
+        results.append((str(weight.grad.placements), weight.grad.to_local().sum().item()))
+        norm = nn.utils.clip_grad_norm_(item.parameters(), 1e-3)
+        results.append(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item())
+    return [results[:2] == results[2:], results[0]]
 
 
 def _twins(mesh: DeviceMesh, name: str) -> tuple[nn.Module, nn.Module]:
@@ -271,5 +271,5 @@ def test_where_i_hides_collectives() -> None:
 
 @ranks(2)
 def test_a_gradient_that_is_read_before_weights() -> None:
-    same, said = read_before_weights(tensor_parallel())
-    assert same, said
+    same, message = read_before_weights(tensor_parallel())
+    assert same, message
