@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from autosplit import CaptureError, SplitError, Stage, split
 from autosplit.passes.graph import calls
@@ -57,13 +58,20 @@ def test_hooks_of_parameters_see_each_microbatch(whole: bool) -> None:
 def test_a_hook_that_waits_for_a_gradient_is_called_when_it_is_published() -> None:
     model, seen = nn.Linear(3, 2), []
     model.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    node = get_gradient_edge(model.bias).node
+    node.register_hook(lambda _, grads: seen.append(grads[0].clone()))
     stage = Stage(model, [torch.randn(4, 3)])
     for microbatch in range(2):
         stage.forward(microbatch, [torch.randn(4, 3)])
         stage.backward(microbatch, [torch.ones(4, 2)])
     assert not seen
     stage.publish()
-    assert [tensor.tolist() for tensor in seen] == [[8, 8]]
+    assert [tensor.tolist() for tensor in seen] == [[8, 8]] * 2
+    node.register_prehook(lambda grads: (grads[0] / 2,))
+    stage.forward(0, [torch.randn(4, 3)])
+    stage.backward(0, [torch.ones(4, 2)])
+    stage.publish()
+    assert [tensor.tolist() for tensor in seen[2:]] == [[6, 6]] * 2
 
 
 def test_a_module_may_write_into_what_an_earlier_stage_computed() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
-    has_accumulate_hooks,
+    UncachedLeaves,
     has_tensor_hooks,
+    waits_for_gradient,
 )
 
 
@@ -35,6 +36,7 @@ class GradientSums:
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
+        self._leaves = UncachedLeaves()
 
     def into(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor] | None:
         """The sums that gradients of these parameters are to be added into; None where one of
@@ -95,8 +97,8 @@ class GradientSums:
             divisor: of a parameter's sum.
 
         Returns:
-            Those parameters whose hooks of ``register_post_accumulate_grad_hook`` are to be called
-            when their gradients are whole.
+            Those parameters whose hooks of ``register_post_accumulate_grad_hook``, or on
+            AccumulateGrad nodes, are to be called when their gradients are whole.
         """
         published = [self._parameters[name] for name in self.tensors]
         for name in [*self.tensors]:
@@ -108,7 +110,9 @@ class GradientSums:
             else:
                 parameter.grad.add_(total)
         self.clear()
-        return [parameter for parameter in published if has_accumulate_hooks([parameter])]
+        if not self._leaves.among(published).has_hooks():
+            return []
+        return [*filter(waits_for_gradient, published)]
 
     def clear(self) -> None:
         """Forget the sums."""

@@ -230,11 +230,10 @@ class _TransientLeaves(Leaves):
         self.parameters, self._seen = tuple(parameters), checked
 
     def has_hooks(self) -> bool:
-        latest = RemovableHandle.next_id
-        if [latest] != self._seen:
+        if [RemovableHandle.next_id] != self._seen:
             if has_gradient_hooks(self.parameters) or any(node_hooks(self.parameters)):
                 return True
-            self._seen[0] = latest
+            self._seen[0] = RemovableHandle.next_id  # looking at nodes counts, too
         return False
 
 
@@ -256,12 +255,26 @@ def has_accumulate_hooks(parameters: Iterable[Tensor]) -> bool:
     return any(map(_LATE_HOOKS, parameters))
 
 
+def waits_for_gradient(parameter: Tensor) -> bool:
+    """Whether it has a hook of ``register_post_accumulate_grad_hook`` or on its autograd node."""
+    return has_accumulate_hooks([parameter]) or any(node_hooks([parameter]))
+
+
 def call_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
-    """Call the hooks of ``register_post_accumulate_grad_hook``, once for each parameter."""
+    """Call the hooks of ``register_post_accumulate_grad_hook`` and those on AccumulateGrad nodes,
+    once for each parameter, with its whole gradient.
+    """
     with torch.no_grad():
         for parameter in {id(tensor): tensor for tensor in parameters}.values():
+            prehooks, posthooks = node_hooks([parameter]) or ({}, {})
+            for hook in [*prehooks.values()]:
+                if (replaced := hook((parameter.grad,))) is not None:
+                    (parameter.grad,) = replaced
+            gradient = parameter.grad
             for hook in [*(_LATE_HOOKS(parameter) or {}).values()]:
                 hook(parameter)
+            for hook in [*posthooks.values()]:
+                hook((), (gradient,))
 
 
 def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:

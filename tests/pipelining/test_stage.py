@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline, schedules
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -339,6 +340,7 @@ def test_hooks_on_parameters() -> list[str]:
 def test_optimizers_in_the_backward(kind: str) -> list[str]:
     """Hooks that wait for whole gradients step and free them, once a step."""
     program, calls = of_blocks(2 if kind == "ScheduleGPipe" else 4, kind=kind), list[Tensor]()
+    nodes, ends = list[Node](), list[tuple[Tensor, Tensor]]()
 
     def step(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -349,6 +351,8 @@ def test_optimizers_in_the_backward(kind: str) -> list[str]:
         for parameter in program.parts[at].parameters():
             parameter.register_post_accumulate_grad_hook(step)
             parameter.register_post_accumulate_grad_hook(calls.append)
+            nodes.append(get_gradient_edge(parameter).node)
+            nodes[-1].register_hook(lambda _, grads, at=parameter: ends.append((at, *grads)))
     for _ in range(2):
         program.step()
         program.plain_step()
@@ -361,6 +365,8 @@ def test_optimizers_in_the_backward(kind: str) -> list[str]:
         for at in program.mine
     ]
     results = [f"{len(calls)} calls"] if len(calls) != 2 * len({*calls}) else []
+    if [parameter for parameter, _ in ends] != calls:
+        results.append("hooks on AccumulateGrad nodes had other calls")
     return results + ["weights differ" for pair in pairs for a, b in pair if not torch.equal(a, b)]
 
 
