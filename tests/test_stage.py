@@ -102,7 +102,7 @@ def test_a_change_that_reaches_the_outputs_is_refused() -> None:
             stage.forward(0, [torch.randn(4, 3)])
         assert (
             "stage 0 (Linear) returned float32[4, 2] without gradient when it was set up, and "
-            "would now return float32[4, 2]: what its forward reads was changed"
+            "would now return float32[4, 2]: something that its forward reads was changed"
         ) in str(caught.value)
     model.requires_grad_(False)
     assert len(stage.forward(0, [torch.randn(4, 3)])) == 1
@@ -252,7 +252,9 @@ def test_modules_that_are_split_or_compiled_are_refused() -> None:
 
 
 def test_a_dtype_of_gradients_that_is_none_is_refused() -> None:
-    with pytest.raises(SplitError, match="must be a floating-point dtype, got 'fp32'"):
+    with pytest.raises(
+        SplitError, match=r"must be a floating-point dtype such as torch\.float32, got 'fp32'"
+    ):
         Stage(nn.Linear(8, 8), (torch.randn(2, 8),), grad_dtype="fp32")  # type: ignore[arg-type]
 
 

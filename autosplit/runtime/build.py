@@ -1,5 +1,6 @@
-"""``trace``: capture, passes and compilation of one module for one kind of call; ``SplitOptions``,
-how. A first call with effects of its own is made before.
+"""``trace``: capture, split and compile one module for one kind of call, by ``SplitOptions``.
+
+A module whose first call has side effects is called once before its capture.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ _TRACING = threading.RLock()
 DUMP_VARIABLE = "AUTOSPLIT_DUMP"
 
 Dimensions: TypeAlias = "dict[int, frozenset[int]]"
-"""Place of an input leaf -> its dimensions whose sizes are left open."""
+"""Position of an input leaf -> its dimensions whose sizes are left open."""
 
 _KINDS = {Tensor, nn.Parameter}
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitOptions:
-    """What the passes and the backend are told; ``autosplit.split`` says what each means.
+    """Options of passes and backend; ``autosplit.split`` documents each.
 
     Attributes:
-        backend: how graphs are run.
-        memory: what one microbatch holds, a setting or a budget in bytes.
-        defer_whole_backward: whether W does the whole backward where no input needs a gradient, see
+        backend: how graphs run.
+        memory: memory per microbatch, a setting or a budget in bytes.
+        defer_whole_backward: whether W does the whole backward if no input needs a gradient, see
             ``autosplit.Stage``.
-        overlap: what collectives take; None goes by an estimate.
+        overlap: costs of collectives; None: an estimate.
 
     Raises:
         SplitError: an unknown backend or memory setting; lists the known ones.
@@ -89,7 +90,7 @@ class SplitOptions:
 
     @property
     def memory_policy(self) -> Memory:
-        """The memory setting as the passes take it."""
+        """The memory setting for the passes."""
         return memory_setting(
             self.memory, defer_whole_backward=self.defer_whole_backward, collectives=self.overlap
         )
@@ -108,27 +109,29 @@ def trace(
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these.
 
-    The forward's Python is not run, unless a call changes Python state or builds submodules, as
-    many do the first time only. Such a call is made here, and the generators of random numbers put
-    back; or, with ``called`` and where it gives lazy parameters their shape, left to the caller.
+    Tracing does not run the forward, unless a call changes Python state or builds submodules, which
+    many forwards do at their first call only. That first call is then made here, and the random
+    generators are restored. With ``called``, or if the call gives lazy parameters their shapes, it
+    is left to the caller.
 
-    With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
-    written below ``dir``, a numbered folder for each traced module.
+    If ``AUTOSPLIT_DUMP=dir`` is set in the environment, the graphs after each pass are written to a
+    numbered folder in ``dir`` for each captured module.
 
     Args:
-        module: what to trace.
+        module: the module.
         args: example positional inputs.
         kwargs: example keyword inputs.
         options: how it is split.
-        called: whether the inputs are those of a call that is to be run.
-        require_graph: whether nothing but a graph will do, and a call may be made for it.
-        regions: whether blocks that the module has several of are captured once a kind, and called
-            by the graphs, unless a budget is of the whole.
-        gathering: gathers the parameters that graphs read, where ``fully_shard`` has sharded them.
+        called: whether the caller runs the module on these inputs next.
+        require_graph: whether the module may not run without a graph, so that a first call may be
+            made to get one.
+        regions: whether repeated blocks are captured once for each kind and called by the graphs.
+            Ignored if the memory setting computes some weight gradients in I.
+        gathering: gathers the parameters that graphs read, if ``fully_shard`` has sharded them.
 
     Raises:
-        CaptureError: the module cannot be traced.
-        FirstCallError: the call is to be run without a graph.
+        CaptureError: the module cannot be captured.
+        FirstCallError: this call must run without a graph.
         SplitError: the graph cannot be split, or a memory budget cannot be met.
         ShardedError: FSDP manages the module or a part of it, or a parameter is a DTensor that
             cannot be trained.
@@ -142,13 +145,15 @@ def trace(
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = dump_folder(module)
         split = None
-        # What waits of each block, where not all may, is told by all of them.
+        # Which weight gradients I computes early depends on all blocks together.
         if regions and not setting.allows_early_weight_grads:
             split = partial(_split_block, compiler, setting, dump)
         traced = _capture(module, args, kwargs, compiler, split, called, require_graph)
         try:
-            made = DTensorFunctions if traced.shardings else SplitFunctions
-            make = checked(made, partial(plain_call, module, tree_flatten((args, kwargs))[1]))
+            functions_class = DTensorFunctions if traced.shardings else SplitFunctions
+            make = checked(
+                functions_class, partial(plain_call, module, tree_flatten((args, kwargs))[1])
+            )
             functions = make(traced, split_capture(traced, compiler, setting, dump), compiler)
         except PassError as error:
             name = type(module).__name__
@@ -166,7 +171,7 @@ def _split_block(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Capture, SplitGraphs]:
-    """A block of a model, captured and split by itself; dumped into a folder of its kind."""
+    """Capture and split one block of a model; its graphs are dumped into a folder of its kind."""
     from autosplit.capture.joint_graph import capture
 
     traced = capture(block, args, kwargs, compiler.decompositions)
@@ -181,11 +186,11 @@ def split_capture(
     memory: Memory,
     dump: pathlib.Path | None = None,
 ) -> SplitGraphs:
-    """Split a joint graph, for a backend.
+    """Prepare a joint graph for a backend, and split it.
 
     Raises:
-        PassError: it cannot be split.
-        BackendError: the backend cannot prepare it.
+        PassError: the graph cannot be split.
+        BackendError: the backend cannot prepare the graph.
     """
     prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
@@ -201,13 +206,19 @@ def _capture(
     called: bool,
     require_graph: bool,
 ) -> Capture:
-    # Dynamo takes over a second to import; a program that never traces should not pay for it.
+    """Capture a module, after its first call if that has side effects.
+
+    Raises:
+        CaptureError: the module cannot be captured.
+        FirstCallError: the caller must run this call without a graph.
+    """
+    # Importing Dynamo takes over a second; a program that never traces should not pay for it.
     from autosplit.capture.joint_graph import capture
     from autosplit.capture.side_effects import refuse_own_generators
 
     if is_unshaped(module):
         raise FirstCallError(
-            f"{type(module).__name__} has parameters without a shape: call it once before"
+            f"{type(module).__name__} has lazy parameters without a shape: call it once before"
         )
     options: dict[str, Any] = {"decompositions": backend.decompositions, "split": split}
     try:
@@ -215,7 +226,7 @@ def _capture(
     except PythonStateError as error:
         # Many forwards fill a cache or a setting on their first call only.
         if called:
-            refuse_own_generators(module)  # which the next call would find again
+            refuse_own_generators(module)  # the second call would draw from them, too
             raise FirstCallError(str(error)) from error
         if not require_graph:
             raise
@@ -224,14 +235,14 @@ def _capture(
 
 
 def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call the module once, so that it fills caches and settings; restore random generators."""
+    """Call the module once, so that it fills its caches, and restore the random generators."""
     with generators_kept():
         _run(module, args, kwargs)
 
 
 @torch.no_grad()
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call the module on copies of its inputs, and restore its buffers."""
+    """Call the module on copies of these inputs, and restore its buffers."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     leaves, spec = tree_flatten((args, kwargs))
     copies = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -243,65 +254,67 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy of an input; zeros for one without memory, which stands for any."""
+    """A copy of an input; zeros for a tensor without memory."""
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return torch.zeros_like(tensor)
     return tensor.detach().clone()
 
 
 def is_unshaped(module: nn.Module) -> bool:
-    """Whether the first call is to give lazy parameters or buffers (``nn.LazyLinear`` and the like)
-    their shape.
+    """Whether the module has lazy parameters or buffers (``nn.LazyLinear``), which get their shapes
+    in the first call.
     """
     return any(map(is_lazy, (*module.parameters(), *module.buffers())))
 
 
 @contextlib.contextmanager
 def _undrawn() -> Iterator[None]:
-    """Restore Python's and NumPy's generators, from which the traced Python may draw."""
+    """Restore the random generators of Python and NumPy, from which a traced forward may draw."""
     numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy and numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
     try:
         yield
     finally:
-        random.setstate(before[0])
+        random.setstate(python_state)
         if numpy:
-            numpy.random.set_state(before[1])
+            numpy.random.set_state(numpy_state)
 
 
 def without_history(
     leaves: Sequence[Any], *, computed: bool = False, varying: Dimensions | None = None
 ) -> list[Any]:
-    """Leaves for tracing: same shapes and ``requires_grad``, no autograd history. One tensor given
-    twice stays one: a graph is specialised on which inputs are the same.
+    """Leaves for a capture: same shapes and ``requires_grad``, but no autograd history.
+
+    A tensor that is several leaves stays one tensor, as graphs are specialized on that.
 
     Args:
-        leaves: the inputs' leaves; tensors may have no memory.
-        computed: whether they stand for what an earlier module hands over: those with a gradient
-            are then no leaves of autograd's graph, and each is a tensor of its own.
-        varying: dimensions whose sizes tracing is to leave open.
+        leaves: the flattened inputs; tensors may have no memory.
+        computed: whether the leaves are outputs of an earlier module. Each is then a separate
+            tensor, and those with a gradient are no leaves of autograd's graph.
+        varying: dimensions whose sizes the capture leaves open.
 
     Raises:
         CaptureError: a tensor is not strided (sparse, for example).
         FailingCallError: a tensor is of a class that torch cannot trace.
     """
-    made: dict[int, Tensor] = {}
-    found: list[Any] = []
+    detached: dict[int, Tensor] = {}
+    examples: list[Any] = []
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             key = at if computed else id(leaf)
-            if key not in made:
-                made[key] = _detached(leaf, computed)
-            leaf = made[key]
+            if key not in detached:
+                detached[key] = _detached(leaf, computed)
+            leaf = detached[key]
             if varying and at in varying:
                 from autosplit.capture.input_sizes import leave_open
 
                 leave_open(leaf, varying[at])
-        found.append(leaf)
-    return found
+        examples.append(leaf)
+    return examples
 
 
 def _detached(tensor: Tensor, computed: bool) -> Tensor:
+    """One leaf of ``without_history``."""
     if tensor.layout is not torch.strided:
         raise CaptureError(f"an input has layout {tensor.layout}; only strided inputs are split")
     kind = type(tensor)
@@ -311,8 +324,8 @@ def _detached(tensor: Tensor, computed: bool) -> Tensor:
             "it.as_subclass(torch.Tensor)"
         )
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
-    # Autograd lets a module write into an input that an earlier module computed, never into a
-    # leaf: tracing must see the one or the other.
+    # Autograd lets a module write into an input that an earlier module computed, but not into a
+    # leaf. The example must be of the same kind.
     if tensor.is_leaf and not (computed and tensor.requires_grad):
         return leaf
     with torch.enable_grad():
@@ -321,8 +334,8 @@ def _detached(tensor: Tensor, computed: bool) -> Tensor:
 
 
 class _Computed(torch.autograd.Function):
-    """The same memory as something computed: neither a leaf nor a view of one, into neither of
-    which a module may write.
+    """Identity whose result is neither a leaf nor a view of a leaf, so that a module may write into
+    it.
     """
 
     @staticmethod
@@ -335,7 +348,7 @@ class _Computed(torch.autograd.Function):
 
 
 def dump_folder(module: nn.Module) -> pathlib.Path | None:
-    """Where ``AUTOSPLIT_DUMP`` has the stages of a graph written; None where it is not set."""
+    """The folder for the graphs of a module, below ``AUTOSPLIT_DUMP``; None if that is not set."""
     folder = os.environ.get(DUMP_VARIABLE)
     if not folder:
         return None

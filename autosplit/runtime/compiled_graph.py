@@ -1,5 +1,5 @@
-"""One graph compiled by a backend, with its arguments and results by role; and those that compute
-weight gradients, with their variants that accumulate in place.
+"""Compiled graphs: ``CompiledGraph``, with arguments and results by role, and ``GradientGraph``,
+with its variants that add weight gradients into accumulators.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .anomaly import copied, refuse_nan
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
-    """A graph as a callable.
+    """A graph that a backend has compiled.
 
     Attributes:
-        call: takes one list, empties it, and returns a list. The caller keeps no reference
-            to what it handed over, so every tensor dies at its last use inside.
-        inputs: role of every item of the list it takes.
-        outputs: role of every item of the list it returns.
-        strides: of outputs that only the next graph sees, where the backend chose them.
+        call: takes a list of arguments, empties it, and returns a list of results. The caller keeps
+            no reference to the arguments, so each tensor is freed at its last use inside.
+        inputs: roles of the arguments, in order.
+        outputs: roles of the results, in order.
+        strides: strides that the backend chose for results that only the next graph sees.
     """
 
     call: Boxed
@@ -47,14 +47,19 @@ class CompiledGraph:
     outputs: tuple[Role, ...]
     strides: Mapping[Role, Strides]
 
-    def taking(self, given: Sequence[Role], wanted: Sequence[Role]) -> Boxed:
-        """``call`` for a list in the order of ``given``, of which the graph may take a part; its
-        results in the order of ``wanted``, None for what it does not return.
+    def with_order(self, arguments: Sequence[Role], wanted: Sequence[Role]) -> Boxed:
+        """``call`` with another order of arguments and results.
+
+        Args:
+            arguments: roles of the list that the returned function takes; the graph may read only
+                some of them.
+            wanted: roles of the list that it returns; None stands for roles that the graph does not
+                return.
         """
-        order, call = positions(self.inputs, given), self.call
+        order, call = positions(self.inputs, arguments), self.call
         at = {role: index for index, role in enumerate(self.outputs)}
-        picked = [at.get(role, -1) for role in wanted]  # the last is a None that is added
-        takes_all = order == [*range(len(given))]
+        picked = [at.get(role, -1) for role in wanted]  # -1 is a None that run appends
+        takes_all = order == [*range(len(arguments))]
         if takes_all and picked == [*range(len(self.outputs))]:
             return call
         take, pick = _getter(order), _getter(picked)
@@ -72,21 +77,21 @@ class CompiledGraph:
 
 
 def _getter(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """What stands in these places of a list."""
+    """A function that returns the items at these positions of a list."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda values: [values[at] for at in places]
 
 
-def positions(wanted: Iterable[Role], given: Sequence[Role]) -> list[int]:
-    """Index of each wanted role among the given ones."""
-    at = {role: index for index, role in enumerate(given)}
+def positions(wanted: Iterable[Role], roles: Sequence[Role]) -> list[int]:
+    """The index of each wanted role among ``roles``."""
+    at = {role: index for index, role in enumerate(roles)}
     return [at[role] for role in wanted]
 
 
-def propagate_strides(strides: Mapping[Role, Strides], *takers: fx.GraphModule | None) -> None:
-    """Propagate chosen strides to graphs that are compiled later."""
-    for module in takers:
+def propagate_strides(strides: Mapping[Role, Strides], *readers: fx.GraphModule | None) -> None:
+    """Set the strides that a backend chose on the inputs of graphs that are compiled later."""
+    for module in readers:
         for role, node in inputs(module.graph).items() if module else ():
             node.meta["val"] = with_strides(node.meta["val"], strides.get(role))
 
@@ -101,16 +106,16 @@ def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> Compil
         call, strides = backend.compile(name, module)
     if backend.gathering is not None:
         call = backend.gathering.graph(name, module, call)
-    taken = tuple(inputs(module.graph))
-    returned = tuple(role for role, _ in outputs(module.graph))
-    return CompiledGraph(call, taken, returned, strides)
+    arguments = tuple(inputs(module.graph))
+    results = tuple(role for role, _ in outputs(module.graph))
+    return CompiledGraph(call, arguments, results, strides)
 
 
 def prepare_joint(joint: fx.GraphModule, backend: Backend) -> None:
-    """Let a backend rewrite a joint graph, in place, before it is split.
+    """Let a backend rewrite a joint graph in place, before it is split.
 
     Raises:
-        BackendError: it fails.
+        BackendError: the backend fails.
     """
     with _errors_name("joint", backend):
         backend.rewrite(joint)
@@ -118,6 +123,7 @@ def prepare_joint(joint: fx.GraphModule, backend: Backend) -> None:
 
 @contextlib.contextmanager
 def _errors_name(graph: str, backend: Backend) -> Iterator[None]:
+    """Raise errors of the backend as ``BackendError`` with the graph's name."""
     try:
         yield
     except (BackendError, PassError):
@@ -134,47 +140,50 @@ _SMALL = 2**20  # bytes of all weight gradients of a microbatch
 
 
 class GradientGraph:
-    """I, W, a slice of it, or B: as it was split, and in variants that add into accumulators.
+    """I, W or B: in the form that returns gradients, and in forms that add into accumulators.
 
     Args:
-        name: of the graph.
+        name: the graph's name.
         module: the graph.
-        given: what callers hand over, in their order.
-        parameters: whose gradients are wanted, in the order of the results.
-        others: roles of what else is wanted, in the order of the results.
-        takers: graphs that take some of that, and are compiled after this one.
-        backend: how graphs are compiled.
+        arguments: roles of the arguments, in the order in which callers pass them.
+        parameters: names of the parameters whose gradients are results, in order.
+        results: roles of the other results, in order.
+        readers: graphs that read some of these results, and are compiled after this one.
+        backend: compiles the graphs.
     """
 
     def __init__(
         self,
         name: str,
         module: fx.GraphModule,
-        given: Sequence[Role],
+        arguments: Sequence[Role],
         parameters: Sequence[str],
-        others: Sequence[Role] = (),
-        takers: Sequence[fx.GraphModule] = (),
+        results: Sequence[Role] = (),
+        readers: Sequence[fx.GraphModule] = (),
         *,
         backend: Backend,
     ) -> None:
         self._name = name
         self._module = module
-        self._given = given
+        self._arguments = arguments
         self.parameters = parameters
-        self._others = others
-        self._takers = takers
+        self._results = results
+        self._readers = readers
         self._backend = backend
         self._variants: dict[tuple[torch.dtype | None, bool], Boxed] = {}
 
     def run(
         self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
-        """The other results, and gradients: ``gradients``, or new ones without them.
+        """Run the graph.
 
         Args:
-            pool: what was to be given, in that order; emptied.
-            gradients: what to add into.
-            dtype: of these; None where each has its gradient's own.
+            pool: the arguments, in the order of ``arguments``; emptied.
+            gradients: accumulators in the order of ``parameters``; None: return new gradients.
+            dtype: dtype of the accumulators; None for the dtype of each gradient.
+
+        Returns:
+            the other results; and ``gradients``, or new ones.
 
         Raises:
             AnomalyError: under anomaly detection, a gradient has a NaN.
@@ -186,15 +195,16 @@ class GradientGraph:
     def _checked(
         self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
-        # Of sharded parameters there may be nothing to copy yet.
-        given = None
+        """``run`` under anomaly detection."""
+        # Sharded parameters may have no memory yet, so their graphs cannot be run once more.
+        arguments = None
         if self._backend.gathering is None:
-            given = dict(zip(self._given, copied(pool), strict=True))
-        results, made = self._run(pool, gradients, dtype)
-        wanted = [*self._others, *(Role(Kind.PARAMETER_GRAD, name) for name in self.parameters)]
-        returned = zip(wanted, [*results, *made], strict=True)
-        refuse_nan(self._name, returned, self._module, given)
-        return results, made
+            arguments = dict(zip(self._arguments, copied(pool), strict=True))
+        results, computed = self._run(pool, gradients, dtype)
+        roles = [*self._results, *(Role(Kind.PARAMETER_GRAD, name) for name in self.parameters)]
+        returned = zip(roles, [*results, *computed], strict=True)
+        refuse_nan(self._name, returned, self._module, arguments)
+        return results, computed
 
     def _run(
         self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
@@ -206,41 +216,47 @@ class GradientGraph:
         results = call(pool)
         if inside:
             return results, gradients or ()
-        made = results[len(self._others) :]
-        del results[len(self._others) :]
+        new_gradients = results[len(self._results) :]
+        del results[len(self._results) :]
         if gradients is None:
-            return results, made
-        add_together(gradients, made)
+            return results, new_gradients
+        add_together(gradients, new_gradients)
         return results, gradients
 
     def compile(self, dtype: torch.dtype | None, *, adds: bool) -> None:
-        """Compile, unless that has been done, the form that adds gradients into sums of a dtype,
-        or the one that returns new ones.
+        """Compile one form of the graph, unless it is compiled.
+
+        Args:
+            dtype: dtype of the accumulators; None for the dtype of each gradient.
+            adds: whether it is the form that adds into accumulators.
         """
         self._variant(dtype, adds and not self._adds_outside)
 
     @cached_property
     def _adds_outside(self) -> bool:
-        """Whether gradients are added behind the graph, all at once, so that it needs no second
-        form: those that are cheap to hold, as they are small; or, where a second form takes seconds
-        to compile, of norms and biases only, and sparse ones, to which such a backend cannot add.
+        """Whether gradients are added to accumulators after the graph, all at once, so that it
+        needs no form that adds.
+
+        An interpreting backend does so if all gradients are small and so cheap to hold. A compiling
+        backend, for which a second form takes seconds, does so if there are gradients of norms and
+        biases only, or sparse ones, which it cannot add.
         """
         wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
-        made = [v.meta["val"] for role, v in outputs(self._module.graph) if role in wanted]
-        dense = all(value.layout is torch.strided for value in made)
+        gradients = [v.meta["val"] for role, v in outputs(self._module.graph) if role in wanted]
+        dense = all(value.layout is torch.strided for value in gradients)
         if self._backend.compiles:
-            return not dense or all(value.ndim <= 1 for value in made)
-        return bool(dense and sum(value.nbytes for value in made) <= _SMALL)
+            return not dense or all(value.ndim <= 1 for value in gradients)
+        return bool(dense and sum(value.nbytes for value in gradients) <= _SMALL)
 
     def _variant(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
         key = dtype, adds
         if key not in self._variants:
             with collecting_new_objects_only():
-                self._variants[key] = self._make(*key)
+                self._variants[key] = self._compile_form(*key)
         return self._variants[key]
 
     def source(self, dtype: torch.dtype | None, *, adds: bool) -> fx.GraphModule:
-        """The graph that is compiled to add gradients into sums of a dtype, or to return new ones.
+        """The graph of one form, before it is compiled; arguments as for ``compile``.
 
         Raises:
             SplitError: a pass broke an invariant.
@@ -252,17 +268,19 @@ class GradientGraph:
         except PassError as error:
             raise SplitError(f"{self._name}_accumulating: {error}") from error
 
-    def _make(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
-        """A graph that takes what is given, then accumulators where it adds; and returns the other
-        results, then new gradients where it does not.
+    def _compile_form(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
+        """Compile one form.
+
+        It takes the arguments, then the accumulators if it adds; it returns the other results, then
+        new gradients if it does not add.
         """
-        name, module, given = self._name, self.source(dtype, adds=adds), [*self._given]
-        wanted = [*self._others]
+        name, module, arguments = self._name, self.source(dtype, adds=adds), [*self._arguments]
+        wanted = [*self._results]
         if not adds:
             wanted += [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
         else:
             name = f"{name}_accumulating"
-            given += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
+            arguments += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
-        propagate_strides(graph.strides, *self._takers)
-        return graph.taking(given, wanted)
+        propagate_strides(graph.strides, *self._readers)
+        return graph.with_order(arguments, wanted)

@@ -19,13 +19,16 @@ from .functions import ForwardResult, SplitFunctions
 
 
 class DTensorFunctions(SplitFunctions):
-    """Unwraps DTensors that the graphs take, and wraps what comes of them; gradients as they lie
-    over ranks when they are made, which need not be how their parameter does.
+    """``SplitFunctions`` whose graphs compute with the local tensors of DTensors.
+
+    Arguments are unwrapped, and results are wrapped. A gradient has the placements with which it is
+    computed, which may differ from those of its parameter.
     """
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
-        lying = [role.name for role in self.capture.shardings if role.kind in STATE]
-        state = {**state, **{name: local_tensor(state[name]) for name in lying}}
+        """F: unwraps state and leaves, and wraps outputs and updates."""
+        sharded = [role.name for role in self.capture.shardings if role.kind in STATE]
+        state = {**state, **{name: local_tensor(state[name]) for name in sharded}}
         leaves[:] = self._local(Kind.INPUT, self.capture.inputs, leaves)
         outputs, updates, saved = super().forward(state, leaves)
         results = len(self.output_names) - len(self.updated_inputs)
@@ -48,53 +51,56 @@ class DTensorFunctions(SplitFunctions):
         return _whole(self.capture.shardings, [Role(kind, name) for name in names], values)
 
     def _local(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
-        """Values of a kind as graphs take them; those that are no tensors are left alone.
+        """Values of a kind as graphs take them; values that are no tensors stay as they are.
 
         Raises:
-            SplitError: one that was a DTensor when the module was traced is none.
+            SplitError: a value was a DTensor when the module was captured, and is a tensor now.
         """
         pairs = zip(names, values, strict=True)
         return [self._local_value(Role(kind, name), value) for name, value in pairs]
 
     def _local_value(self, role: Role, value: Any) -> Any:
-        lies = self.capture.shardings.get(role)
-        if lies is None or not isinstance(value, Tensor):
+        sharding = self.capture.shardings.get(role)
+        if sharding is None or not isinstance(value, Tensor):
             return value
         if not is_dtensor(value):
             raise SplitError(
-                f"the {role} was a DTensor ({lies}) when the module was traced, and is a plain "
+                f"the {role} was a DTensor ({sharding}) when the module was traced, and is a plain "
                 f"tensor {list(value.shape)} now; pass a DTensor"
             )
-        return lies.local(value)
+        return sharding.local(value)
 
 
 class _DTensorGraph(GradientGraph):
-    """One whose results lie over ranks: added into what this rank has of sums, or wrapped.
+    """A ``GradientGraph`` with DTensor gradients: they are added into the local tensors of the
+    sums, or wrapped.
 
     Args:
-        shardings: how values lie.
+        shardings: role -> mesh and placements of the DTensor.
+        args: positional arguments of ``GradientGraph``.
+        kwargs: keyword arguments of ``GradientGraph``.
     """
 
-    def __init__(self, shardings: Mapping[Role, Sharding], *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, shardings: Mapping[Role, Sharding], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._shardings = shardings
 
     def run(
         self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
-        into = None if gradients is None else [local_tensor(each) for each in gradients]
-        results, made = super().run(pool, into, dtype)
+        into = None if gradients is None else [local_tensor(gradient) for gradient in gradients]
+        results, computed = super().run(pool, into, dtype)
         if gradients is None:
             roles = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
-            gradients = _whole(self._shardings, roles, made)
-        return _whole(self._shardings, self._others, results), gradients
+            gradients = _whole(self._shardings, roles, computed)
+        return _whole(self._shardings, self._results, results), gradients
 
 
 def _whole(
     shardings: Mapping[Role, Sharding], roles: Iterable[Role], values: Iterable[Any]
 ) -> list[Any]:
-    """Values as the user gets them."""
+    """Wrap the local tensors of DTensors; other values stay as they are."""
     return [
-        value if lies is None or value is None else lies.whole(value)
-        for value, lies in zip(values, map(shardings.get, roles), strict=True)
+        value if sharding is None or value is None else sharding.whole(value)
+        for value, sharding in zip(values, map(shardings.get, roles), strict=True)
     ]

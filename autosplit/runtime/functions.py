@@ -1,8 +1,7 @@
-"""The callables of one module at one set of input shapes: F, I, W and the fused backward.
+"""``SplitFunctions``: F, I, W and B of one captured module as functions of tensors.
 
-The functional core of SplitModule (autograd) and Stage (explicit state). Nothing here keeps
-tensors: state comes in, results go out. Positions of values are worked out once; a call only moves
-references.
+``SplitModule`` calls them under autograd, ``Stage`` with explicit state. They keep no tensors.
+Positions of arguments and results are computed once; a call only moves references.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
 
 
-_MAX_SIZES = 1024  # combinations of sizes that are known
-_MAX_SPECIALIZED = 3  # sets of outputs without a gradient that have graphs of their own
-_SOME = 2
+_MAX_SIZES = 1024  # combinations of sizes that are kept
+_MAX_SPECIALIZED = 3  # sets of outputs without a gradient that get their own graphs
+_SENTINELS_PER_END = 2
 
 
 class ForwardResult(NamedTuple):
     """Results of F.
 
     Attributes:
-        outputs: the module's result leaves, then new values of mutated inputs
-            (``SplitFunctions.output_names``).
-        updates: new values of mutated buffers (``SplitFunctions.updated_state``).
+        outputs: leaves of the module's result, then new values of inputs that it writes into, in
+            the order of ``SplitFunctions.output_names``.
+        updates: new values of buffers that the module writes into, in the order of
+            ``SplitFunctions.updated_state``.
         saved: residuals for the backward.
     """
 
@@ -56,36 +56,70 @@ class ForwardResult(NamedTuple):
 
 
 class DeferredLayout(NamedTuple):
-    """What I leaves for W.
+    """The boundary between I and W.
 
     Attributes:
-        roles: of all of it: what I defers, then state.
-        read_at: places of the state among what the backward reads.
-        known: what is known of it.
+        roles: roles of W's arguments: deferred values, then state.
+        state_positions: positions of W's state in the state that the backward reads.
+        layout: static facts about the residuals.
     """
 
     roles: Sequence[Role]
-    read_at: Sequence[int]
-    known: BoundaryLayout
+    state_positions: Sequence[int]
+    layout: BoundaryLayout
 
 
 class SplitFunctions:
-    """F, I, W and B of one traced module; those of the backward are compiled when first used.
+    """F, I, W and B of one captured module. Backward graphs are compiled at their first use.
+
+    ::
+
+        outputs, updates, saved = functions.forward(state, leaves)                    # F
+        input_grads, deferred, early = functions.backward_input(saved, output_grads)  # I
+        late = functions.backward_weight(deferred)                                    # W
+        input_grads, weight_grads = functions.backward(saved, output_grads)           # B = I, W
+
+    Contract:
+        - F, I and W are functions: they keep no tensors, and write only into the accumulators that
+          they get and, in ``run``, into buffers.
+        - Lists are consumed: ``leaves`` and ``output_grads`` are emptied, ``saved`` and
+          ``deferred`` are taken. Each value is freed at its last use inside a graph.
+        - I returns the gradients of all inputs and of ``early_parameters``; W returns those of
+          ``late_parameters``. Together they are ``parameter_names``, and B computes the same.
+        - A call must fulfil the guards of ``capture``, which ``Specializations`` checks; ``at``
+          returns the functions for its sizes.
+
+    Terms:
+        state: the module's parameters and buffers by name.
+        leaves: the flattened ``(args, kwargs)`` of a call.
+        tangent: the gradient of an output, an argument of the backward.
+        residuals: the values that one graph leaves for the next, see ``Residuals``.
+        early, late parameters: parameters whose gradients I, or W, computes.
+
+    Shapes:
+        Leaves have the shapes, strides and dtypes of the capture. An output's gradient has the
+        shape and dtype of ``tangent_specs``; other strides are copied. Gradients have the shape
+        and dtype of their input or parameter.
+
+    Raises:
+        SplitError: from the backward calls, if a gradient does not fit its output, if a residual
+            was written in place, or if the module was captured without gradients.
 
     Attributes:
         output_names: paths of the outputs of ``forward``, in order.
         updated_inputs: paths of inputs that the module writes into.
         updated_state: names of buffers that the module writes into.
         forward_state: names of the parameters and buffers that F reads.
-        parameter_names: names of all gradients of parameters, in the order in which B returns
+        parameter_names: names of parameters that get a gradient, in the order in which B returns
             them.
-        early_parameters: those that I returns, under a memory setting that lets it.
-        late_parameters: those that W returns, in order.
-        tangent_specs: output path -> the gradient that the backward expects for it; outputs
-            not listed are not differentiable.
+        early_parameters: names of parameters whose gradients I returns, in order; none unless the
+            memory setting allows it.
+        late_parameters: names of parameters whose gradients W returns, in order.
+        tangent_specs: output path -> spec of the gradient that the backward expects for it; outputs
+            that are not listed are not differentiable.
         dependence: static facts about the gradients.
-        has_backward: whether it was traced with gradients.
-        residuals: the class of what one graph leaves for the next.
+        has_backward: whether the module was captured with gradients.
+        residuals: the class of the residuals.
     """
 
     residuals = Residuals
@@ -94,9 +128,9 @@ class SplitFunctions:
         self.capture = traced
         self._graphs = graphs
         self._backend = backend
-        self._suffix = ""  # ends the names of graphs for some gradients only
+        self._suffix = ""  # of graph names, in variants for missing gradients
         self._size: Callable[[Any], int] = concrete
-        self._key: tuple[int, ...] = ()  # of these sizes
+        self._key: tuple[int, ...] = ()  # the open sizes
         self._resized: dict[tuple[int, ...], SplitFunctions] = {}
         self._specialized: dict[frozenset[str], SplitFunctions | None] = {}
         saved = self._compile_forward()
@@ -111,8 +145,8 @@ class SplitFunctions:
         self.has_backward = backward is not None
         # Parameters and buffers that the backward reads.
         self._read = [] if backward is None else [*inputs(backward.graph, *STATE)]
-        self._taken = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
-        self._taken += self._read
+        self._backward_roles = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
+        self._backward_roles += self._read
         self._read_state = [role.name for role in self._read]
         self._saves = BoundaryLayout(
             tuple([role.name for role in (*saved, *self._read)]),
@@ -122,47 +156,47 @@ class SplitFunctions:
         )
 
     def _compile_forward(self) -> list[Role]:
-        """Compile F, and tell the backward how what it saves lies in memory. Returns the roles of
-        that.
+        """Compile F, note the strides of saved tensors in the backward graphs, and return the roles
+        of saved tensors.
         """
-        graphs, backend, taken = self._graphs, self._backend, self.capture.inputs
+        graphs, backend, leaf_names = self._graphs, self._backend, self.capture.inputs
         compiled = compile_graph("forward", graphs.forward, backend)
-        takers = graphs.backward, graphs.backward_input
-        propagate_strides(compiled.strides, *takers)
-        # What the backward may write over.
+        readers = graphs.backward, graphs.backward_input
+        propagate_strides(compiled.strides, *readers)
+        # Saved tensors that the backward may overwrite.
         donated = donatable(graphs.forward.graph) if backend.compiles else set()
-        donate(donated, *takers)
+        donate(donated, *readers)
         by_kind = {kind: [r for r in compiled.outputs if r.kind is kind] for kind in Kind}
         updated, saved = by_kind[Kind.UPDATE], by_kind[Kind.SAVED]
-        inside = [role for role in updated if role.name not in taken]
-        results = [*by_kind[Kind.OUTPUT], *(role for role in updated if role.name in taken)]
-        self.updated_inputs = [role.name for role in updated if role.name in taken]
-        self.updated_state = [role.name for role in inside]
+        buffers = [role for role in updated if role.name not in leaf_names]
+        results = [*by_kind[Kind.OUTPUT], *(role for role in updated if role.name in leaf_names)]
+        self.updated_inputs = [role.name for role in updated if role.name in leaf_names]
+        self.updated_state = [role.name for role in buffers]
         self.output_names = [role.name for role in results]
-        self._own = private(graphs.forward.graph, Kind.SAVED)
-        self._exposed = [at for at, role in enumerate(saved) if role not in self._own]
+        self._private_roles = private(graphs.forward.graph, Kind.SAVED)
+        self._exposed = [at for at, role in enumerate(saved) if role not in self._private_roles]
         self._donated = [at for at, role in enumerate(saved) if role in donated]
         read = [role for role in compiled.inputs if role.kind in STATE]
         self.forward_state = [role.name for role in read]
-        given = [*read, *(Role(Kind.INPUT, name) for name in taken)]
-        self._forward = compiled.taking(given, [*results, *inside, *saved])
+        arguments = [*read, *(Role(Kind.INPUT, name) for name in leaf_names)]
+        self._forward = compiled.with_order(arguments, [*results, *buffers, *saved])
         return saved
 
     @property
     def calling(self) -> SplitGraphs:
-        """The graphs that are run, which may call graphs of blocks."""
+        """The graphs that run; they may call graphs of repeated blocks."""
         return self._graphs
 
     @cached_property
     def graphs(self) -> SplitGraphs:
-        """The graphs with all their operators; those that are run may call graphs of blocks."""
+        """The graphs with the graphs of repeated blocks inlined."""
         return inlined(self._graphs)
 
     def at(self, leaves: Sequence[Any]) -> SplitFunctions:
-        """The same graphs, for a call with other sizes of inputs; one object for each combination.
+        """The functions for a call with other input sizes; one object for each combination.
 
         Args:
-            leaves: of the call; the guards hold for it.
+            leaves: the inputs of the call, which must fulfil the guards.
         """
         sizes = self.capture.sizes
         if sizes is None:
@@ -171,22 +205,27 @@ class SplitFunctions:
         return self._resized.get(key) or self._twin(key, sizes.value(leaves))
 
     def _twin(self, key: tuple[int, ...], size: Callable[[Any], int]) -> SplitFunctions:
-        """The same graphs for other sizes."""
+        """Create the functions of the same graphs for other sizes."""
         if len(self._resized) >= _MAX_SIZES:
             self._resized.clear()
         twin = self._resized[key] = copy.copy(self)
         twin._key, twin._size = key, size
-        twin._resized = {}  # a shared one would hold itself
+        twin._resized = {}  # a shared dictionary would contain the twin itself
         twin.__dict__.pop("output_specs", None)
         twin.tangent_specs = twin._tangent_specs()
         return twin
 
     def for_gradients(self, output_grads: Sequence[object]) -> tuple[SplitFunctions, Missing]:
-        """The callables of a backward in which only these gradients arrive, None for the others;
-        and what gets no gradient in it.
+        """The functions for a backward in which some outputs have no gradient.
 
-        Graphs of their own are made for the first few sets of missing gradients. For further ones,
-        and where such a graph cannot be made, missing gradients are zeros.
+        The first few sets of missing gradients get specialized graphs. For further sets, and if
+        such graphs cannot be built, missing gradients are zeros.
+
+        Args:
+            output_grads: one for each output; None is a missing one.
+
+        Returns:
+            the functions, and the parameters and inputs that get no gradient.
         """
         missing = self.dependence.missing(output_grads)
         if not missing.outputs:
@@ -201,7 +240,7 @@ class SplitFunctions:
         return functions, missing
 
     def _without(self, missing: frozenset[str]) -> SplitFunctions | None:
-        """The callables of a backward in which these outputs get no gradient; None if their graphs
+        """The functions for a backward without these outputs' gradients; None if their graphs would
         need zeros of an unknown size.
         """
         try:
@@ -215,16 +254,16 @@ class SplitFunctions:
         variant._graphs, variant._resized, variant._specialized = graphs, {}, {}
         variant.dependence = GradientDependence(graphs, self.capture.inputs, self._tangents)
         variant._tangents = [(name, at) for name, at in self._tangents if name not in missing]
-        gone = {Role(Kind.TANGENT, name) for name in missing}
-        variant._taken = [role for role in self._taken if role not in gone]
+        absent = {Role(Kind.TANGENT, name) for name in missing}
+        variant._backward_roles = [role for role in self._backward_roles if role not in absent]
         variant._suffix = f"_without_{len(self._specialized) + 1}"
-        # Before it is copied for other sizes, which share them.
+        # Compute the cached graphs now, so that copies for other sizes share them.
         variant._input, variant._weight, variant._fused  # noqa: B018
         return variant
 
     @property
     def specialized(self) -> Sequence[frozenset[str]]:
-        """Sets of outputs without a gradient for which there are I, W and B of their own."""
+        """The sets of outputs without a gradient that have specialized I, W and B."""
         return [missing for missing, functions in self._specialized.items() if functions]
 
     def _tangent_specs(self) -> dict[str, TensorSpec]:
@@ -237,29 +276,30 @@ class SplitFunctions:
 
     @staticmethod
     def sentinel_parameters(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The parameters that a split graph has edges to in autograd's graph though it gives them
-        no gradients, so that a backward that asks for them is noticed: each costs the engine a
-        visit.
+        """Parameters to which autograd's node of F has edges although it returns no gradients for
+        them, so that a backward that requests parameter gradients is noticed.
+
+        Each edge costs the engine a visit, so only the first and last few parameters get one.
         """
-        if len(parameters) <= 2 * _SOME:
+        if len(parameters) <= 2 * _SENTINELS_PER_END:
             return parameters
-        return [*parameters[:_SOME], *parameters[-_SOME:]]
+        return [*parameters[:_SENTINELS_PER_END], *parameters[-_SENTINELS_PER_END:]]
 
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
-        """Checks autocast before a backward that comes from autograd."""
+        """The check of autocast before a backward that autograd runs."""
         return AutocastGuard(self._graphs.backward or self._graphs.joint)
 
     @cached_property
     def draws(self) -> bool:
-        """Whether the graphs may draw random numbers; those of the backward do in custom operators
-        only.
+        """Whether the graphs may draw random numbers. Backward graphs do only in custom
+        operators.
         """
         return any(map(may_draw, inner_calls(self._graphs.joint.graph)))
 
     @property
     def generated(self) -> Mapping[str, str]:
-        """Name of a graph -> source that the backend generated, of the graphs compiled so far."""
+        """Graph name -> source that the backend generated, for the graphs compiled so far."""
         return self._backend.generated
 
     def compile(
@@ -267,42 +307,44 @@ class SplitFunctions:
         calls: Iterable[str] = ("backward_input", "backward_weight"),
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Compile the graphs of these calls ahead of their first run.
+        """Compile the graphs of these calls now, instead of at their first run.
 
         Args:
-            calls: names of methods, in the order of one step: the first of a kind makes
+            calls: names of methods in the order of a step: the first call of a kind returns new
                 gradients, later ones add to them.
-            dtype: of what they add into; None where each has its gradient's own.
+            dtype: dtype of the accumulators; None for the dtype of each gradient.
 
         Raises:
             SplitError: an unknown call.
             BackendError: the backend cannot compile a graph.
         """
-        makes = {  # I before W: it decides how what W gets lies in memory
+        parameters_of = {  # I comes before W, because it decides the strides of W's arguments
             "backward_input": self.early_parameters,
             "backward_weight": self.late_parameters,
             "backward": self.parameter_names,
         }
-        order, made = [*makes], set[str]()
+        order, with_gradient = [*parameters_of], set[str]()
         needed: set[tuple[int, bool]] = set()
         for call in calls:
-            if call not in makes:
-                known = ", ".join(map(repr, makes))
-                raise SplitError(f"unknown call {call!r}; known ones: {known}")
-            needed.add((order.index(call), bool(makes[call]) and made.issuperset(makes[call])))
-            made.update(makes[call])
-        for place, adds in sorted(needed) if self.has_backward else ():
-            self._graph_of(order[place]).compile(dtype, adds=adds)
+            if call not in parameters_of:
+                names = ", ".join(map(repr, parameters_of))
+                raise SplitError(f"unknown call {call!r}; expected one of {names}")
+            parameters = parameters_of[call]
+            adds = bool(parameters) and with_gradient.issuperset(parameters)
+            needed.add((order.index(call), adds))
+            with_gradient.update(parameters)
+        for index, adds in sorted(needed) if self.has_backward else ():
+            self._graph_of(order[index]).compile(dtype, adds=adds)
 
     def source(
         self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False
     ) -> fx.GraphModule:
-        """The graph behind a call, as it is given to the backend.
+        """The graph of a call, as the backend gets it.
 
         Args:
             call: the name of a method.
-            dtype: of what it adds into; None where each has its gradient's own.
-            adds: whether it adds into gradients that are there.
+            dtype: dtype of the accumulators; None for the dtype of each gradient.
+            adds: whether it is the form that adds into accumulators.
         """
         if call == "forward":
             return self.graphs.forward
@@ -316,32 +358,36 @@ class SplitFunctions:
 
     @cached_property
     def _deferred_layout(self) -> DeferredLayout:
+        """The boundary between I and W."""
         weight = self._module("backward_weight")
         graph = self._module("backward_input").graph
-        deferred, own = outputs(graph, Kind.DEFERRED), private(graph, Kind.DEFERRED, self._own)
+        deferred = outputs(graph, Kind.DEFERRED)
+        private_roles = private(graph, Kind.DEFERRED, self._private_roles)
         read = [*inputs(weight.graph, *STATE)]
         roles = [*(role for role, _ in deferred), *read]
         names = tuple([role.name for role in roles])
-        exposed = [at for at, (role, _) in enumerate(deferred) if role not in own]
-        known = BoundaryLayout(names, self._constants_of([weight]), exposed, before_weight=True)
-        return DeferredLayout(roles, positions(read, self._read), known)
+        exposed = [at for at, (role, _) in enumerate(deferred) if role not in private_roles]
+        layout = BoundaryLayout(names, self._constants_of([weight]), exposed, before_weight=True)
+        return DeferredLayout(roles, positions(read, self._read), layout)
 
     @cached_property
     def _input(self) -> GradientGraph:
-        """I: takes tangents, what F saved, and the state that the backward reads; its other results
-        are gradients of the module's inputs and then what is deferred.
+        """I: from tangents, saved tensors and state, to gradients of inputs, deferred values and
+        gradients of early parameters.
         """
-        deferred = self._deferred_layout.roles[
-            : len(self._deferred_layout.roles) - len(self._deferred_layout.read_at)
-        ]
-        others, late = [*self._wanted, *deferred], self._module("backward_weight")
-        return self._graph("backward_input", self._taken, self.early_parameters, others, [late])
+        roles, state_positions, _ = self._deferred_layout
+        deferred = roles[: len(roles) - len(state_positions)]
+        results, weight = [*self._input_grad_roles, *deferred], self._module("backward_weight")
+        return self._graph(
+            "backward_input", self._backward_roles, self.early_parameters, results, [weight]
+        )
 
     @cached_property
     def _defers_whole_backward(self) -> bool:
-        """Whether I only passes on what it takes, so that W is the whole backward: no input needs a
-        gradient, and either nobody waits for I, see ``Memory``, or there is but one product with
-        data.
+        """Whether I computes nothing, so that W is the whole backward.
+
+        That is so if no input needs a gradient, and either ``Memory.defer_whole_backward`` is set,
+        or the chain of derivatives has one product only.
         """
         return not (self.early_parameters or any(calls(self._module("backward_input").graph)))
 
@@ -352,24 +398,26 @@ class SplitFunctions:
 
     @cached_property
     def _fused(self) -> GradientGraph:
-        """B: takes the arguments of I; its other results are gradients of the module's inputs."""
-        return self._graph("backward", self._taken, self.parameter_names, self._wanted)
+        """B: from the arguments of I to gradients of inputs and of all parameters."""
+        return self._graph(
+            "backward", self._backward_roles, self.parameter_names, self._input_grad_roles
+        )
 
     def _graph(
         self,
         name: str,
-        given: Sequence[Role],
+        arguments: Sequence[Role],
         parameters: Sequence[str],
-        others: Sequence[Role] = (),
-        takers: Sequence[fx.GraphModule] = (),
+        results: Sequence[Role] = (),
+        readers: Sequence[fx.GraphModule] = (),
     ) -> GradientGraph:
         module, backend = self._module(name), self._backend
         return GradientGraph(
-            name + self._suffix, module, given, parameters, others, takers, backend=backend
+            name + self._suffix, module, arguments, parameters, results, readers, backend=backend
         )
 
     @property
-    def _wanted(self) -> list[Role]:
+    def _input_grad_roles(self) -> list[Role]:
         return [Role(Kind.INPUT_GRAD, name) for name in self.capture.inputs]
 
     def _constants_of(self, modules: Iterable[fx.GraphModule]) -> Constants:
@@ -395,36 +443,45 @@ class SplitFunctions:
 
     @cached_property
     def caller_memory(self) -> list[tuple[int, int | None]]:
-        """Places of deferred tensors in the caller's memory, each with the place of the input that
-        it lies in, or None for one in an incoming gradient.
+        """Positions of deferred tensors in the caller's memory, each with the position of the input
+        whose storage it shares, or None if it shares that of a tangent.
         """
         lenders = lender_roles(self._graphs)
         if not lenders:
             return []
         places = {name: at for at, name in enumerate(self.capture.inputs)}
         roles = enumerate(self._deferred_layout.roles)
-        found = [(at, lenders[role]) for at, role in roles if role in lenders]
-        return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in found]
+        borrowed = [(at, lenders[role]) for at, role in roles if role in lenders]
+        return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in borrowed]
 
     @cached_property
     def visible_deferred(self) -> list[int]:
-        """Places of deferred tensors that lie in outputs, or in gradients that come or go."""
+        """Positions of deferred tensors that share storage with an output, a tangent or an input
+        gradient.
+        """
         inputs = {at for at, place in self.caller_memory if place is not None}
-        return [at for at in self._deferred_layout.known.exposed if at not in inputs]
+        return [at for at in self._deferred_layout.layout.exposed if at not in inputs]
 
     @cached_property
     def borrowed(self) -> list[bool]:
-        """For each of ``parameter_names`` whether its gradient is not a tensor of its own."""
+        """For each of ``parameter_names``, whether its gradient shares storage with other
+        results.
+        """
         return [name in self.dependence.borrowed for name in self.parameter_names]
 
     @cached_property
     def constant_outputs(self) -> list[int]:
-        """Places of outputs that are not differentiable."""
+        """Positions of outputs that are not differentiable."""
         names = enumerate(self.output_names)
         return [at for at, name in names if name not in self.tangent_specs]
 
     def run(self, state: State, leaves: list[Any]) -> ForwardResult:
-        """F on this state, whose buffers get their new values. ``leaves``: as for ``forward``."""
+        """Run F, and write the new values of buffers into ``state``.
+
+        Args:
+            state: parameters and buffers by name.
+            leaves: the flattened ``(args, kwargs)``; emptied.
+        """
         with without_autocast():
             result = self.forward(state, leaves)
         if self.updated_state:
@@ -432,7 +489,12 @@ class SplitFunctions:
         return result
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
-        """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
+        """F, without writing into buffers.
+
+        Args:
+            state: parameters and buffers by name.
+            leaves: the flattened ``(args, kwargs)``; emptied.
+        """
         read = [*map(state.__getitem__, self._read_state)]
         pool = [*map(state.__getitem__, self.forward_state), *leaves]
         leaves.clear()
@@ -452,24 +514,25 @@ class SplitFunctions:
         """I.
 
         Args:
-            saved: residuals of F; taken.
-            output_grads: in the order of ``output_names``; emptied.
-            gradients: what to add the gradients of ``early_parameters`` into.
-            dtype: of ``gradients``; None where each has its gradient's own.
+            saved: the residuals of F; taken.
+            output_grads: gradients in the order of ``output_names``; emptied.
+            gradients: accumulators for ``early_parameters``; None: return new tensors.
+            dtype: dtype of the accumulators; None for the dtype of each gradient.
 
         Returns:
-            Gradients in the order of ``capture.inputs``, None where there is none; residuals
-            for W; and the gradients of ``early_parameters``, as from ``backward_weight``.
+            gradients in the order of ``capture.inputs``, None for inputs without; residuals for W;
+            and the gradients of ``early_parameters``, as from ``backward_weight``.
 
         Raises:
             SplitError: a gradient does not fit its output, or a saved tensor was written
                 in place since the forward.
         """
-        read, (_, read_at, known) = saved.state, self._deferred_layout
+        state, (_, state_positions, layout) = saved.state, self._deferred_layout
         pool = self._backward_pool(saved.take(), output_grads)
         results, early = self._input.run(pool, gradients, dtype)
         count = len(self.capture.inputs)
-        deferred = self.residuals(known, results[count:], tuple([read[at] for at in read_at]))
+        weight_state = tuple([state[at] for at in state_positions])
+        deferred = self.residuals(layout, results[count:], weight_state)
         return results[:count], deferred, early
 
     def backward_weight(
@@ -481,14 +544,14 @@ class SplitFunctions:
         """W.
 
         Args:
-            deferred: residuals of I; taken.
-            gradients: what to add into, in the order of ``late_parameters``; none of them may
-                share storage with another or with anything else that is handed over.
-            dtype: of ``gradients``; None where each has its gradient's own.
+            deferred: the residuals of I; taken.
+            gradients: accumulators in the order of ``late_parameters``, each with a storage that no
+                other argument shares; None: return new tensors.
+            dtype: dtype of the accumulators; None for the dtype of each gradient.
 
         Returns:
-            ``gradients``; without them new tensors in that order, of which those named by
-            ``dependence.borrowed`` may share storage.
+            ``gradients``, or new tensors in that order; those of ``dependence.borrowed`` may share
+            storage.
 
         Raises:
             SplitError: a deferred tensor was written in place since I.
@@ -502,10 +565,13 @@ class SplitFunctions:
         gradients: Sequence[Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-        """B, unsplit: I and W in one call. Arguments and results are theirs.
+        """B: I and W as one graph.
+
+        Arguments are those of ``backward_input``, with accumulators for ``parameter_names``.
+        Returns the gradients of inputs, and those of ``parameter_names``.
 
         Raises:
-            SplitError: as ``backward_input``.
+            SplitError: as for ``backward_input``.
         """
         if self._defers_whole_backward:
             grads, deferred, _ = self.backward_input(saved, output_grads)
@@ -514,7 +580,9 @@ class SplitFunctions:
         return self._fused.run(pool, gradients, dtype)
 
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
-        """Arguments of I or B in the only list that refers to them, so that they can die inside."""
+        """The arguments of I or B, in the only list that refers to them, so that the graph can free
+        each at its last use.
+        """
         pool: list[Any] = []
         for name, at in self._tangents:
             grad, spec = output_grads[at], self.tangent_specs[name]
@@ -531,7 +599,11 @@ class SplitFunctions:
         return pool
 
     def _tangent(self, name: str, grad: Tensor | None) -> Tensor:
-        """The gradient as the graph was traced with it: its dtype and strides, never None."""
+        """The gradient with the strides of the capture; zeros instead of None.
+
+        Raises:
+            SplitError: its shape or dtype is another.
+        """
         spec = self.tangent_specs[name]
         if grad is None:
             return spec.zeros()
@@ -544,7 +616,7 @@ class SplitFunctions:
 
 
 def _parameters(module: fx.GraphModule | None) -> list[str]:
-    """Parameters whose gradients a graph returns."""
+    """Names of the parameters whose gradients a graph returns."""
     if module is None:
         return []
     return [role.name for role, _ in outputs(module.graph, Kind.PARAMETER_GRAD)]

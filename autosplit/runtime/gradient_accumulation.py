@@ -17,21 +17,24 @@ from autosplit.torch_internals.autograd import (
 
 
 class GradientSums:
-    """Accumulated gradients of one stage's parameters.
+    """The sums of one stage's weight gradients over microbatches.
+
+    Args:
+        dtype: dtype of the sums; None for the dtype of each gradient.
 
     Raises:
         SplitError: a dtype that is not floating-point.
 
     Attributes:
-        dtype: of the sums; None for that of each gradient.
-        tensors: parameter name -> sum so far.
+        dtype: dtype of the sums.
+        tensors: parameter name -> sum.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
-        known = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if dtype is not None and not known:
+        is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not is_floating:
             raise SplitError(
-                f"grad_dtype must be a floating-point dtype, got {dtype!r}; torch.float32, say"
+                f"grad_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}"
             )
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
@@ -39,19 +42,22 @@ class GradientSums:
         self._leaves = UncachedLeaves()
 
     def into(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor] | None:
-        """The sums that gradients of these parameters are to be added into; None where one of
-        them has none yet, or has hooks, which are to see each microbatch's gradient.
+        """The sums to which gradients of these parameters are added.
+
+        Returns:
+            None if a parameter has no sum yet, or has hooks, which must see the gradient of each
+            microbatch.
 
         Raises:
-            SplitError: a parameter is not the one whose gradients were added up so far.
+            SplitError: a parameter was replaced since an earlier microbatch.
         """
-        known = self._parameters
-        if not all(map(is_, map(known.get, names), parameters)):
+        summed = self._parameters
+        if not all(map(is_, map(summed.get, names), parameters)):
             for name, parameter in zip(names, parameters, strict=True):
-                if known.setdefault(name, parameter) is not parameter:
+                if summed.setdefault(name, parameter) is not parameter:
                     raise SplitError(
                         f"parameter {name} was replaced between two microbatches whose gradients "
-                        "are gathered; call publish() before replacing it"
+                        "are summed; call publish() before replacing it"
                     )
         if has_tensor_hooks(parameters):
             return None
@@ -66,39 +72,39 @@ class GradientSums:
         borrowed: Collection[str],
         skipped: Collection[str] = (),
     ) -> None:
-        """Accumulate gradients, as the parameters' hooks return them.
+        """Call the parameters' hooks with the gradients, and accumulate what they return.
 
         Args:
-            names: of the parameters, for which ``into`` gave no sums.
-            gradients: theirs.
-            borrowed: which of them are not tensors of their own and must be copied.
-            skipped: those that get none.
+            names: names of the parameters, for which ``into`` returned None.
+            gradients: their gradients.
+            borrowed: parameters whose gradient shares storage and must be copied.
+            skipped: parameters that get no gradient.
         """
         for name, gradient in zip(names, gradients, strict=True):
             if name in skipped:
                 continue
             copied, parameter = name in borrowed, self._parameters[name]
             if has_tensor_hooks([parameter]):
-                # A hook may keep what it sees, and give back what it likes.
+                # A hook may keep its argument, and return any tensor.
                 (gradient,) = torch.autograd.grad(parameter, parameter, gradient)
                 copied = True
             if name in self.tensors:
                 self.tensors[name].add_(gradient)
             else:
-                self.tensors[name] = self._own(gradient, copied)
+                self.tensors[name] = self._as_sum(gradient, copied)
 
     def publish(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> list[Tensor]:
-        """Move the sums into the parameters' ``.grad``, adding to gradients that are there.
+        """Add the sums to the parameters' ``.grad``, and forget them.
 
-        A sum of another dtype is rounded once, to the parameter's ``grad_dtype``: the dtype of
-        the parameter unless the user set it otherwise.
+        A sum of another dtype is rounded once, to the parameter's ``grad_dtype``, which is the
+        parameter's dtype unless the user set it.
 
         Args:
-            divisor: of a parameter's sum.
+            divisor: returns the number by which a parameter's sum is divided.
 
         Returns:
-            Those parameters whose hooks of ``register_post_accumulate_grad_hook``, or on
-            AccumulateGrad nodes, are to be called when their gradients are whole.
+            the parameters with hooks of ``register_post_accumulate_grad_hook``, or on their
+            ``AccumulateGrad`` node, which the caller calls when gradients are complete.
         """
         published = [self._parameters[name] for name in self.tensors]
         for name in [*self.tensors]:
@@ -115,10 +121,11 @@ class GradientSums:
         return [*filter(waits_for_gradient, published)]
 
     def clear(self) -> None:
-        """Forget the sums."""
+        """Drop the sums."""
         self.tensors, self._parameters = {}, {}
 
-    def _own(self, gradient: Tensor, borrowed: bool) -> Tensor:
+    def _as_sum(self, gradient: Tensor, borrowed: bool) -> Tensor:
+        """The first sum: the gradient in the dtype of the sums, copied if it is borrowed."""
         dtype = self.dtype or gradient.dtype
         if not borrowed:
             return gradient.to(dtype)

@@ -1,4 +1,4 @@
-"""Static analysis of a module's gradients: outputs they depend on, aliasing, deferability."""
+"""``GradientDependence``: which outputs a gradient depends on, aliasing, and what W can compute."""
 
 from __future__ import annotations
 
@@ -22,47 +22,51 @@ _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT
 
 
 def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]:
-    """Name of a gradient of these kinds -> outputs whose gradients it depends on. A gradient that
-    depends on none (of ``round``, or without elements) is listed with the outputs that depend on
-    its input or parameter.
+    """Name of a gradient of these kinds -> names of the outputs whose gradients it depends on.
+
+    A gradient that depends on no output's gradient (of ``round``, or without elements) is listed
+    with the outputs that depend on its input or parameter.
     """
     names = [role.name for role in inputs(joint, Kind.TANGENT)]
     depend = reached(joint, [*inputs(joint, Kind.TANGENT).values()])
-    found = {
+    sources = {
         role: frozenset(name for at, name in enumerate(names) if depend[value] >> at & 1)
         for role, value in outputs(joint, *kinds)
         if isinstance(value, fx.Node)
     }
-    return {r.name: of or _computed_from(joint, r, names) for r, of in found.items()}
+    return {r.name: of or _computed_from(joint, r, names) for r, of in sources.items()}
 
 
-def _computed_from(joint: fx.Graph, gradient: Role, known: Collection[str]) -> frozenset[str]:
-    """The known outputs that the input or parameter of this gradient contributes to."""
+def _computed_from(joint: fx.Graph, gradient: Role, tangents: Collection[str]) -> frozenset[str]:
+    """The differentiable outputs that depend on the input or parameter of this gradient; all of
+    them if none does.
+    """
     kind = _GRADIENT_OF[gradient.kind]
     source = inputs(joint, kind).get(Role(kind, gradient.name))
     users = reached(joint, [source] if source else [])
-    made = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
-    names = {role.name for role, value in made if isinstance(value, fx.Node) and users[value]}
-    return frozenset(known) & names or frozenset(known)
+    results = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
+    names = {role.name for role, value in results if isinstance(value, fx.Node) and users[value]}
+    return frozenset(tangents) & names or frozenset(tangents)
 
 
 def outputs_read_inside(joint: fx.Graph) -> frozenset[str]:
     """Differentiable outputs from which the graph computes others."""
     trained = {role.name for role in inputs(joint, Kind.TANGENT)}
     pairs = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
-    made = {role.name: v for role, v in pairs if role.name in trained and isinstance(v, fx.Node)}
-    depend = reached(joint, [*made.values()])
+    nodes = {role.name: v for role, v in pairs if role.name in trained and isinstance(v, fx.Node)}
+    depend = reached(joint, [*nodes.values()])
     return frozenset(
         name
-        for at, (name, value) in enumerate(made.items())
-        if any(depend[other] >> at & 1 for other in made.values() if other is not value)
+        for at, (name, value) in enumerate(nodes.items())
+        if any(depend[other] >> at & 1 for other in nodes.values() if other is not value)
     )
 
 
 def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
-    """Parameters whose gradient among a graph's results is not a tensor of its own: it shares
-    storage with another result or with an input, overlaps itself, or keeps more alive than itself.
-    Before it is added to in place, or kept as ``.grad``, it has to be copied.
+    """Parameters whose gradient must be copied before it is added to or kept as ``.grad``.
+
+    It shares storage with another result or with an argument, overlaps itself, or is only a part
+    of its storage.
     """
     pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
     uses = Counter(storage_root(value) for _, value in pairs)
@@ -75,11 +79,11 @@ def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
 
 
 class Missing(NamedTuple):
-    """What gets no gradient, because none of the outputs that it contributes to has one.
+    """Parameters and inputs that get no gradient, because no output that depends on them has one.
 
     Attributes:
-        parameters: their names.
-        inputs: their places.
+        parameters: names of these parameters.
+        inputs: positions of these inputs.
         outputs: names of the differentiable outputs without a gradient.
     """
 
@@ -92,25 +96,27 @@ NONE_MISSING = Missing(frozenset(), (), frozenset())
 
 
 class GradientDependence:
-    """Facts about the gradients of one module that its graphs tell.
+    """Static facts about the gradients of one module, computed from its graphs when first read.
 
     Args:
-        graphs: the module's, looked at when a fact is asked for.
-        taken: paths of its inputs.
-        tangents: differentiable outputs and their places among all outputs.
+        graphs: the module's graphs.
+        input_names: paths of its inputs.
+        tangents: names of differentiable outputs, and their positions among all outputs.
     """
 
     def __init__(
-        self, graphs: SplitGraphs, taken: Sequence[str], tangents: Sequence[tuple[str, int]]
+        self, graphs: SplitGraphs, input_names: Sequence[str], tangents: Sequence[tuple[str, int]]
     ) -> None:
         self._graphs = graphs
-        self._taken = taken
+        self._input_names = input_names
         self._tangents = tangents
         self._missing: dict[frozenset[str], Missing] = {}
 
     def missing(self, output_grads: Sequence[object]) -> Missing:
-        """What gets no gradient where some of the outputs have none: those that are None here."""
-        for _, at in self._tangents:  # in line, as every call asks
+        """The parameters and inputs without a gradient, if the outputs that are None here have
+        none.
+        """
+        for _, at in self._tangents:  # written out, because every backward runs it
             if output_grads[at] is None:
                 break
         else:
@@ -121,49 +127,53 @@ class GradientDependence:
             idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
             self._missing[absent] = Missing(
                 frozenset([name for name, outputs in sources if outputs <= absent]),
-                tuple([at for at, name in enumerate(self._taken) if name in idle]),
+                tuple([at for at, name in enumerate(self._input_names) if name in idle]),
                 absent,
             )
         return self._missing[absent]
 
     def inputs_given(self, output_grads: Sequence[object]) -> list[bool]:
-        """For each input whether it gets a gradient, where outputs have none that are None here."""
+        """For each input, whether it gets a gradient if the outputs that are None here have
+        none.
+        """
         idle = self.missing(output_grads).inputs
         trained = self._input_sources.keys()
-        return [name in trained and at not in idle for at, name in enumerate(self._taken)]
+        return [name in trained and at not in idle for at, name in enumerate(self._input_names)]
 
     @cached_property
     def read_inside(self) -> list[tuple[str, int]]:
-        """Path and place of each output that others are computed from."""
+        """Path and position of each output from which other outputs are computed."""
         read = outputs_read_inside(self._graphs.joint.graph)
         return [(name, at) for name, at in self._tangents if name in read]
 
     @cached_property
     def borrowed(self) -> frozenset[str]:
-        """Parameters whose gradient is not a tensor of its own, see ``borrowed_gradients``."""
+        """Parameters whose gradient must be copied, see ``borrowed_gradients``."""
         if self._graphs.backward is None:
             return frozenset()
         return borrowed_gradients(self._graphs.backward.graph)
 
     @cached_property
     def inseparable(self) -> dict[str, str]:
-        """Parameter -> the operator that makes its gradient and cannot wait, as an input gradient
-        needs its results too (fused recurrent layers, norms, sums of an input and a weight).
+        """Parameter -> the operator that computes its gradient and cannot be deferred to W.
+
+        An input gradient needs the operator, too: a fused recurrent layer, a norm, a sum of an
+        input and a weight.
         """
         graph = self._graphs.joint.graph
         wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
         input_grad_closure = ancestors(wanted)
         pairs = [(role.name, value) for role, value in outputs(graph, Kind.PARAMETER_GRAD)]
-        made = {
+        producers = {
             name: _inseparable_producer(v, input_grad_closure)
             for name, v in pairs
             if isinstance(v, fx.Node)
         }
-        return {name: str(node.target) for name, node in made.items() if node is not None}
+        return {name: str(node.target) for name, node in producers.items() if node is not None}
 
     @cached_property
     def deferred_share(self) -> float:
-        """Share of the elements of weight gradients that W can make; 1 where there are none."""
+        """Share of weight gradients, by elements, that W can compute; 1 if there are none."""
         sizes = {n: math.prod(spec.shape) for n, spec in self.gradient_specs.items()}
         waiting = sum(size for name, size in sizes.items() if name not in self.inseparable)
         total = sum(sizes.values())
@@ -171,13 +181,13 @@ class GradientDependence:
 
     @cached_property
     def dense(self) -> bool:
-        """Whether every parameter's gradient is an ordinary tensor."""
+        """Whether the gradients of all parameters are strided tensors."""
         values = [value for _, value in outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)]
         return all(value.meta["val"].layout is torch.strided for value in values)
 
     @cached_property
     def gradient_specs(self) -> dict[str, TensorSpec]:
-        """Parameter name -> its gradient, where that is an ordinary tensor."""
+        """Parameter name -> spec of its gradient, for gradients that are strided tensors."""
         pairs = outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
         values = {role.name: value.meta["val"] for role, value in pairs}
         dense = {k: v for k, v in values.items() if v.layout is torch.strided}
@@ -195,16 +205,17 @@ class GradientDependence:
 def _inseparable_producer(
     value: fx.Node, input_grad_closure: Collection[fx.Node]
 ) -> fx.Node | None:
-    """The operator that makes a value, where it is among these, or in a graph that they call,
-    among what their results need.
+    """The operator that computes a value, if input gradients need it; otherwise None.
+
+    If a call of a repeated block computes the value, the operator inside the block is meant.
     """
     while is_view(value):
         value = value.args[0]  # type: ignore[assignment]
     called = subgraph_of(value) if value.target is operator.getitem else None
     if called is None:
-        made = producer(value)
-        return made if made in input_grad_closure else None
+        node = producer(value)
+        return node if node in input_grad_closure else None
     call, place = value.args
-    results = [each for _, each in outputs(called.module.graph)]
+    results = [result for _, result in outputs(called.module.graph)]
     wanted = [results[item.args[1]] for item in call.users if item in input_grad_closure]  # type: ignore
     return _inseparable_producer(results[place], ancestors(wanted))  # type: ignore[index]

@@ -38,7 +38,7 @@ from .residuals import (
 
 
 class MicrobatchState(NamedTuple):
-    """What a stage holds for one microbatch between two of its graphs.
+    """The tensors that a stage holds for one microbatch between two of its graphs.
 
     Attributes:
         functions: the graphs that the microbatch runs.

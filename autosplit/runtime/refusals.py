@@ -1,9 +1,11 @@
-"""Refusals of what a captured graph would get wrong: autocast around its backward, memory shared
-between inputs, DTensors between stages.
+"""Refusals of calls for which a captured graph would be wrong.
 
-Autograd runs the operators of a backward through autocast too, if ``backward()`` is called
-inside it: a product that the forward computed in float32 gets a gradient in bfloat16. A split
-graph is traced before that is known, with a backward outside of autocast."""
+- Autocast around the backward. Autograd applies it to the operators of a backward, too: a product
+  that the forward computed in float32 gets a gradient in bfloat16. A graph is captured before that
+  is known, with its backward outside of autocast.
+- Inputs that share memory with an input into which the module writes.
+- DTensors between stages.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,23 @@ if TYPE_CHECKING:
 
 
 def autocast_state() -> tuple[Hashable, ...]:
-    """The dtype that autocast is on with for each kind of device; False where it is off."""
-    other = accelerator_kind()
+    """The dtype of autocast on the CPU and on the accelerator; False if it is off."""
+    accelerator = accelerator_kind()
     return (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled(other) and torch.get_autocast_dtype(other),
+        torch.is_autocast_enabled(accelerator) and torch.get_autocast_dtype(accelerator),
     )
 
 
 class AutocastGuard:
-    """Check of autocast before the backward of one graph."""
+    """Refuses a backward of one graph that autocast would change."""
 
     def __init__(self, backward: fx.GraphModule) -> None:
         self._graph = backward.graph
         self._passed: set[Hashable] = {(False, False)}
 
     def check(self) -> None:
-        """Refuse a backward that autocast, as it is now, would change.
+        """Refuse the backward if the present autocast state would change it.
 
         Raises:
             SplitError: names the operator and the user's line.
@@ -64,40 +66,42 @@ class AutocastGuard:
 
 @torch.no_grad()
 def _is_cast(node: fx.Node) -> bool:
-    """Whether autocast, as it is now, gives the operator's result another dtype."""
+    """Whether the present autocast state gives the operator's result another dtype."""
     op = overload(node)
-    given = [each.meta.get("val") for each in node.all_input_nodes]
-    if op is None or is_recomputed(node) or not any(map(_is_floating, given)):
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    if op is None or is_recomputed(node) or not any(map(_is_floating, operands)):
         return False
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda each: each.meta["val"])
+    args, kwargs = fx.node.map_arg(
+        (node.args, dict(node.kwargs)), lambda operand: operand.meta["val"]
+    )
     return _dtypes(op(*args, **kwargs)) != _dtypes(node.meta["val"])
 
 
 def refuse_dtensors(name: str, module: nn.Module, functions: SplitFunctions) -> None:
-    """Check that what a stage takes from others and hands to others is no DTensor.
+    """Refuse DTensors among the inputs and outputs of a stage.
 
     Raises:
-        CaptureError: one is; says how it lies over ranks.
+        CaptureError: names the DTensor, with its mesh and placements.
     """
-    for role, lies in functions.capture.shardings.items():
+    for role, sharding in functions.capture.shardings.items():
         if role.kind in (Kind.INPUT, Kind.OUTPUT):
             verb = "takes" if role.kind is Kind.INPUT else "returns"
             raise CaptureError(
-                f"{name} ({type(module).__name__}) {verb} {role.name}, a DTensor ({lies}); stages "
-                "hand each other local tensors. Pass local ones, and leave use_local_output=True "
+                f"{name} ({type(module).__name__}) {verb} {role.name}, a DTensor ({sharding}); "
+                "stages exchange local tensors. Pass local ones, and leave use_local_output=True "
                 "in the plan of parallelize_module"
             )
 
 
 def misfit(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] = {}) -> str:
-    """What the module's forward takes, and what is wrong with these arguments; empty where they
-    fit, as far as its signature tells.
+    """A phrase that gives the signature of the module's forward and says what is wrong with these
+    arguments; empty if the signature accepts them.
     """
     signature = inspect.signature(module.forward)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        if not module._forward_pre_hooks:  # which may bring them into order
+        if not module._forward_pre_hooks:  # which may change the arguments
             return f"takes {signature}: {error}"
     return ""
 
@@ -108,13 +112,17 @@ def _is_floating(value: object) -> bool:
 
 def _dtypes(result: Any) -> list[torch.dtype | None]:
     results = result if isinstance(result, (tuple, list)) else [result]
-    return [each.dtype if isinstance(each, Tensor) else None for each in results]
+    return [item.dtype if isinstance(item, Tensor) else None for item in results]
 
 
 def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:
-    """Raise SplitError where an input that the module writes into shares its storage with
-    another input, a parameter or a buffer: the graph was captured as if it did not. One tensor
-    that is several inputs was captured as one.
+    """Refuse a call in which an input that the module writes into shares its storage.
+
+    The graph was captured as if no other input, parameter or buffer shared it. One tensor that is
+    several inputs was captured as one, and is accepted.
+
+    Raises:
+        SplitError: names the input, and the tensors that share its storage.
     """
     inputs = zip(functions.capture.inputs, leaves, strict=True)
     tensors = [pair for pair in inputs if isinstance(pair[1], Tensor)]
@@ -124,11 +132,11 @@ def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: Stat
             storage = tensor.untyped_storage().data_ptr()
             owners.setdefault(storage, {}).setdefault(id(tensor), []).append(name)
     for sharing in owners.values():
-        names = [name for each in sharing.values() for name in each]
+        names = [name for aliases in sharing.values() for name in aliases]
         written = [name for name in names if name in functions.updated_inputs]
         if written and len(sharing) > 1:
-            others = [name for name in names if name != written[0]]
+            sharers = [name for name in names if name != written[0]]
             raise SplitError(
                 f"the module writes into {written[0]}, which shares its memory with "
-                f"{', '.join(others)}; pass a clone"
+                f"{', '.join(sharers)}; pass a clone"
             )

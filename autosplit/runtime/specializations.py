@@ -1,8 +1,11 @@
-"""``Specializations``: the graphs of one module, captured for each kind of call.
+"""``Specializations``: the captured graphs of one module, looked up for each call.
 
-A call has a signature, under which graphs are looked up before their guards are checked; what
-sizes a capture leaves open is decided by those that came so far; graphs unused for longest are
-dropped.
+    call ──► signature ──► graphs of that signature ──► guards hold? ──► run
+                │ none                                     │ none hold
+                └──► graphs with open sizes ───────────────┴──► capture
+
+A size is left open in a capture if earlier calls had other sizes there. Beyond a limit, the graph
+that was unused for longest is dropped.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ _GUARDED = {Tensor, *_VALUES}
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Hashable]:
-    """Leaves of a call, and how they make it up: as ``tree_flatten((args, kwargs))`` does, in a
-    tenth of its time where every argument is a tensor or a plain value.
+    """The leaves of a call and their structure, like ``tree_flatten((args, kwargs))``.
+
+    It takes a tenth of that time if every argument is a tensor or a plain value.
     """
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
@@ -51,11 +55,16 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], H
 
 
 class CallSignature(NamedTuple):
-    """The inputs of a call as a graph is specialised for them.
+    """The key under which graphs for a call are looked up.
 
-    Input structure; tensors' shape, strides, dtype, device and ``requires_grad``; numbers and
-    strings by value; other objects by type, because guards look into them. Then grad mode and
-    inference mode. Autocast, and what the graph read of the module itself, is for its guards.
+    Guards check everything else that a graph depends on: autocast, the contents of objects, and the
+    state of the module that its forward reads.
+
+    Attributes:
+        structure: the structure of the inputs.
+        leaves: for tensors, shape, strides, dtype, device and ``requires_grad``; for numbers and
+            strings, type and value; for other objects, the type.
+        modes: grad mode and inference mode.
     """
 
     structure: Hashable
@@ -69,11 +78,12 @@ class CallSignature(NamedTuple):
 
     @property
     def of_any_size(self) -> CallSignature:
-        """The same without sizes and strides: what calls have in common that one graph may hold."""
+        """The signature without sizes and strides: calls that share it may share a graph."""
         return self._replace(leaves=tuple(map(_without_sizes, self.leaves)))
 
 
 def _leaf(leaf: Any) -> Hashable:
+    """The part of a signature for one leaf."""
     if isinstance(leaf, Tensor):
         strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
         return (leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad)
@@ -91,25 +101,26 @@ def _without_sizes(leaf: Any) -> Hashable:
     if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size):
         shape, _, *rest = leaf
         return (len(shape), *rest)
-    found: Hashable = leaf
-    return found
+    unsized: Hashable = leaf
+    return unsized
 
 
 _LONGEST = 600  # characters of a reason
-_SPECIAL = (0, 1)  # sizes that a graph is always captured for: they broadcast, or hold nothing
+_SPECIAL = (0, 1)  # sizes that are never left open: dimensions without elements, or that broadcast
 
 
 class OpenSizes:
-    """Decides by the sizes that came so far, for the calls of one module.
+    """Decides which sizes a capture leaves open, by the sizes of earlier calls of one module.
 
     Args:
-        options: how the graphs are run, which may be by a backend that needs all sizes.
+        options: how the module is split. All sizes are fixed with a compiling backend, and with a
+            memory budget.
     """
 
     def __init__(self, options: SplitOptions) -> None:
-        # A budget is met for one combination of sizes, and Inductor assumes more about sizes while
-        # it compiles, W and later variants behind the guards.
-        self._holds = options.backend == "eager" and isinstance(options.memory, str)
+        # A budget is met for one combination of sizes. Inductor adds assumptions about sizes while
+        # it compiles, for W and later variants after the guards are frozen.
+        self._can_leave_open = options.backend == "eager" and isinstance(options.memory, str)
         self._seen: dict[Hashable, list[set[int]]] = {}
         self._refused: dict[Hashable, str] = {}
 
@@ -120,82 +131,83 @@ class OpenSizes:
         make: Callable[[Dimensions], SplitFunctions],
         fits: Callable[[SplitFunctions], bool],
     ) -> SplitFunctions:
-        """Graphs for a call; where its sizes vary, ones for other sizes, too, if there are any.
+        """Capture graphs for a call, with varying sizes left open if that succeeds.
 
         Args:
-            structure: how the leaves make up the call.
-            leaves: its inputs.
+            structure: the structure of the call's inputs.
+            leaves: its flattened inputs.
             make: captures with these sizes left open.
-            fits: whether graphs fit the call.
+            fits: whether the guards of graphs hold for the call.
 
         Raises:
-            AutosplitError: what ``make`` raises with no size left open.
+            AutosplitError: any error that ``make`` raises if no size is left open.
         """
         varying = self.of(structure, leaves)
         if varying:
             try:
-                found = make(varying)
+                functions = make(varying)
             except (FirstCallError, ShardedError):
                 raise
-            except Exception as error:  # torch's own too: a graph for these sizes may be there
+            except Exception as error:  # also torch's own: a graph with fixed sizes may succeed
                 self._refuse(structure, f"{type(error).__name__}: {error}")
             else:
-                if fits(found):
-                    return found
+                if fits(functions):
+                    return functions
                 self._refuse(structure, "the graph does not fit the call it was captured for")
         return make({})
 
     def of(self, structure: Hashable, leaves: Sequence[Any]) -> Dimensions:
-        """What to leave open in a capture for these inputs, whose sizes count as seen from now."""
+        """Record the sizes of these inputs, and return the dimensions to leave open for them."""
         varying = {
             at: self._varying((structure, at, leaf.dim()), leaf)
             for at, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided
         }
-        if not self._holds or structure in self._refused:
+        if not self._can_leave_open or structure in self._refused:
             return {}
         return {at: dimensions for at, dimensions in varying.items() if dimensions}
 
     def _refuse(self, structure: Hashable, reason: str) -> None:
-        """Leave nothing open in calls of this structure any more."""
+        """Leave no sizes open in later calls of this structure."""
         self._refused[structure] = " ".join(reason.split())[:_LONGEST]
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why nothing is left open in some calls."""
+        """The reasons why no sizes are left open for some structures."""
         return tuple(dict.fromkeys(self._refused.values()))
 
     def _varying(self, key: Hashable, leaf: Tensor) -> frozenset[int]:
+        """Record a leaf's sizes, and return its dimensions with more than one size so far."""
         sizes = self._seen.setdefault(key, [set() for _ in leaf.shape])
-        for known, size in zip(sizes, leaf.shape, strict=True):
-            known.add(size)
+        for sizes_so_far, size in zip(sizes, leaf.shape, strict=True):
+            sizes_so_far.add(size)
         return frozenset(
             at for at, size in enumerate(leaf.shape) if size not in _SPECIAL and len(sizes[at]) > 1
         )
 
 
-_MAX_SIZES = 1024  # combinations of sizes whose calls find their graph at once
+_MAX_SIZES = 1024  # signatures under which graphs of other sizes are remembered
 
 
 class Specializations:
-    """The graphs of a module by kind of call: captured, and looked up again.
+    """The graphs of a module, captured and looked up by signature and guards.
 
-    Several may share a signature, and their guards tell them apart; those that leave sizes open are
-    found for other sizes, too. Several threads may ask at once; one of them captures.
+    Several graphs may share a signature; their guards decide between them. Threads may call
+    ``fitting`` at once; one of them captures.
 
     Args:
-        model: what is captured.
-        split: how it is split and its graphs are run.
-        limit: how many graphs to keep; beyond it the one unused for longest is dropped.
-        require_graph: whether nothing but a graph will do for a call either, see ``trace``.
-        traced: what is around a capture, given the parameters.
-        computed: whether inputs are what an earlier module hands over, see ``without_history``.
-        sharding: has the model looked at as a plain one, to be captured and whenever guards are
-            asked, and gathers parameters for its graphs; None where nothing is sharded.
-        warned: whether nobody is to be told that most weight gradients cannot be deferred.
+        model: the module.
+        split: how it is split, and how its graphs run.
+        limit: the number of graphs that are kept.
+        require_graph: whether a call may not run without a graph, see ``trace``.
+        traced: returns a context for a capture, from the model's parameters.
+        computed: whether the inputs are outputs of an earlier module, see ``without_history``.
+        sharding: presents a sharded model as a plain one to captures and guards, and gathers its
+            parameters for graphs; None for a model that is not sharded.
+        warned: whether to suppress the warning that most weight gradients cannot be deferred.
 
     Attributes:
-        sharding: as given.
+        sharding: the argument.
     """
 
     def __init__(
@@ -213,9 +225,9 @@ class Specializations:
         self._model, self._split, self._computed = model, split, computed
         self._limit, self._require_graph, self._traced = limit, require_graph, traced
         self.sharding = sharding
-        # Of each kind of call those that were captured, newest first, each with its form for it.
-        self._known: dict[CallSignature, list[tuple[SplitFunctions, SplitFunctions]]] = {}
-        self._captured: dict[SplitFunctions, CallSignature] = {}  # longest unused first
+        # Signature -> captured functions, newest first, each with its form for those sizes.
+        self._by_signature: dict[CallSignature, list[tuple[SplitFunctions, SplitFunctions]]] = {}
+        self._captured: dict[SplitFunctions, CallSignature] = {}  # least recently used first
         self._sizes = OpenSizes(split)
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
@@ -225,11 +237,11 @@ class Specializations:
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
-        """All that are kept, the latest used last."""
+        """The functions of all graphs that are kept, the most recently used last."""
         return tuple(self._captured)
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the model; those that are sharded may be without memory."""
+        """The model's parameters and buffers by name; sharded ones may have no memory."""
         if self.sharding is None:
             return self._reader.read()
         with self.sharding.standing_in():
@@ -237,12 +249,12 @@ class Specializations:
 
     @property
     def static_because(self) -> tuple[str, ...]:
-        """Why graphs for any size could not be captured where sizes vary."""
+        """The reasons why varying sizes could not be left open."""
         return self._sizes.refusals
 
     @property
     def latest(self) -> SplitFunctions:
-        """The latest used that has a backward; of all where none has one.
+        """The most recently used functions with a backward; without one, if none has a backward.
 
         Raises:
             SplitError: nothing has been captured yet.
@@ -253,7 +265,7 @@ class Specializations:
                 "nothing captured yet: call the module, capture(*inputs), or pass example "
                 "inputs to autosplit.split(model, args)"
             )
-        with_backward = [each for each in captured if each.has_backward]
+        with_backward = [functions for functions in captured if functions.has_backward]
         return (with_backward or captured)[-1]
 
     def fitting(
@@ -265,32 +277,33 @@ class Specializations:
         *,
         called: bool = False,
     ) -> SplitFunctions:
-        """The graph that fits the inputs and the model as they are now; captured if need be.
+        """The graphs whose guards hold for the inputs and the model now; captured if there are
+        none.
 
         Args:
             args: positional inputs.
             kwargs: keyword inputs.
-            leaves: those of ``(args, kwargs)``, flattened.
-            structure: how they make it up.
-            called: whether they are those of a call that is to be run.
+            leaves: the flattened ``(args, kwargs)``, from ``flatten``.
+            structure: their structure, from ``flatten``.
+            called: whether the caller runs the model on these inputs next.
 
         Raises:
-            FirstCallError: ``called``, and the call is to be run without a graph.
-            CaptureError: the model cannot be traced for these inputs.
+            FirstCallError: ``called``, and this call must run without a graph.
+            CaptureError: the model cannot be captured for these inputs.
             SplitError: the graph cannot be split.
             BackendError: the backend cannot compile it.
         """
         signature = CallSignature.of(leaves, structure)
         if not _GUARDED.issuperset(map(type, leaves)) and any(map(_is_subclass, leaves)):
-            # A parameter as an input: guards want the plain tensor that tracing saw.
+            # An input that is a parameter: guards expect the plain tensor of the capture.
             spec = tree_flatten((args, kwargs))[1]
             args, kwargs = tree_unflatten(without_history(leaves), spec)
         with self._capturing, nullcontext() if self.sharding is None else self.sharding.plain():
-            for captured, functions in self._known.get(signature, ()):
+            for captured, functions in self._by_signature.get(signature, ()):
                 if captured.capture.guards.hold(args, kwargs):
                     self._note_used(captured)
                     return functions
-            return self._resized(signature, args, kwargs, leaves) or self._capture_fitting(
+            return self._resized(signature, args, kwargs, leaves) or self._capture_for(
                 signature, args, kwargs, leaves, called
             )
 
@@ -301,20 +314,20 @@ class Specializations:
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
     ) -> SplitFunctions | None:
-        """A graph of other sizes that fits, for those of these leaves."""
-        for functions, known in reversed(self._captured.items()):
-            if functions.capture.sizes is None or known.of_any_size != signature.of_any_size:
+        """Graphs with open sizes whose guards hold, for the sizes of these leaves."""
+        for functions, captured in reversed(self._captured.items()):
+            if functions.capture.sizes is None or captured.of_any_size != signature.of_any_size:
                 continue
             if functions.capture.guards.hold(args, kwargs):
                 self._note_used(functions)
-                if len(self._known) >= _MAX_SIZES:
+                if len(self._by_signature) >= _MAX_SIZES:
                     self._forget_other_sizes()
                 resized = functions.at(leaves)
-                self._know(signature, functions, resized)
+                self._remember(signature, functions, resized)
                 return resized
         return None
 
-    def _capture_fitting(
+    def _capture_for(
         self,
         signature: CallSignature,
         args: tuple[Any, ...],
@@ -322,7 +335,8 @@ class Specializations:
         leaves: Sequence[Any],
         called: bool,
     ) -> SplitFunctions:
-        if self._busy:  # only the thread that captures comes here meanwhile
+        """Capture graphs for this call, and drop old ones beyond the limit."""
+        if self._busy:  # the lock admits only the capturing thread itself
             raise calls_itself(self._model)
 
         def fits(functions: SplitFunctions) -> bool:
@@ -330,37 +344,38 @@ class Specializations:
 
         spec = tree_flatten((args, kwargs))[1]
         make = partial(self._capture, signature, leaves, spec, called)
-        found = self._sizes.capture(signature.structure, leaves, make, fits)
-        if not fits(found):
+        functions = self._sizes.capture(signature.structure, leaves, make, fits)
+        if not fits(functions):
             raise CaptureError(
-                f"the graph of {type(self._model).__name__} does not fit the very call it "
-                "was captured for: its forward reads something that is different at "
-                "every call. Pass that as a tensor or a number"
+                f"the graph of {type(self._model).__name__} does not fit the call that it was "
+                "captured for, because its forward reads a value that differs at every call. Pass "
+                "that value as a tensor or a number"
             )
         while len(self._captured) >= self._limit:
             del self._captured[next(iter(self._captured))]
             self._forget_other_sizes()
-            self._warn_of_many()
-        self._know(signature, found, found)
-        self._captured[found] = signature
-        return found
+            self._warn_of_limit()
+        self._remember(signature, functions, functions)
+        self._captured[functions] = signature
+        return functions
 
-    def _know(
+    def _remember(
         self, signature: CallSignature, captured: SplitFunctions, functions: SplitFunctions
     ) -> None:
-        """Look these graphs up for such calls, before any others."""
-        self._known.setdefault(signature, []).insert(0, (captured, functions))
+        """Look these graphs up first for calls with this signature."""
+        self._by_signature.setdefault(signature, []).insert(0, (captured, functions))
 
     def _note_used(self, functions: SplitFunctions) -> None:
         self._captured[functions] = self._captured.pop(functions)
 
     def _forget_other_sizes(self) -> None:
-        """Look captured graphs up under the sizes that they were captured for, and no others."""
-        self._known = {}
+        """Keep only the signatures for which graphs were captured."""
+        self._by_signature = {}
         for functions, signature in self._captured.items():
-            self._know(signature, functions, functions)
+            self._remember(signature, functions, functions)
 
-    def _warn_of_many(self) -> None:
+    def _warn_of_limit(self) -> None:
+        """Warn once that graphs are dropped."""
         if not self._full:
             self._full = True
             warnings.warn(
@@ -379,44 +394,47 @@ class Specializations:
         called: bool,
         varying: Dimensions,
     ) -> SplitFunctions:
+        """Capture the model with these sizes left open."""
         examples = without_history(leaves, computed=self._computed, varying=varying)
         args, kwargs = tree_unflatten(examples, spec)
         self._busy = True
         try:
-            # A second one of this kind is made here, and the graph runs after it.
+            # The caller runs the first call of a kind without a graph; the second is captured.
             options: dict[str, Any] = {
                 "called": called and signature not in self._first,
                 "require_graph": self._require_graph or not called,
                 "regions": True,
                 "gathering": self.sharding and self.sharding.gathering,
             }
-            name, known = type(self._model).__name__, len(self._captured)
-            again = f", as none of its {known} graphs holds for this call" if known else ""
+            name, count = type(self._model).__name__, len(self._captured)
+            again = f", as none of its {count} graphs holds for this call" if count else ""
             with self._traced(self._model.parameters()), working(f"capturing {name}{again}"):
-                made = trace(self._model, args, kwargs, self._split, **options)
+                functions = trace(self._model, args, kwargs, self._split, **options)
         except FirstCallError:
             self._first.add(signature)
             raise
         finally:
             self._busy = False
         self._reader = StateReader(self._model)
-        self._warn_of_little(made)
-        return made
+        self._warn_if_few_deferrable(functions)
+        return functions
 
-    def _warn_of_little(self, made: SplitFunctions) -> None:
-        """Warn once where most weight gradients cannot be deferred."""
-        if self._warned or not made.has_backward:
+    def _warn_if_few_deferrable(self, functions: SplitFunctions) -> None:
+        """Warn once if most weight gradients cannot be deferred."""
+        if self._warned or not functions.has_backward:
             return
-        known = made.dependence.inseparable
-        because = f"what makes that of {few(list(known), 2)} makes input gradients, too"
-        share = made.dependence.deferred_share
+        names = few(list(functions.dependence.inseparable), 2)
+        because = (
+            f"the operators that compute the gradients of {names} compute input gradients, too"
+        )
+        share = functions.dependence.deferred_share
         self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
 
 
 def calls_itself(model: nn.Module) -> RecursiveCallError:
     """The error for a forward that calls the split module of its own model."""
     return RecursiveCallError(
-        f"the forward of {type(model).__name__} calls the split module that is made of it, which "
-        "calls the model: this would never end. To put something around the forward, set "
-        "forward of the split module; on the model (.unsplit), call what was its forward before"
+        f"the forward of {type(model).__name__} calls the split module that is made of it, and the "
+        "split module calls the forward: this would never end. To wrap the forward, assign to "
+        "forward of the split module; or, on the model (.unsplit), call its original forward"
     )

@@ -1,4 +1,4 @@
-"""Graphs of one pipeline stage, for microbatches of any size; again if the module changes."""
+"""``StageSpecializations``: the graphs of one pipeline stage, for microbatches of any size."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule
 
 _SHAPE = attrgetter("shape")
-_MAX_SIZES = 1024  # combinations of sizes whose inputs need no second look
+_MAX_SIZES = 1024  # combinations of sizes whose layouts are kept
 
-# Of tensors without dimensions on the CPU, as fake tensors read them.
-_READ = {torch.int64, torch.int32, torch.int16, torch.int8, torch.float64}
+# Dtypes of CPU tensors without dimensions whose values fake tensors read.
+_VALUE_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.float64}
 
 OutputSpec = tuple[torch.Size, torch.dtype, bool]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Inputs:
-    """A stage's inputs of certain sizes.
+class _InputLayout:
+    """The layout of a stage's inputs for one combination of sizes.
 
     Attributes:
-        specs: as its graphs are captured for them.
-        blanks: tensors like them without memory, as guards look only at an input's metadata.
-        outputs: what came of them first; empty before.
-        valued: places of inputs whose value a capture reads, and its guards may ask for.
+        specs: the specs with which graphs are captured.
+        blanks: tensors of these specs without memory; guards read only the metadata of inputs.
+        outputs: specs of the outputs of the first such inputs; empty before.
+        valued: positions of inputs whose values a capture and its guards may read.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -54,11 +54,11 @@ class _Inputs:
         return tuple(
             at
             for at, spec in specs
-            if not spec.shape and spec.device.type == "cpu" and spec.dtype in _READ
+            if not spec.shape and spec.device.type == "cpu" and spec.dtype in _VALUE_DTYPES
         )
 
-    def with_values(self, inputs: Sequence[Tensor]) -> _Inputs:
-        """The same, with the values of these inputs, which are of these sizes."""
+    def with_values(self, inputs: Sequence[Tensor]) -> _InputLayout:
+        """The layout with the values of these inputs, which must have its sizes."""
         blanks = [*self.blanks]
         for at in self.valued:
             blanks[at] = inputs[at].detach().requires_grad_(blanks[at].requires_grad)
@@ -66,22 +66,22 @@ class _Inputs:
 
 
 class StageSpecializations(Specializations):
-    """Traces a stage's module: for other sizes of inputs, and again where anything that its forward
-    reads has changed.
+    """Captures a stage's module for each combination of input sizes, and again if anything that its
+    forward reads has changed.
 
     Args:
-        name: of the stage, for messages.
+        name: the stage's name, for messages.
         module: the stage's module.
-        args: example arguments: tensors, or objects that hold some.
-        options: how it is split.
-        sharding: as for ``Specializations``.
+        args: example arguments: tensors, or objects that contain tensors.
+        options: how the module is split.
+        sharding: see ``Specializations``.
 
     Attributes:
         outputs: paths of the module's outputs.
         current: the graphs of the latest forward.
 
     Raises:
-        CaptureError: the module cannot be traced, or returns something besides tensors.
+        CaptureError: the module cannot be captured, or returns something other than tensors.
         SplitError: the graph cannot be split.
     """
 
@@ -96,11 +96,13 @@ class StageSpecializations(Specializations):
         super().__init__(module, options, computed=True, sharding=sharding, warned=True)
         self._name = name
         self._leaves, spec = tree_flatten(tuple(args))
-        self._spec = None if all(isinstance(each, Tensor) for each in args) else spec
-        tensors = tuple([_example(each) for each in self._leaves if isinstance(each, Tensor)])
-        self._now = _Inputs(tuple(map(TensorSpec.of, tensors)), tuple(map(_memoryless, tensors)))
-        self._inputs = {tuple(spec.shape for spec in self._now.specs): self._now}
-        self._like = self._now
+        self._spec = None if all(isinstance(arg, Tensor) for arg in args) else spec
+        tensors = tuple([_own_example(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)])
+        self._checked = _InputLayout(
+            tuple(map(TensorSpec.of, tensors)), tuple(map(_memoryless, tensors))
+        )
+        self._layouts = {tuple(spec.shape for spec in self._checked.specs): self._checked}
+        self._example_layout = self._checked
         self._grad_mode = torch.is_grad_enabled()
         self.outputs: Sequence[str] = ()
         self.current = self.for_inputs(tensors)
@@ -110,149 +112,169 @@ class StageSpecializations(Specializations):
         if missing:
             raise CaptureError(
                 f"{name} ({type(module).__name__}) returns {missing[0]}, which is not a "
-                "tensor; a stage hands only tensors to the next"
+                "tensor; a stage can send only tensors to the next one"
             )
-        self._like.outputs.extend(self.output_specs)
+        self._example_layout.outputs.extend(self.output_specs)
 
     @property
     def output_specs(self) -> list[OutputSpec]:
-        """Shape, dtype and whether a gradient comes back, of every output: also of one that has
-        been frozen since, whose gradient is then of no use.
+        """Shape, dtype, and whether a gradient is expected, of each output.
+
+        An output that was frozen since the first forward still expects a gradient, which has no
+        effect.
         """
         return self._specs_of(self.current, self.outputs)
 
     def for_inputs(self, examples: Sequence[Tensor] = ()) -> SplitFunctions:
-        """The graphs for the inputs that were checked last and the module as it is now.
+        """The graphs for the inputs that were checked last and the present module.
 
         Args:
-            examples: those inputs, with memory, for the first call.
+            examples: these inputs with memory, for the first capture.
 
         Raises:
-            CaptureError: the module cannot be traced for these sizes, or not any more.
-            SplitError: it changed so that its outputs did.
+            CaptureError: the module cannot be captured for these sizes, or no longer.
+            SplitError: the module changed, and its outputs with it.
         """
-        args: tuple[Any, ...] = tuple(examples) or self._now.blanks
+        args: tuple[Any, ...] = tuple(examples) or self._checked.blanks
         if self._spec is not None:
-            args = tree_unflatten(self._with(args), self._spec)
+            args = tree_unflatten(self._leaves_with(args), self._spec)
         try:
             with torch.set_grad_enabled(self._grad_mode):
-                found = self.fitting(args, {}, *flatten(args, {}))
+                functions = self.fitting(args, {}, *flatten(args, {}))
         except (CaptureError, SplitError) as error:
             text = self._name
             if isinstance(error, FailingCallError):
-                given = [(s.shape, s.dtype, True) for s in self._now.specs]
-                text += f" cannot take what it is given, {_described(given)}"
+                received = [(s.shape, s.dtype, True) for s in self._checked.specs]
+                text += f" cannot take its inputs, {_described(received)}"
             raise type(error)(f"{text}: {error}") from error
-        if self.outputs and found is not self.current:
-            self._check_outputs(found)
-        self.current = found
-        return found
+        if self.outputs and functions is not self.current:
+            self._check_outputs(functions)
+        self.current = functions
+        return functions
 
-    def _with(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """All leaves of the arguments, with these tensors."""
-        left = iter(tensors)
-        return [next(left) if isinstance(each, Tensor) else each for each in self._leaves]
+    def _leaves_with(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The leaves of the example arguments, with these tensors in place of theirs."""
+        replacements = iter(tensors)
+        return [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
 
     def _tensors_in(self, args: Sequence[Any]) -> list[Tensor]:
-        """The tensors in arguments that are objects.
+        """The tensors inside arguments that are objects.
 
         Raises:
-            SplitError: they differ from the examples in more than their tensors.
+            SplitError: the arguments differ from the examples in more than their tensors.
         """
         leaves, spec = tree_flatten(tuple(args))
-        if spec != self._spec or [*map(_known, leaves)] != [*map(_known, self._leaves)]:
+        if spec != self._spec or [*map(_fixed_part, leaves)] != [*map(_fixed_part, self._leaves)]:
             raise SplitError(
-                f"{self._name}: its arguments differ from those that it was made with in more than "
-                "tensors: in their structure, in numbers, or in functions that they hold. Pass "
-                "numbers that vary as tensors, or a bound that holds for all microbatches"
+                f"{self._name}: its arguments differ from the example arguments in more than "
+                "tensors: in their structure, in numbers, or in functions inside them. Pass "
+                "numbers that vary as tensors, or one bound for all microbatches"
             )
-        return [each for each in leaves if isinstance(each, Tensor)]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def check_inputs(self, inputs: list[Any]) -> object:
-        """Check dtypes, devices and numbers of dimensions; lay inputs out as the examples were, and
-        take objects apart. Returns the same for inputs of the same sizes, unless values count.
+        """Check dtypes, devices and numbers of dimensions of inputs, and replace the list's items
+        by their tensors, with the strides of the examples.
+
+        Returns:
+            a token: the same object for inputs of the same sizes, unless graphs depend on values.
 
         Raises:
-            SplitError: an input is not as the stage was traced with it.
+            SplitError: an input differs from the examples in more than its sizes.
         """
         if self._spec is not None:
             inputs[:] = self._tensors_in(inputs)
-        known = self._inputs.get(tuple(map(_SHAPE, inputs))) or self._of_other_sizes(inputs)
-        for position, (given, spec) in enumerate(zip(inputs, known.specs, strict=True)):
-            if (given.dtype, given.device) != (spec.dtype, spec.device):
-                raise self._unlike(position, given, spec)
-            if given.stride() != spec.stride:
-                inputs[position] = spec.conform(given)
-        self._now = known = known.with_values(inputs) if known.valued else known
+        layout = self._layouts.get(tuple(map(_SHAPE, inputs))) or self._layout_for(inputs)
+        for position, (tensor, spec) in enumerate(zip(inputs, layout.specs, strict=True)):
+            if (tensor.dtype, tensor.device) != (spec.dtype, spec.device):
+                raise self._unlike(position, tensor, spec)
+            if tensor.stride() != spec.stride:
+                inputs[position] = spec.conform(tensor)
+        self._checked = layout = layout.with_values(inputs) if layout.valued else layout
         if self._spec is not None:
-            inputs[:] = self._with(inputs)
-        return known
+            inputs[:] = self._leaves_with(inputs)
+        return layout
 
     def accepts(self, args: Sequence[Tensor]) -> bool:
-        """Whether these are inputs like the first ones, whatever their sizes."""
-        first = self._like
+        """Whether these inputs are like the examples, apart from their sizes."""
+        first = self._example_layout
         return len(args) == len(first.specs) and all(
-            _kind(given, TensorSpec.of(given)) == _kind(blank, spec)
-            for given, blank, spec in zip(args, first.blanks, first.specs, strict=True)
+            _kind(tensor, TensorSpec.of(tensor)) == _kind(blank, spec)
+            for tensor, blank, spec in zip(args, first.blanks, first.specs, strict=True)
         )
 
-    def _of_other_sizes(self, inputs: Sequence[Tensor]) -> _Inputs:
-        """Inputs like the first ones, of other sizes."""
-        first = self._like
+    def _layout_for(self, inputs: Sequence[Tensor]) -> _InputLayout:
+        """The layout for inputs of other sizes than before.
+
+        Raises:
+            SplitError: they differ from the examples in more than sizes.
+        """
+        first = self._example_layout
         if len(inputs) != len(first.specs):
             raise SplitError(f"{self._name} takes {len(first.specs)} inputs, got {len(inputs)}")
-        for position, (given, spec) in enumerate(zip(inputs, first.specs, strict=True)):
-            if (given.dim(), given.dtype, given.device) != (
+        for position, (tensor, spec) in enumerate(zip(inputs, first.specs, strict=True)):
+            if (tensor.dim(), tensor.dtype, tensor.device) != (
                 len(spec.shape),
                 spec.dtype,
                 spec.device,
             ):
-                raise self._unlike(position, given, spec)
-        specs = tuple(s.resized(given.shape) for s, given in zip(first.specs, inputs, strict=True))
+                raise self._unlike(position, tensor, spec)
+        specs = tuple(
+            s.resized(tensor.shape) for s, tensor in zip(first.specs, inputs, strict=True)
+        )
         blanks = [spec.memoryless() for spec in specs]
         for blank, example in zip(blanks, first.blanks, strict=True):
             blank.requires_grad_(example.requires_grad)
-        if len(self._inputs) >= _MAX_SIZES:
-            del self._inputs[next(iter(self._inputs))]
-        return self._inputs.setdefault(tuple(s.shape for s in specs), _Inputs(specs, tuple(blanks)))
+        if len(self._layouts) >= _MAX_SIZES:
+            del self._layouts[next(iter(self._layouts))]
+        return self._layouts.setdefault(
+            tuple(s.shape for s in specs), _InputLayout(specs, tuple(blanks))
+        )
 
-    def _unlike(self, position: int, given: Tensor, spec: TensorSpec) -> SplitError:
+    def _unlike(self, position: int, tensor: Tensor, spec: TensorSpec) -> SplitError:
         return SplitError(
             f"{self._name}: input {position} must be {spec.dtype} like {list(spec.shape)} (any "
-            f"sizes of {len(spec.shape)} dimensions) on {spec.device}, got {given.dtype} "
-            f"{list(given.shape)} on {given.device}"
+            f"sizes of {len(spec.shape)} dimensions) on {spec.device}, got {tensor.dtype} "
+            f"{list(tensor.shape)} on {tensor.device}"
         )
 
     def _specs_of(self, functions: SplitFunctions, names: Sequence[str]) -> list[OutputSpec]:
         specs, trained = functions.output_specs, functions.tangent_specs
-        first = {name: spec[2] for name, spec in zip(names, self._like.outputs, strict=False)}
+        first = {
+            name: spec[2] for name, spec in zip(names, self._example_layout.outputs, strict=False)
+        }
         return [
             (specs[name].shape, specs[name].dtype, name in trained or first.get(name, False))
             for name in names
         ]
 
-    def _check_outputs(self, found: SplitFunctions) -> None:
-        """Hold the outputs against those that came before of inputs of these sizes; of other sizes,
-        all but their sizes. Outputs may be frozen, and be trained again that were at first.
+    def _check_outputs(self, functions: SplitFunctions) -> None:
+        """Refuse outputs that differ from the earlier ones.
+
+        For inputs of earlier sizes, shapes are compared, too; for new sizes, only dtypes and
+        numbers of dimensions. An output may be frozen, and unfrozen if it was trained at first.
+
+        Raises:
+            SplitError: says what was expected and what the module returns now.
         """
-        before, first = self._now.outputs, self._like.outputs
-        same = found.capture.outputs == self.outputs
-        now = self._specs_of(found, self.outputs if same else list(found.output_specs))
-        alike = before == now if before else [*map(_any_size, now)] == [*map(_any_size, first)]
+        expected, first = self._checked.outputs, self._example_layout.outputs
+        same = functions.capture.outputs == self.outputs
+        now = self._specs_of(functions, self.outputs if same else list(functions.output_specs))
+        alike = expected == now if expected else [*map(_any_size, now)] == [*map(_any_size, first)]
         if same and alike:
-            before[:] = now
+            expected[:] = now
             return
         raise SplitError(
             f"{self._name} ({type(self._model).__name__}) returned "
-            f"{_described(before or first)} "
-            f"when it was set up, and would now return {_described(now)}: what its forward "
-            "reads was changed, such as parameters, their dtype or whether they are trained, "
-            "or autocast; build a new Stage, or a new trainer"
+            f"{_described(expected or first)} "
+            f"when it was set up, and would now return {_described(now)}: something that its "
+            "forward reads was changed, such as parameters, their dtype or requires_grad, or "
+            "autocast; build a new Stage, or a new trainer"
         )
 
 
-def _known(leaf: Any) -> Any:
-    """What has to be the same in each microbatch."""
+def _fixed_part(leaf: Any) -> Any:
+    """The part of a leaf that must be equal in all microbatches."""
     return Tensor if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
@@ -272,14 +294,14 @@ def _described(specs: Sequence[OutputSpec]) -> str:
     )
 
 
-def _example(given: Tensor) -> Tensor:
-    """A tensor of its own like this one; contiguous if that overlaps itself, as no other microbatch
-    can be laid out so.
+def _own_example(tensor: Tensor) -> Tensor:
+    """An example like this tensor that is a leaf; contiguous if the tensor overlaps itself, because
+    other microbatches cannot be copied to such a layout.
     """
-    made = given.detach()
-    if overlaps_itself(given):
-        made = made.clone(memory_format=torch.contiguous_format)
-    return made.requires_grad_(given.requires_grad)
+    example = tensor.detach()
+    if overlaps_itself(tensor):
+        example = example.clone(memory_format=torch.contiguous_format)
+    return example.requires_grad_(tensor.requires_grad)
 
 
 def _memoryless(example: Tensor) -> Tensor:

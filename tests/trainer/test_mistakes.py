@@ -136,7 +136,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         (lambda: trainer(schedule="1F1B"), "torch's 1F1B is '1f1b' here"),
         (
             lambda: trainer(model=[nn.Linear(8, 8), nn.Linear(4, 4)]).step((X, Y)),
-            r"stage 1 cannot take what it is given, .*float32\[2, 8\].*: Linear cannot run "
+            r"stage 1 cannot take its inputs, .*float32\[2, 8\].*: Linear cannot run "
             r"on these inputs\.\n  at .*linear\.py:\d+\n  because linear fails: .*\n  Pass inputs",
         ),
         (

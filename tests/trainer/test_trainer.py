@@ -410,7 +410,7 @@ def test_training_without_gradients_is_refused() -> None:
         (
             {"grad_dtype": torch.int8, "stage_factory": None, "ranks": 1},
             SplitError,
-            "grad_dtype must be a floating-point dtype, got torch.int8",
+            "grad_dtype must be a floating-point dtype such as torch.float32, got torch.int8",
         ),
     ],
 )
