@@ -76,18 +76,20 @@ class RankModel:
                 "(shared_parameters), whose gradients would have to be summed across both: take "
                 "'dp_replicate' in place of 'dp_shard', or stages that have parameters of their own"
             )
-        copies = ReplicatedParameters(modules, shared, schedule, groups, sharded.lying, synchronize)
+        copies = ReplicatedParameters(
+            modules, shared, schedule, groups, sharded.gathered_shardings, synchronize
+        )
         self._tied = copies if shared else None
         shards, several = bool(sharded.parameters), groups.layout.shares > 1
         self._checks = [
-            *([copies.check] if shared else []),
+            *([copies.check_hooks] if shared else []),
             *([sharded.check, sharded.free_all] if shards else []),
         ]
         self.pre_step = [sharded.gather_all] if shards else []
         self.post_step = [
             *([synchronize] if device.type == "cuda" else []),
             *([sharded.free_all] if shards else []),
-            *([copies.equalise_buffers] if several else []),
+            *([copies.broadcast_buffers] if several else []),
         ]
         self._reductions: list[Callable[[], Wait]] = [
             *copies.reductions,
@@ -112,7 +114,7 @@ class RankModel:
             self.optimizer = optimizer_fn(self.parameters)
             _check_moves(self.optimizer, self.parameters)
         if self._tied is not None:
-            self._tied.check_moved(self.optimizer)
+            self._tied.check_optimizers(self.optimizer)
 
     @property
     def optimizer_state(self) -> list[Tensor]:

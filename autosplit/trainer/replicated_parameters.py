@@ -1,5 +1,8 @@
-"""What several ranks hold the same of: replicas of stages, parts of these, tied parameters. All are
-built alike, start with the same values, and have one gradient at the end of a step.
+"""Parameters and buffers of which several ranks have copies.
+
+Copies come from replicas of the pipeline, from tied parameters, and from ranks along "tp" that all
+have the whole of a parameter. They are built alike, start with equal values, and have the same
+gradient at the end of a step.
 """
 
 from __future__ import annotations
@@ -33,55 +36,59 @@ Modules: TypeAlias = "Mapping[int, nn.Module]"
 """A rank's stages by index."""
 
 Wait: TypeAlias = "Callable[[], None]"
-"""Waits until what a reduction gives is in ``.grad``; raises LostPeerError where another rank did
-not take part.
+"""Waits for a reduction, and puts its result into ``.grad``. Raises LostPeerError if another rank
+did not take part.
 """
 
 PER_GROUP = ("params", "param_names")
-"""What a group of an optimizer has that is no option."""
+"""The keys of an optimizer's parameter group that are no options."""
 
-_OTHERS = "the ranks that hold the same parameters"
+_PEERS = "the ranks that hold the same parameters"
 
 
-class _Member(NamedTuple):
-    """This rank's copies of one parameter that other ranks hold too, or that is tied.
+class _LocalCopies(NamedTuple):
+    """This rank's copies of one parameter.
 
     Attributes:
-        copies: what this rank holds of it, one or more.
-        link: connects all ranks that hold a copy; None if no other does.
+        copies: one or more tensors; several if stages of this rank share a tied parameter.
+        process_group: all ranks that have a copy; None if only this rank has.
     """
 
     copies: Sequence[Tensor]
-    link: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | None
 
 
 class ReplicatedParameters:
-    """This rank's parameters and buffers that others hold too: replicas of the pipeline, other
-    stages (tied parameters, such as embeddings), or ranks along "tp" that do not share them.
+    """This rank's parameters and buffers of which other ranks, or other stages, have copies.
 
-    All start with the values of the first. Optimizers get the sum of the gradients of tied
-    parameters, and the mean of that over replicas. Buffers that a forward writes become those of
-    the first replica behind it, as under DistributedDataParallel. Creating one is collective over
-    all ranks.
+    Copies are kept equal:
+
+        at the start         all copies get the values of the first
+        end of a step        gradients are summed over tied copies, and averaged over replicas
+        after the optimizer  buffers get the values of the first replica, as with
+                             DistributedDataParallel
+
+    Collective: all ranks must construct it together.
 
     Args:
         modules: this rank's stages by index.
-        shared: groups of (stage, parameter name); every group is one parameter of the model.
-        schedule: says which ranks hold which stage.
+        shared: groups of (stage, parameter name); each group is one tied parameter of the model.
+        schedule: its placement says which ranks have which stage.
         groups: the trainer's process groups.
-        sharded: by ``id``, parameters of ``fully_shard``, each with how it lies over ranks when it
-            is gathered: None where a rank has the whole then.
-        synchronize: waits until the device has done what it was given.
+        gathered_shardings: by ``id``, the parameters of ``fully_shard``, each with its sharding
+            while it is gathered; None if the rank has the whole parameter then.
+        synchronize: waits until the device has finished.
 
     Attributes:
-        reductions: each starts one, of the gradients that are there, which are complete: of all of
-            one dtype that the same ranks hold, as one message.
+        reductions: each starts a reduction of gradients, which must be complete. One all-reduce
+            carries all gradients of one dtype and one set of ranks.
 
     Raises:
-        PipelineError: shared parameters that are not there, in two groups or not alike; stages
-            that ranks have not built alike; a mesh with "tp" or "ep", along which nothing is
-            shared.
-        ShardedError: a DTensor over other ranks than those of "tp" or "ep" in the trainer's mesh.
+        PipelineError: a shared parameter does not exist, is in two groups, or differs between its
+            holders; ranks have built a stage differently; or the mesh has "tp" or "ep" and no
+            parameter is sharded along it.
+        ShardedError: a DTensor is on other ranks than those along "tp" or "ep" in the trainer's
+            mesh.
     """
 
     def __init__(
@@ -90,296 +97,363 @@ class ReplicatedParameters:
         shared: Sequence[Sequence[Holder]],
         schedule: Schedule,
         groups: Groups,
-        sharded: Mapping[int, Sharding | None],
+        gathered_shardings: Mapping[int, Sharding | None],
         synchronize: Callable[[], None],
     ) -> None:
-        self._modules, self._groups, self._sharded = modules, groups, sharded
+        self._modules, self._groups = modules, groups
+        self._gathered_shardings = gathered_shardings
         self._layout, self._synchronize = groups.layout, synchronize
-        self._named, self._shared = _find(shared, modules, schedule.stages), shared
-        whole = self._check(shared)
-        everywhere: list[tuple[int, ...]] = [(at,) for at in range(len(self._layout.columns))]
-        tied = [
+        self._tied, self._shared = _find_holders(shared, modules, schedule.stages), shared
+        whole = self._check_layouts(shared)
+        pipeline_ranks: list[tuple[int, ...]] = [(r,) for r in range(len(self._layout.columns))]
+        tied_ranks = [
             (tuple(dict.fromkeys([schedule.placement[stage] for stage, _ in holders])), holders)
             for holders in shared
         ]
-        # The same calls on all ranks.
+        # From here on all ranks must make the same collective calls in the same order.
         if self._layout.tensor_ranks > 1:
-            for at in everywhere:
-                broadcast_from(whole, *self._link(at, "tensor"), groups)
+            for ranks in pipeline_ranks:
+                broadcast_from(whole, *self._copy_group(ranks, "tensor"), groups)
         along = {False: ("replicate", "shard", "inner"), True: ("replicate",)}
-        self._links = {
-            (at, expert): self._link(at, *along[expert])
-            for at in dict.fromkeys([*everywhere, *(at for at, _ in tied)])
+        self._copy_groups = {
+            (ranks, expert): self._copy_group(ranks, *along[expert])
+            for ranks in dict.fromkeys([*pipeline_ranks, *(ranks for ranks, _ in tied_ranks)])
             for expert in ((False, True) if self._layout.experts else (False,))
         }
         self._duplicates: set[int] = set()
-        members = []
-        seen = {*sharded}
-        for at, holders in tied:
-            found = [self._named[holder] for holder in holders if holder in self._named]
-            if copies := [*dict.fromkeys(found)]:
-                seen.update(map(id, copies))
-                self._duplicates.update(map(id, copies[groups.rank == at[0] :]))
-                members += self._adopt(copies, at)
+        reduced = []
+        handled = {*gathered_shardings}
+        for ranks, holders in tied_ranks:
+            copies = [*dict.fromkeys([self._tied[at] for at in holders if at in self._tied])]
+            if copies:
+                handled.update(map(id, copies))
+                self._duplicates.update(map(id, copies[groups.rank == ranks[0] :]))
+                reduced += self._equalize(copies, ranks)
         for tensor in _tensors(modules):
-            if id(tensor) not in seen:
-                members += self._adopt([tensor], (groups.rank,))
-        alike: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[_Member]] = defaultdict(list)
-        for member in members:
+            if id(tensor) not in handled:
+                reduced += self._equalize([tensor], (groups.rank,))
+        buckets = defaultdict[tuple[dist.ProcessGroup | None, torch.dtype], list[_LocalCopies]](
+            list
+        )
+        for member in reduced:
             first = member.copies[0]
-            alike[member.link, getattr(first, "grad_dtype", None) or first.dtype].append(member)
+            dtype = getattr(first, "grad_dtype", None) or first.dtype
+            buckets[member.process_group, dtype].append(member)
         self.reductions = [
-            partial(self._start, part, dtype, link) for (link, dtype), part in alike.items()
+            partial(self._start_reduction, bucket, dtype, process_group)
+            for (process_group, dtype), bucket in buckets.items()
         ]
 
     # --- at the start -----------------------------------------------------------------------------
 
-    def _link(self, columns: Sequence[int], *along: str) -> tuple[int, dist.ProcessGroup | None]:
-        """What connects this rank with those that hold the same, and the first of these; None where
-        there is no other. Collective over all ranks.
+    def _copy_group(
+        self, pipeline_ranks: Sequence[int], *along: str
+    ) -> tuple[int, dist.ProcessGroup | None]:
+        """Make the process group of the ranks that have copies of the same tensors as this rank.
+
+        Collective over all ranks.
 
         Args:
-            columns: ranks of the pipeline that hold it, the first first.
-            along: fields of ``Place`` along which pipelines do.
+            pipeline_ranks: the ranks within a pipeline that have copies, the source of values
+                first.
+            along: the fields of ``Place`` along which pipelines have copies.
+
+        Returns:
+            The first of the ranks, as the default process group numbers them, and the process
+            group; None if this rank is the only one.
         """
         sets: dict[Place, list[int]] = defaultdict(list)
-        apart = dict.fromkeys(along, 0)
-        for at in columns:
-            for rank, place in zip(self._layout.columns[at], self._layout.places, strict=True):
-                sets[place._replace(**apart)].append(rank)
+        equal_fields = dict.fromkeys(along, 0)
+        for pipeline_rank in pipeline_ranks:
+            column = self._layout.columns[pipeline_rank]
+            for rank, place in zip(column, self._layout.places, strict=True):
+                sets[place._replace(**equal_fields)].append(rank)
         return self._groups.root_and_group([*sets.values()])
 
-    def _adopt(self, copies: Sequence[Tensor], at: tuple[int, ...]) -> list[_Member]:
-        """Have copies of one tensor start with the values of the first; what is to be reduced."""
-        first, *others = copies
-        source, link = self._links[at, is_expert(sharding_of(first))]
-        broadcast_from([first], source, link, self._groups)
+    def _equalize(self, copies: Sequence[Tensor], ranks: tuple[int, ...]) -> list[_LocalCopies]:
+        """Give all copies of one tensor the values of the first; collective over their ranks.
+
+        Returns:
+            The copies, if their gradient must be reduced; else nothing.
+        """
+        first, *duplicates = copies
+        source, process_group = self._copy_groups[ranks, is_expert(sharding_of(first))]
+        broadcast_from([first], source, process_group, self._groups)
         with torch.no_grad():
-            for copy in others:
+            for copy in duplicates:
                 local_tensor(copy).copy_(local_tensor(first))
-        # Experts of one rank have the tokens of all along "ep", whose mean it is without them.
-        trained = first.requires_grad and (others or link or self._layout.shares > 1)
-        return [_Member(copies, link)] if trained else []
+        # The gradient of an expert is a sum over the tokens of all ranks along "ep" already. It
+        # needs only the division by the number of shares, which makes it the mean.
+        is_shared = duplicates or process_group or self._layout.shares > 1
+        return [_LocalCopies(copies, process_group)] if first.requires_grad and is_shared else []
 
-    def _lies(self, tensor: Tensor) -> Sharding | None:
-        """How a tensor lies over ranks, of one that is sharded once it is gathered."""
-        return self._sharded.get(id(tensor), sharding_of(tensor))
+    def _sharding(self, tensor: Tensor) -> Sharding | None:
+        """Return a tensor's sharding; of a parameter of ``fully_shard``, while it is gathered."""
+        return self._gathered_shardings.get(id(tensor), sharding_of(tensor))
 
-    def _check(self, shared: Sequence[Sequence[Holder]]) -> list[Tensor]:
-        """Hold names, shapes, dtypes and shardings of this rank's tensors against those of others;
-        collective. The parameters of which each rank along "tp" has the whole.
+    def _check_layouts(self, shared: Sequence[Sequence[Holder]]) -> list[Tensor]:
+        """Check that names, shapes, dtypes and shardings fit those of other ranks; collective.
+
+        Returns:
+            The parameters of which each rank along "tp" has the whole.
         """
         layout, everybody = self._layout, self._groups.everybody
-        name = EXPERT if layout.experts else TENSOR
+        dimension = EXPERT if layout.experts else TENSOR
         sets = layout.sets("inner" if layout.experts else "tensor")
-        group = next(ranks for ranks in sets if self._groups.members[self._groups.rank] in ranks)
+        own_set = next(ranks for ranks in sets if self._groups.members[self._groups.rank] in ranks)
         whole: dict[int, Tensor] = {}
         parts = 0
-        for what, tensor in _named(self._modules):
-            lies = self._lies(tensor)
-            if lies is not None:
+        for name, tensor in _named_tensors(self._modules):
+            sharding = self._sharding(tensor)
+            if sharding is not None:
                 parts += 1
-                _check_lies(what, lies, name, group)
-                for each in lies.mesh.get_all_groups():
-                    self._groups.add_external_group(each)
+                _check_sharding(name, sharding, dimension, own_set)
+                for process_group in sharding.mesh.get_all_groups():
+                    self._groups.add_external_group(process_group)
             elif isinstance(tensor, nn.Parameter):
                 whole[id(tensor)] = tensor
-        forms = [f"{what}: {_form(tensor)}" for what, tensor in _named(self._modules)]
-        tied = {holder: _form(parameter) for holder, parameter in self._named.items()}
-        said = dict(zip(everybody.members, everybody.gather((forms, tied, parts)), strict=True))
-        if len(group) > 1 and not any(count for _, _, count in said.values()):
+        forms = [f"{name}: {_form(tensor)}" for name, tensor in _named_tensors(self._modules)]
+        tied = {holder: _form(parameter) for holder, parameter in self._tied.items()}
+        rows = dict(zip(everybody.members, everybody.gather((forms, tied, parts)), strict=True))
+        if len(own_set) > 1 and not any(parts for _, _, parts in rows.values()):
             raise PipelineError(
-                f"the mesh has {len(group)} ranks along {name!r}, and no parameter of any stage is "
-                f"shared by them: let {_SHARING[name]}, or take a mesh without {name!r}"
+                f"the mesh has {len(own_set)} ranks along {dimension!r}, and no parameter of any "
+                f"stage is sharded over them: {_SHARDING_ADVICE[dimension]}, or pass a mesh "
+                f"without {dimension!r}"
             )
-        built = {rank: forms for rank, (forms, _, _) in said.items()}
-        _check_built(built, layout.peers, "replicas of the same stages")
+        forms_by_rank = {rank: forms for rank, (forms, _, _) in rows.items()}
+        _check_built_alike(forms_by_rank, layout.peers, "replicas of the same stages")
         if layout.tensor_ranks > 1:
-            _check_built(built, sets, "parts of the same stages")
-        found = {holder: form for _, tied, _ in said.values() for holder, form in tied.items()}
-        for holders in shared:
-            if len({found[stage, name] for stage, name in holders}) > 1:
-                listed = "; ".join(f"{n!r} of stage {at}: {found[at, n]}" for at, n in holders)
-                raise PipelineError(
-                    "shared parameters must have one shape and dtype and be all trained or all "
-                    f"frozen; got {listed}"
-                )
+            _check_built_alike(forms_by_rank, sets, "parts of the same stages")
+        _check_tied_forms(
+            shared, {at: form for _, tied, _ in rows.values() for at, form in tied.items()}
+        )
         return [*whole.values()]
 
-    def check_moved(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Refuse optimizers that move tied parameters differently, which would come apart;
-        collective over all ranks.
+    def check_optimizers(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Check that all optimizers have the same options for a tied parameter.
+
+        Otherwise its copies would come to differ. Collective over all ranks.
+
+        Args:
+            optimizer: this rank's; None if it has no parameters.
 
         Raises:
-            PipelineError: names one, and what differs.
+            PipelineError: names a tied parameter, and the option that differs.
         """
-        ways: dict[int, Mapping[str, str]] = {}
+        options_of: dict[int, Mapping[str, str]] = {}
         for group in [] if optimizer is None else optimizer.param_groups:
-            way = {key: repr(value) for key, value in group.items() if key not in PER_GROUP}
-            way["what it goes by"] = f"{[*way]}"
-            ways |= {id(parameter): way for parameter in group["params"]}
-        own = {at: ways[id(tensor)] for at, tensor in self._named.items() if id(tensor) in ways}
-        found: dict[Holder, Mapping[str, str]] = {}
-        for said in self._groups.everybody.gather(own):
-            found |= said
+            options = {key: repr(value) for key, value in group.items() if key not in PER_GROUP}
+            options["the set of options"] = f"{[*options]}"
+            options_of |= {id(parameter): options for parameter in group["params"]}
+        local = {at: options_of[id(p)] for at, p in self._tied.items() if id(p) in options_of}
+        gathered: dict[Holder, Mapping[str, str]] = {}
+        for row in self._groups.everybody.gather(local):
+            gathered |= row
         for holders in self._shared:
-            differing = difference({at: found[at] for at in map(tuple, holders) if at in found})
-            if differing is not None:
-                name, ((one, first), here), ((two, second), there) = differing
+            rows = {at: gathered[at] for at in map(tuple, holders) if at in gathered}
+            if (differing := difference(rows)) is not None:
+                option, ((first_stage, first_name), first), ((stage, name), value) = differing
                 raise PipelineError(
-                    f"{first!r} of stage {one} and {second!r} of stage {two} are one parameter, "
-                    f"and optimizers move them differently: {name} must be the same, and is {here} "
-                    f"and {there}"
+                    f"{first_name!r} of stage {first_stage} and {name!r} of stage {stage} are one "
+                    f"tied parameter, but their optimizers have different options: {option} is "
+                    f"{first} and {value}. Build both optimizers with the same options"
                 )
 
     # --- in a step --------------------------------------------------------------------------------
 
     def is_counted(self, parameter: Tensor) -> bool:
-        """Whether this rank counts what it has of a parameter where the model's elements are
-        counted: of copies the first rank's.
+        """Whether this rank counts its part of a parameter in sums over the whole model.
+
+        Each element of the model counts once: of several copies only the first rank's.
         """
-        lies, sharded = self._lies(parameter), id(parameter) in self._sharded
-        apart = {
+        sharding = self._sharding(parameter)
+        is_fsdp = id(parameter) in self._gathered_shardings
+        is_split_along = {
             "replicate": False,
-            "tensor": lies is not None and lies.is_sharded_along(TENSOR),
-            "inner": is_expert(lies) or sharded,
-            "shard": sharded,
+            "tensor": sharding is not None and sharding.is_sharded_along(TENSOR),
+            "inner": is_expert(sharding) or is_fsdp,
+            "shard": is_fsdp,
         }
         place = self._layout.place
-        first = all(own or not getattr(place, name) for name, own in apart.items())
-        return first and id(parameter) not in self._duplicates
+        is_first = all(
+            is_split or not getattr(place, name) for name, is_split in is_split_along.items()
+        )
+        return is_first and id(parameter) not in self._duplicates
 
-    def check(self) -> None:
-        """Refuse hooks of tied parameters, which would see the share of one stage where autograd
-        shows the sum.
+    def check_hooks(self) -> None:
+        """Refuse hooks on tied parameters.
+
+        Autograd calls a hook with the sum of the gradients of all stages, which no stage has.
 
         Raises:
-            PipelineError: names a parameter that has one.
+            PipelineError: names a parameter that has a hook.
         """
-        for (stage, name), parameter in self._named.items():
+        for (stage, name), parameter in self._tied.items():
             if has_tensor_hooks([parameter]):
                 raise PipelineError(
-                    f"parameter {name!r} of stage {stage} has a hook of register_hook, and other "
-                    "stages hold it too: no stage has the gradient that it should see. Let "
-                    "optimizer.register_step_pre_hook change the gradient, on each rank that holds "
-                    "it"
+                    f"parameter {name!r} of stage {stage} has a hook of register_hook, and is tied "
+                    "to parameters of other stages: no stage has the summed gradient that the hook "
+                    "expects. Change the gradient in a hook of optimizer.register_step_pre_hook "
+                    "instead, on each rank that has the parameter"
                 )
 
-    def _start(
-        self, members: Sequence[_Member], dtype: torch.dtype, link: dist.ProcessGroup | None
+    def _start_reduction(
+        self,
+        members: Sequence[_LocalCopies],
+        dtype: torch.dtype,
+        process_group: dist.ProcessGroup | None,
     ) -> Wait:
-        # The last numbers say which members have a gradient anywhere: without one, autograd leaves
-        # None, and an optimizer passes the parameter over.
+        """Start the all-reduce of the gradients of one bucket, in one flat tensor:
+
+            [ gradient of member 0 | gradient of member 1 | ... | one flag for each member ]
+
+        A flag is positive if the member has a gradient on any rank. Without one, ``.grad`` becomes
+        None, as in autograd, so that the optimizer skips the parameter.
+        """
         sizes = [local_tensor(member.copies[0]).numel() for member in members] + [len(members)]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=members[0].copies[0].device)
-        *parts, given = flat.split(sizes)
-        for place, (member, part) in enumerate(zip(members, parts, strict=True)):
+        *sums, flags = flat.split(sizes)
+        for number, (member, member_sum) in enumerate(zip(members, sums, strict=True)):
             for copy in member.copies:
                 redistribute_gradient(copy)
                 if copy.grad is not None:
                     gradient = local_tensor(copy.grad)
-                    part.view(gradient.shape).add_(gradient)
-                    given[place] = 1
+                    member_sum.view(gradient.shape).add_(gradient)
+                    flags[number] = 1
         work = None
-        if link is not None:
-            with self._groups.as_lost_peer(_OTHERS):
-                work = dist.all_reduce(flat, group=link, async_op=True)
+        if process_group is not None:
+            with self._groups.as_lost_peer(_PEERS):
+                work = dist.all_reduce(flat, group=process_group, async_op=True)
 
         def wait() -> None:
+            """Wait for the all-reduce, and set ``.grad`` of all copies."""
             if work is not None:
-                with self._groups.as_lost_peer(_OTHERS):
+                with self._groups.as_lost_peer(_PEERS):
                     work.wait()
                 self._synchronize()
-            found = given.tolist()
+            have_gradient = flags.tolist()
             if self._layout.shares > 1:
                 flat.div_(self._layout.shares)
-            for member, part, there in zip(members, parts, found, strict=True):
+            for member, member_sum, has_gradient in zip(members, sums, have_gradient, strict=True):
                 for number, copy in enumerate(member.copies):
-                    local = part.view(local_tensor(copy).shape)
-                    total = with_sharding_of(copy, local) if there else None
+                    total = None
+                    if has_gradient:
+                        local = member_sum.view(local_tensor(copy).shape)
+                        total = with_sharding_of(copy, local)
+                    # Each copy after the first gets memory of its own.
                     copy.grad = total.clone() if number and total is not None else total
 
         return wait
 
-    def equalise_buffers(self) -> None:
-        """Give all replicas the buffers of the first.
+    def broadcast_buffers(self) -> None:
+        """Give all replicas the buffers of the first replica; collective over the replicas.
 
         Raises:
-            LostPeerError: a rank that holds a replica did not take part.
+            LostPeerError: a rank that has a replica did not take part.
         """
         for tensor in _tensors(self._modules):
             if not isinstance(tensor, nn.Parameter):
-                self._adopt([tensor], (self._groups.rank,))
+                self._equalize([tensor], (self._groups.rank,))
 
 
 @torch.no_grad()
 def broadcast_from(
-    tensors: Iterable[Tensor], source: int, link: dist.ProcessGroup | None, groups: Groups
+    tensors: Iterable[Tensor],
+    source: int,
+    process_group: dist.ProcessGroup | None,
+    groups: Groups,
 ) -> None:
-    """Take over the values of a rank, on all ranks that a link connects.
+    """Overwrite tensors with the values that one rank has; collective over a process group.
 
     Args:
-        tensors: alike on all of them; of DTensors, what this rank has.
-        source: whose, as the default process group numbers it.
-        link: connects them; None does nothing.
+        tensors: of equal shapes and dtypes on all ranks; of DTensors, this rank's part.
+        source: the rank with the values, as the default process group numbers it.
+        process_group: the ranks; with None nothing happens.
         groups: the trainer's process groups.
 
     Raises:
-        LostPeerError: one of them did not take part.
+        LostPeerError: a rank did not take part.
     """
-    for tensor in map(local_tensor, tensors) if link is not None else ():
+    for tensor in map(local_tensor, tensors) if process_group is not None else ():
         if tensor.numel():
             values = tensor.detach().clone(memory_format=torch.contiguous_format)
-            with groups.as_lost_peer(_OTHERS):
-                # As bytes, for not every backend knows every dtype.
-                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=link)
+            with groups.as_lost_peer(_PEERS):
+                # As bytes, because some backends lack some dtypes.
+                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=process_group)
             tensor.copy_(values)
 
 
-def is_expert(lies: Sharding | None) -> bool:
-    """Whether a tensor that lies so has experts, of which ranks along "ep" have their own."""
-    return lies is not None and lies.is_sharded_along(EXPERT)
+def is_expert(sharding: Sharding | None) -> bool:
+    """Whether a tensor of this sharding holds experts: each rank along "ep" has different ones."""
+    return sharding is not None and sharding.is_sharded_along(EXPERT)
 
 
-def _named(modules: Modules) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(modules: Modules) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, named for errors."""
     for stage, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield f"stage {stage}'s {name}", tensor
 
 
 def _tensors(modules: Modules) -> list[Tensor]:
-    """Parameters and buffers, each once."""
-    return list({id(tensor): tensor for _, tensor in _named(modules)}.values())
+    """Return parameters and buffers, each once."""
+    return list({id(tensor): tensor for _, tensor in _named_tensors(modules)}.values())
 
 
 def _form(tensor: Tensor) -> str:
-    """What must be the same on all ranks that hold a tensor."""
-    trains = ", trained" if tensor.requires_grad else ""
-    lies = sharding_of(tensor)
-    over = "" if lies is None else f" over {lies}"
-    return f"{TensorMeta.of(tensor)}{over}{trains}"
+    """Describe the properties of a tensor that must be equal for all of its copies."""
+    trained = ", trained" if tensor.requires_grad else ""
+    sharding = sharding_of(tensor)
+    over = "" if sharding is None else f" over {sharding}"
+    return f"{TensorMeta.of(tensor)}{over}{trained}"
 
 
-def _check_built(
-    built: Mapping[int, Sequence[str]], sets: Iterable[Sequence[int]], what: str
+def _check_built_alike(
+    forms: Mapping[int, Sequence[str]], sets: Iterable[Sequence[int]], relation: str
 ) -> None:
-    """Refuse ranks of a set that have other tensors than its first."""
-    for one, *others in sets:
-        for two in others:
-            if built[one] != built[two]:
-                there = next((each for each in built[one] if each not in built[two]), None)
-                here = next((each for each in built[two] if each not in built[one]), None)
+    """Check that all ranks of a set have the same tensors.
+
+    Args:
+        forms: by rank, its tensors' names and forms.
+        sets: the sets of ranks.
+        relation: what the ranks of a set hold, for the error.
+    """
+    for first, *peers in sets:
+        for peer in peers:
+            if forms[first] != forms[peer]:
+                missing = next((form for form in forms[first] if form not in forms[peer]), None)
+                extra = next((form for form in forms[peer] if form not in forms[first]), None)
                 raise PipelineError(
-                    f"the ranks {one} and {two} hold {what}, which must be built alike: rank {one} "
-                    f"has {there or 'nothing more'}, rank {two} has {here or 'nothing more'}"
+                    f"the ranks {first} and {peer} hold {relation}, which must be built alike: "
+                    f"rank {first} has {missing or 'nothing more'}, rank {peer} has "
+                    f"{extra or 'nothing more'}"
                 )
 
 
-def _find(
+def _check_tied_forms(
+    shared: Sequence[Sequence[Holder]], forms: Mapping[tuple[int, str], str]
+) -> None:
+    """Check that all holders of a tied parameter have the same form of it."""
+    for holders in shared:
+        if len({forms[stage, name] for stage, name in holders}) > 1:
+            listed = "; ".join(f"{name!r} of stage {at}: {forms[at, name]}" for at, name in holders)
+            raise PipelineError(
+                "shared parameters must have one shape and dtype and be all trained or all "
+                f"frozen; got {listed}"
+            )
+
+
+def _find_holders(
     shared: Sequence[Sequence[Holder]], modules: Modules, stages: int
 ) -> dict[Holder, nn.Parameter]:
-    """This rank's holders of shared parameters."""
-    seen: set[Holder] = set()
+    """Return the shared parameters that this rank has, by stage and name.
+
+    Raises:
+        PipelineError: ``shared`` names a stage or a parameter that does not exist, a parameter
+            twice, or only one holder.
+    """
+    named: set[Holder] = set()
     for holders in shared:
         if len(holders) < 2:
             raise PipelineError(
@@ -388,17 +462,17 @@ def _find(
         for stage, name in holders:
             if not 0 <= stage < stages:
                 raise PipelineError(
-                    f"shared parameter {name!r} is said to be on stage {stage}; "
-                    f"the stages are 0 to {stages - 1}"
+                    f"shared_parameters has {name!r} of stage {stage}, which does not exist; the "
+                    f"stages are 0 to {stages - 1}"
                 )
-            if (stage, name) in seen:
+            if (stage, name) in named:
                 raise PipelineError(
                     f"parameter {name!r} of stage {stage} is named twice in shared_parameters; "
                     "put all its copies into one group"
                 )
-            seen.add((stage, name))
-    found = {}
-    for stage, name in seen:
+            named.add((stage, name))
+    holders_here = {}
+    for stage, name in named:
         if stage in modules:
             parameters = dict(modules[stage].named_parameters(remove_duplicate=False))
             if name not in parameters:
@@ -406,35 +480,46 @@ def _find(
                     f"stage {stage} has no parameter {name!r} to share; it has: "
                     f"{', '.join(parameters) or 'none'}"
                 )
-            found[stage, name] = parameters[name]
-    return found
+            holders_here[stage, name] = parameters[name]
+    return holders_here
 
 
-_SHARING = {
-    TENSOR: f"each stage be parallelize_module(stage, mesh[{TENSOR!r}], plan)",
-    EXPERT: f"experts be parameters distribute_tensor(weights, mesh[{EXPERT!r}], [Shard(0)])",
+_SHARDING_ADVICE = {
+    TENSOR: f"call parallelize_module(stage, mesh[{TENSOR!r}], plan) for each stage",
+    EXPERT: f"make experts' parameters by distribute_tensor(weights, mesh[{EXPERT!r}], [Shard(0)])",
 }
-"""How tensors are made parts of."""
+"""By dimension of the mesh, how to shard parameters along it."""
 
 
-def _check_lies(what: str, lies: Sharding, name: str, group: tuple[int, ...]) -> None:
-    names = [own for own, _ in lies.by_dimension()]
-    alike = names == [name] and lies.ranks == tuple(sorted(group))
-    if alike and name == EXPERT and not is_expert(lies):
+def _check_sharding(name: str, sharding: Sharding, dimension: str, ranks: tuple[int, ...]) -> None:
+    """Check that a DTensor is sharded along the trainer's mesh.
+
+    Args:
+        name: the tensor's name.
+        sharding: its sharding.
+        dimension: the dimension of the trainer's mesh along which DTensors must be, "tp" or "ep".
+        ranks: this rank's set along that dimension.
+
+    Raises:
+        ShardedError: it is on other ranks, or has a copy on each rank along "ep".
+    """
+    names = [dimension_name for dimension_name, _ in sharding.by_dimension()]
+    fits = names == [dimension] and sharding.ranks == tuple(sorted(ranks))
+    if fits and dimension == EXPERT and not is_expert(sharding):
         raise ShardedError(
-            f"{what} is a DTensor of which each rank along {name!r} has a copy ({lies}): leave it "
-            "a plain parameter, whose gradient is the mean of theirs"
+            f"{name} is a DTensor of which each rank along {dimension!r} has a copy ({sharding}): "
+            "leave it a plain parameter, whose gradient is averaged over these ranks"
         )
-    if alike:
+    if fits:
         return
-    here = (
-        f"the ranks {list(group)} share tensors here"
-        if len(group) > 1
+    expected = (
+        f"this trainer shards tensors over the ranks {list(ranks)}"
+        if len(ranks) > 1
         else f"the trainer has no mesh with {TENSOR!r} or {EXPERT!r}"
     )
-    name = next((own for own in names if own in _SHARING), name)
+    advised = next((known for known in names if known in _SHARDING_ADVICE), dimension)
     raise ShardedError(
-        f"{what} is a DTensor over the ranks {list(lies.ranks)} ({lies}), and {here}: let "
-        f"{_SHARING[name]}, with the mesh that PipelineTrainer gets, "
-        f"mesh=init_device_mesh(..., mesh_dim_names=('pp', {name!r}))"
+        f"{name} is a DTensor over the ranks {list(sharding.ranks)} ({sharding}), but {expected}: "
+        f"{_SHARDING_ADVICE[advised]}, with the mesh that is passed to PipelineTrainer, "
+        f"mesh=init_device_mesh(..., mesh_dim_names=('pp', {advised!r}))"
     )

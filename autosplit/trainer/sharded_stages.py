@@ -1,4 +1,10 @@
-"""Stages that ``fully_shard`` has sharded: gathered for a step, reduced, and freed."""
+"""Stages that ``fully_shard`` has sharded: gathered, reduced and freed once a step.
+
+start of the step   all-gather of all parameters; they stay gathered for all microbatches
+F, I and W          gradients are accumulated unreduced
+end of the row      one reduce-scatter for each parameter group, into ``.grad`` of the shards
+end of the step     gathered parameters are freed
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
-from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD
+from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.trainer.replicated_parameters import Wait, broadcast_from, is_expert
@@ -18,32 +24,37 @@ if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule
     from autosplit.torch_internals.fsdp import ParameterGroup
 
-_SHARDS = "the ranks that have the other shards of its parameters"
+_SHARD_PEERS = "the ranks that have the other shards of its parameters"
 
 
 class ShardedStages:
-    """This rank's stages whose parameters are sharded over the ranks along "dp_shard", beside "cp"
-    along both; beside "ep" along that and "efsdp", but experts along the latter.
+    """This rank's stages with parameters that are sharded over several ranks.
 
-    Their gradients are reduced into those of the sharded parameters by a reduce-scatter for each
-    parameter group, last modules first. All that they communicate goes over groups of the trainer,
-    whose waits end when a rank fails. Replicas of the shards start with the values of the first.
-    Creating one is collective over all ranks.
+    The dimensions of the mesh along which parameters are sharded:
+
+        mesh                 parameters            experts
+        "dp_shard"           "dp_shard"
+        "dp_shard", "cp"     "dp_shard" and "cp"
+        "efsdp", "ep"        "efsdp" and "ep"      "efsdp"
+
+    Gradients of the last modules are reduced first. All communication runs over process groups of
+    the trainer, whose waits end when a rank fails. Replicas of a shard start with the values of the
+    first replica. Collective: all ranks must construct it together.
 
     Args:
         modules: this rank's stages by index.
         groups: the trainer's process groups.
-        synchronize: waits until the device has done what it was given.
+        synchronize: waits until the device has finished.
 
     Attributes:
-        parameters: all sharded ones.
-        lying: by ``id``, the same, each with how it lies over ranks when it is
-            gathered: None where this rank has the whole then.
+        parameters: all sharded parameters.
+        gathered_shardings: by ``id``, each sharded parameter with its sharding while it is
+            gathered; None if this rank has the whole parameter then.
 
     Raises:
-        ShardedError: a stage is sharded over other ranks than those along "dp_shard", or in a way
-            that cannot be taken apart.
-        PipelineError: the mesh has "dp_shard" and parameters that are trained are not sharded.
+        ShardedError: a stage is sharded over other ranks than those along "dp_shard", or in an
+            unsupported way.
+        PipelineError: the mesh has "dp_shard" and a trained parameter is not sharded.
     """
 
     def __init__(
@@ -55,14 +66,18 @@ class ShardedStages:
             for index, module in modules.items()
             if fsdp_part(module) is not None
         }
-        groups_of = [group for stage in self._stages.values() for group in stage.groups]
-        self.parameters = [each for group in groups_of for each in group.parameters]
-        self.lying = {id(p): lies for group in groups_of for p, lies in group.gathered_shardings}
+        parameter_groups = [group for stage in self._stages.values() for group in stage.groups]
+        self.parameters = [p for group in parameter_groups for p in group.parameters]
+        self.gathered_shardings = {
+            id(parameter): sharding
+            for group in parameter_groups
+            for parameter, sharding in group.gathered_shardings
+        }
         for index, stage in self._stages.items():
             for group in stage.groups:
-                _check_lies(index, group, groups)
+                _check_shard_ranks(index, group, groups)
         if groups.layout.shards > 1:
-            _check_all_sharded(modules, self.lying)
+            _check_all_sharded(modules, self.gathered_shardings)
         self._restore = contextlib.ExitStack()
         if any(groups.everybody.gather(bool(self._stages))):
             try:
@@ -72,27 +87,29 @@ class ShardedStages:
                 raise
 
     def _connect(self) -> None:
-        """Communicate over groups of the trainer, and take over the first replica's values."""
+        """Use process groups of the trainer, and start with the first replica's values."""
         layout = self._groups.layout
-        links = {
+        shard_groups = {
             experts: self._groups.new_group_of_sets(layout.shard_groups(experts=experts))
             for experts in ((False, True) if layout.experts else (False,))
         }
-        first, copying = self._groups.root_and_group(layout.copies)
-        every = [group for stage in self._stages.values() for group in stage.groups]
-        for group in every:
+        first, replicas = self._groups.root_and_group(layout.copies)
+        for group in [group for stage in self._stages.values() for group in stage.groups]:
             experts = _has_experts(group)
-            # Those of one rank have the tokens of all along "ep".
-            parts = layout.shares if experts else None
-            self._restore.enter_context(group.communicating(links[experts], copying, parts))
-            broadcast_from(group.parameters, first, copying, self._groups)
+            # A rank's experts get the tokens of all ranks along "ep", so their gradient is a sum
+            # over all shares of the batch.
+            divisor = layout.shares if experts else None
+            self._restore.enter_context(
+                group.communicating(shard_groups[experts], replicas, divisor)
+            )
+            broadcast_from(group.parameters, first, replicas, self._groups)
 
     def close(self) -> None:
-        """Let the modules communicate as before."""
+        """Give the modules back the process groups that they had before."""
         self._restore.close()
 
     def gather_all(self) -> None:
-        """Gather all parameters.
+        """Gather all parameters of all sharded stages.
 
         Raises:
             LostPeerError: a rank that has a shard did not take part.
@@ -102,34 +119,33 @@ class ShardedStages:
 
     def _gather(self, sharded: ShardedModule) -> None:
         if not sharded.is_unsharded:
-            with self._groups.as_lost_peer(_SHARDS):
+            with self._groups.as_lost_peer(_SHARD_PEERS):
                 sharded.unshard(whole=True)
 
     def check(self) -> None:
-        """Refuse stages whose gradients a step would not reduce, so that no optimizer would move
-        them.
+        """Check that FSDP is to reduce all gradients; the optimizer would get none otherwise.
 
         Raises:
-            PipelineError: names one.
+            PipelineError: names a parameter group whose reduction is switched off.
         """
         for index, sharded in self._stages.items():
             for group in sharded.groups:
                 if not (group.reduces and group.reduces_copies):
                     raise PipelineError(
-                        f"gradients of stage {index}'s {group.name} are not to be reduced "
-                        "(set_requires_gradient_sync, set_requires_all_reduce): a trainer reduces "
-                        "them once a step, behind all microbatches. Leave that on; "
-                        "forward_backward() adds to the gradients of the steps before"
+                        f"the reduction of gradients is switched off for stage {index}'s "
+                        f"{group.name} (set_requires_gradient_sync or set_requires_all_reduce): "
+                        "leave it on, as a trainer reduces once a step, after all microbatches. To "
+                        "accumulate over several steps, call forward_backward()"
                     )
 
     def free_all(self) -> None:
-        """Free all gathered parameters."""
+        """Free the gathered parameters of all sharded stages."""
         for sharded in self._stages.values():
             sharded.reshard()
 
     @contextlib.contextmanager
     def gathered(self, stage: int) -> Iterator[None]:
-        """Gathered inside, and free afterwards."""
+        """Gather a stage's parameters inside the context, and free them after it."""
         sharded = self._stages.get(stage)
         if sharded is not None:
             self._gather(sharded)
@@ -140,35 +156,36 @@ class ShardedStages:
                 sharded.reshard()
 
     def refuse_factory(self, factory: object) -> None:
-        """Refuse stages that a factory of the user's makes, where some are sharded.
+        """Refuse the user's own stage factory if a stage of this rank is sharded.
 
         Raises:
-            PipelineError: names one.
+            PipelineError: names a sharded stage.
         """
         for stage in self._stages:
             name = getattr(factory, "__name__", type(factory).__name__)
             raise PipelineError(
-                f"stage {stage} is sharded, and stage_factory={name} is to make it: only "
-                "autosplit.Stage gathers parameters for its graphs. Leave stage_factory out"
+                f"stage {stage} is sharded by fully_shard, and stage_factory={name} would build "
+                "it: only autosplit.Stage gathers sharded parameters. Leave stage_factory out"
             )
 
     def start(self) -> Wait:
-        """Start to reduce their gradients."""
+        """Start the reduce-scatters of all gradients."""
         for stage in self._stages.values():
-            with self._groups.as_lost_peer(_SHARDS):
+            with self._groups.as_lost_peer(_SHARD_PEERS):
                 stage.accumulate()
                 stage.start_reduce()
 
         def wait() -> None:
+            """Wait until ``.grad`` of the sharded parameters is complete."""
             for stage in self._stages.values():
-                with self._groups.as_lost_peer(_SHARDS):
+                with self._groups.as_lost_peer(_SHARD_PEERS):
                     stage.finish_reduce()
             self._synchronize()
 
         return wait
 
     def forget(self) -> None:
-        """Drop the gradients that have come and were not reduced."""
+        """Drop accumulated gradients that were not reduced."""
         for stage in self._stages.values():
             stage.forget([*map(id, self.parameters)])
 
@@ -181,49 +198,70 @@ def _sharded(module: nn.Module) -> ShardedModule:
 
 
 def _has_experts(group: ParameterGroup) -> bool:
-    return any(is_expert(lies) for _, lies in group.gathered_shardings)
+    return any(is_expert(sharding) for _, sharding in group.gathered_shardings)
 
 
-def _check_lies(stage: int, group: ParameterGroup, groups: Groups) -> None:
-    layout, own = groups.layout, groups.everybody.rank
+def _check_shard_ranks(stage: int, group: ParameterGroup, groups: Groups) -> None:
+    """Check that a parameter group is sharded over the ranks that the trainer's mesh says.
+
+    Raises:
+        ShardedError: it is sharded over others; says how to call ``fully_shard``.
+    """
+    layout, rank = groups.layout, groups.everybody.rank
     experts = _has_experts(group)
-    shard = EXPERT_SHARD if layout.experts else SHARD
-    flat = bool(layout.inner) and not experts
-    names = [*([REPLICATE] if layout.replicas > 1 else []), "fsdp" if flat else shard]
-    call = f"call fully_shard(module, mesh=mesh[{', '.join(map(repr, names))}]), with the mesh that"
-    call += " PipelineTrainer gets"
-    if flat:
-        call += f", of which mesh[{shard!r}, {layout.inner!r}]._flatten('fsdp') was called"
-    if experts and not all(is_expert(lies) for _, lies in group.gathered_shardings):
+    advice = _fully_shard_advice(layout, experts=experts)
+    if experts and not all(is_expert(sharding) for _, sharding in group.gathered_shardings):
         raise ShardedError(
-            f"stage {stage}'s parameters of {group.name} are experts and others, which other ranks "
-            f"share: {call}, for the module of the experts before"
+            f"stage {stage}'s parameters of {group.name} mix experts and other parameters, which "
+            "are sharded over different ranks: call fully_shard first for the module of the "
+            f"experts, then for the rest; for the experts, {advice}"
         )
-    shards, copies = map(sorted, group.ranks)
-    here = sorted(next(r for r in layout.shard_groups(experts=experts) if own in r))
-    replicas = sorted(next(ranks for ranks in layout.copies if own in ranks))
-    what = f"stage {stage}'s parameters of {group.name} are sharded over the ranks {shards}"
-    what += f", each with copies on {copies}" if len(copies) > 1 else ""
+    shards, replicas = map(sorted, group.ranks)
+    own_shards = sorted(next(r for r in layout.shard_groups(experts=experts) if rank in r))
+    own_replicas = sorted(next(ranks for ranks in layout.copies if rank in ranks))
+    actual = f"stage {stage}'s parameters of {group.name} are sharded over the ranks {shards}"
+    actual += f", each with copies on {replicas}" if len(replicas) > 1 else ""
     if layout.shards == 1 and len(shards) > 1:
+        shard = EXPERT_SHARD if layout.experts else SHARD
         raise ShardedError(
-            f"{what}, and PipelineTrainer has no mesh with {shard!r}: give it "
-            f"mesh=init_device_mesh(..., mesh_dim_names=({PIPELINE!r}, {shard!r})), and {call}"
+            f"{actual}, and PipelineTrainer has no mesh with {shard!r}: pass "
+            f"mesh=init_device_mesh(..., mesh_dim_names=({PIPELINE!r}, {shard!r})), and {advice}"
         )
-    if (shards, copies) != (here, replicas):
-        wanted = f"{here}" + (f", each with copies on {replicas}" if len(replicas) > 1 else "")
-        raise ShardedError(f"{what}; along the trainer's mesh these are {wanted}: {call}")
+    if (shards, replicas) != (own_shards, own_replicas):
+        expected = f"{own_shards}"
+        expected += f", each with copies on {own_replicas}" if len(own_replicas) > 1 else ""
+        raise ShardedError(f"{actual}; along the trainer's mesh these are {expected}: {advice}")
+
+
+def _fully_shard_advice(layout: RankLayout, *, experts: bool) -> str:
+    """Say how to call ``fully_shard`` for experts, or for other parameters, on a layout."""
+    shard = EXPERT_SHARD if layout.experts else SHARD
+    is_flat = bool(layout.inner) and not experts
+    dimensions = [*([REPLICATE] if layout.replicas > 1 else []), "fsdp" if is_flat else shard]
+    names = ", ".join(map(repr, dimensions))
+    advice = f"call fully_shard(module, mesh=mesh[{names}]), with the mesh that is passed to"
+    advice += " PipelineTrainer"
+    if is_flat:
+        advice += f", after mesh[{shard!r}, {layout.inner!r}]._flatten('fsdp')"
+    return advice
 
 
 def _check_all_sharded(modules: Mapping[int, nn.Module], sharded: Collection[int]) -> None:
-    """Not sharded here by itself: which modules are a group, and in which precision, is for whoever
-    knows the model to say.
+    """Check that each trained parameter is sharded.
+
+    The trainer does not call ``fully_shard`` itself: the user knows which modules should be
+    parameter groups, and in which precision.
+
+    Raises:
+        PipelineError: names a parameter.
     """
     for stage, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in sharded:
                 raise PipelineError(
                     f"the mesh has {SHARD!r}, and parameter {name!r} of stage {stage} is not "
-                    f"sharded: let the function that builds stages call fully_shard(module, "
-                    f"mesh=mesh[{SHARD!r}]) for the whole stage (behind its blocks, if these are "
-                    "to be groups of their own), or take a mesh with 'dp_replicate' instead"
+                    f"sharded: in the function that builds stages, call fully_shard(module, "
+                    f"mesh=mesh[{SHARD!r}]) for the whole stage (after its blocks, if these are "
+                    "to be parameter groups of their own), or pass a mesh with 'dp_replicate' "
+                    "instead"
                 )

@@ -111,11 +111,14 @@ def test_what_is_refused() -> None:
             ("'ep' and 'cp' cannot be combined", given(stage_of, mesh_of(ep=2, cp=2))),
             ("got ep, dp_shard: call that of experts", given(stage_of, mesh_of(ep=2, dp_shard=2))),
             (
-                "of any stage is shared by them: let experts be parameters distribute",
+                "of any stage is sharded over them: make experts' parameters by distribute",
                 given(stage_of),
             ),
             ("0.bias is a DTensor of which each rank along 'ep' has a copy", given(copied)),
             ("PipelineTrainer has no mesh with 'efsdp'", given(sharded)),
-            ("experts and others, which other ranks share", given(mixed, shards)),
+            (
+                "mix experts and other parameters, which are sharded over different ranks",
+                given(mixed, shards),
+            ),
         ]
     )

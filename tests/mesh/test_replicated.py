@@ -226,7 +226,7 @@ def test_what_is_refused() -> None:
 
         return act
 
-    shapes = "inputs is float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give"
+    shapes = "inputs is float32[8, 6] on rank 0 and float32[4, 6] on rank 1; pass"
     assert_refused(
         [
             (
@@ -237,7 +237,10 @@ def test_what_is_refused() -> None:
                 "the dimensions of the mesh of (2, 2) ranks have no names: init_device_mesh(",
                 built(init_device_mesh("cpu", (2, 2))),
             ),
-            ("2 ranks along 'tp', and no parameter of any stage is shared by them", built(named)),
+            (
+                "2 ranks along 'tp', and no parameter of any stage is sharded over them",
+                built(named),
+            ),
             (
                 "the mesh (pp=2) is of 2 ranks, [0, 1], and the process group has 4, 0 to 3",
                 built(DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))),
@@ -259,8 +262,8 @@ def test_what_is_refused() -> None:
                 "the mesh has 4 ranks along 'pp' for 2 stages: each needs at least one stage",
                 built(mesh_of(pp=4)),
             ),
-            (f"{shapes} every rank", ran(half, memory_limit="1GiB")),
-            (f"{shapes} every rank", ran(half)),
+            (f"{shapes} a replica's share", ran(half, memory_limit="1GiB")),
+            (f"{shapes} a replica's share", ran(half)),
             (
                 "the ranks 2 and 3 hold replicas of the same stages, which must be built",
                 ran(local, lambda index: nn.Linear(WIDTH, WIDTH, bias=rank != 3)),

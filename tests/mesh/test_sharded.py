@@ -276,12 +276,12 @@ def test_what_is_refused() -> None:
     if number_of(mesh):
         strange[0][2] = float("nan")  # of microbatch 1
     tied = [((0, "2.scale"), (1, "2.scale"))]
-    no_mesh = "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device"
+    no_mesh = "and PipelineTrainer has no mesh with 'dp_shard': pass mesh=init_device"
     whole, along = nn.Linear(6, 6), "along the trainer's mesh these are ["
     assert_refused(
         [
             ("the mesh has 'dp_shard', and parameter '0.0.weight' of stage", built(uneven)),
-            ("let the function that builds stages call fully_shard(module, mesh=", built(partly)),
+            ("in the function that builds stages, call fully_shard(module, mesh=", built(partly)),
             (
                 "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give",
                 built(whole, example=local[0][:2]),
@@ -299,11 +299,11 @@ def test_what_is_refused() -> None:
                 built(sharded(mesh), memory_limit="1GiB"),
             ),
             (
-                "not to be reduced (set_requires_gradient_sync, set_requires_all_reduce): a",
+                "the reduction of gradients is switched off for stage",
                 ran(unreduced),
             ),
             (
-                "and stage_factory=ReferenceStage is to make it: only autosplit.Stage",
+                "and stage_factory=ReferenceStage would build it: only autosplit.Stage",
                 ran(sharded(mesh), **REFERENCE),
             ),
             (

@@ -154,16 +154,16 @@ def test_what_is_refused() -> None:
         (
             said(over_pipeline),
             "is a DTensor over the ranks",
-            "let each stage be parallelize_module(stage, mesh['tp'], plan),",
+            "call parallelize_module(stage, mesh['tp'], plan) for each stage,",
         ),
         (
             said(ours, lambda: new_mesh("dp_replicate")),
             "is a DTensor over the ranks",
-            "the trainer has no mesh with 'tp' or 'ep': let each stage be parallelize_mod",
+            "the trainer has no mesh with 'tp' or 'ep': call parallelize_mod",
         ),
         (
             said(lambda mesh: lambda index: stage_of(index, 2)),
-            "the mesh has 2 ranks along 'tp', and no parameter of any stage is shared",
+            "the mesh has 2 ranks along 'tp', and no parameter of any stage is sharded",
         ),
         (said(widened), "hold parts of the same stages, which must be built alike"),
         (

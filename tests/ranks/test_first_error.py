@@ -238,7 +238,7 @@ SCENARIOS: dict[str, Scenario] = {
     "tied stage": (
         lambda: _tied([(0, "tied"), (2, "tied")]),
         None,
-        "shared parameter 'tied' is said to be on stage 2; the stages are 0 to 1",
+        "shared_parameters has 'tied' of stage 2, which does not exist; the stages are 0 to 1",
     ),
     "tied alone": (
         lambda: _tied([(0, "tied")]),
@@ -259,7 +259,7 @@ SCENARIOS: dict[str, Scenario] = {
     "tied with a hook": (
         lambda: _tied_with_hook(),
         1,
-        "parameter 'tied' of stage 1 has a hook of register_hook, and other ",
+        "parameter 'tied' of stage 1 has a hook of register_hook, and is tied ",
     ),
     "unfrozen": (
         lambda: _unfrozen(),
