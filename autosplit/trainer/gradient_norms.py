@@ -1,4 +1,4 @@
-"""Norms of this rank's gradients: for the norm of the model, and to find what is not finite."""
+"""Norms of this rank's gradients, for clipping and for finding numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ from autosplit.torch_internals.operators import norms_of
 
 
 class GradientNorms:
-    """The 2-norm of each gradient of this rank, on the way to the host.
+    """The 2-norm of each gradient of this rank.
 
-    The copy from a GPU is read after the device was awaited, which each step does once at its end:
-    the norms cost no wait of their own.
+    Norms on a GPU are copied to the host asynchronously. Read results only after the step has
+    synchronized with the device, as it does once at its end: then norms cost no other wait.
 
     Args:
-        parameters: whose gradients; parameters without one are left out.
-        squares: whether ``squares`` is asked for, which takes norms in float64. Without it, norms
-            are in the gradients' dtypes: on a CPU that takes a thirtieth of the time.
+        parameters: the parameters; those without a gradient are left out.
+        squares: whether ``squares`` will be called, which needs norms in float64. Without it, norms
+            are in the gradients' dtypes, which on a CPU takes a thirtieth of the time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, squares: bool) -> None:
-        self._parameters = [each for each in parameters if each.grad is not None]
+        self._parameters = [p for p in parameters if p.grad is not None]
         self._exact = squares
-        parts = [*map(_numbers, self._parameters)]
-        norms = norms_of(parts, torch.float64 if squares else None)
+        gradients = [*map(_real_numbers, self._parameters)]
+        norms = norms_of(gradients, torch.float64 if squares else None)
         total = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
         self._norms = total.to("cpu", non_blocking=total.is_cuda)
 
     def squares(self) -> Tensor:
-        """The sum of the squares of all numbers in the gradients: shape [1], float64."""
+        """Return the sum of the squares of all numbers in the gradients, float64 of shape [1]."""
         return self._norms.square().sum().reshape(1)
 
     def nonfinite(self) -> list[nn.Parameter]:
-        """The parameters whose gradient has a number that is not finite."""
+        """Return the parameters whose gradient has a number that is not finite."""
         finite = self._norms.isfinite().tolist()
-        found = [p for p, is_finite in zip(self._parameters, finite, strict=True) if not is_finite]
-        # Squares of finite numbers overflow in a narrow dtype.
-        return [p for p in found if self._exact or not _numbers(p).isfinite().all()]
+        suspects = [
+            p for p, is_finite in zip(self._parameters, finite, strict=True) if not is_finite
+        ]
+        # In a narrow dtype, squares of finite numbers may overflow: look at the numbers.
+        return [p for p in suspects if self._exact or not _real_numbers(p).isfinite().all()]
 
 
-def _numbers(parameter: nn.Parameter) -> Tensor:
-    """The real numbers of a gradient; of a sharded one, those of this rank's part."""
+def _real_numbers(parameter: nn.Parameter) -> Tensor:
+    """Return a gradient as real numbers; of a sharded one, this rank's part."""
     values = local_tensor(parameter.grad).detach()
     if values.is_sparse:  # of an embedding
         values = values.coalesce().values()

@@ -1,4 +1,4 @@
-"""One rank's share of the model in training: what moves it, and keeps it equal with others."""
+"""One rank's share of the model: its modules, parameters, gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -18,32 +18,41 @@ from autosplit.trainer.gradient_norms import GradientNorms
 from autosplit.trainer.replicated_parameters import ReplicatedParameters, Wait
 from autosplit.trainer.sharded_stages import ShardedStages
 from autosplit.trainer.stage_modules import Holder, StageSource
-from autosplit.trainer.stage_start import agree_on_start, build_apart
+from autosplit.trainer.stage_start import agree_on_start, build_seeded_modules
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class RankModel:
-    """This rank's stage modules and trainable parameters, kept equal with their replicas.
+    """This rank's stage modules and trained parameters, with their gradients and their optimizer.
 
-    Creating one is collective over all ranks.
+    A step calls, in this order:
+
+        check                 the user has not changed which parameters are trained
+        reducing_gradients    around pre_step and the actions: sums ``.grad`` over copies at its end
+        pre_step              sharded parameters are gathered
+        gradient_norms        of the reduced gradients
+        post_step             gathered parameters are freed, buffers of replicas become equal
+        step                  gradients are clipped, the optimizer updates parameters
+
+    Collective: all ranks must construct it together.
 
     Args:
-        stages: all stages.
-        shared: groups of (stage, parameter name); every group is one parameter of the model.
-        schedule: says which rank holds which stage.
+        stages: the source of all stages.
+        shared: groups of (stage, parameter name); each group is one tied parameter of the model.
+        schedule: its placement says which rank has which stage.
         groups: the trainer's process groups.
-        device: where the stages go.
-        synchronize: waits until the device has done what it was given.
+        device: the device of the modules.
+        synchronize: waits until the device has finished.
 
     Attributes:
-        modules: by stage.
-        parameters: those that need a gradient, each once.
-        optimizer: moves them, once it was taken; None if there are none.
-        sharded: the stages that are sharded.
-        pre_step: what comes before the actions of a step, call by call.
-        post_step: what follows them.
-        reduces: whether gradients are summed with those of other copies or ranks in a step.
+        modules: this rank's modules by stage.
+        parameters: the parameters that need a gradient, each once.
+        optimizer: updates ``parameters``; None before ``build_optimizer``, and if there are none.
+        sharded: the stages that ``fully_shard`` has sharded.
+        pre_step: the calls before the actions of a step.
+        post_step: the calls after them.
+        reduces: whether a step reduces gradients over other copies or other ranks.
 
     Raises:
         PipelineError: a stage is no module, or sharded stages share parameters; and the errors of
@@ -59,7 +68,7 @@ class RankModel:
         device: torch.device,
         synchronize: Callable[[], None],
     ) -> None:
-        modules, drew = build_apart(stages.build, schedule.held(groups.rank), device)
+        modules, drew = build_seeded_modules(stages.build, schedule.held(groups.rank), device)
         self.modules = modules
         for index, module in modules.items():
             if not isinstance(module, nn.Module):
@@ -73,120 +82,123 @@ class RankModel:
         if sharded.parameters and shared:
             raise PipelineError(
                 "parameters that fully_shard has sharded are shared by several stages "
-                "(shared_parameters), whose gradients would have to be summed across both: take "
-                "'dp_replicate' in place of 'dp_shard', or stages that have parameters of their own"
+                "(shared_parameters), and gradients cannot be summed over shards and stages "
+                "together: use 'dp_replicate' in place of 'dp_shard', or no shared parameters"
             )
         copies = ReplicatedParameters(
             modules, shared, schedule, groups, sharded.gathered_shardings, synchronize
         )
         self._tied = copies if shared else None
-        shards, several = bool(sharded.parameters), groups.layout.shares > 1
+        has_shards, has_replicas = bool(sharded.parameters), groups.layout.shares > 1
         self._checks = [
             *([copies.check_hooks] if shared else []),
-            *([sharded.check, sharded.free_all] if shards else []),
+            *([sharded.check, sharded.free_all] if has_shards else []),
         ]
-        self.pre_step = [sharded.gather_all] if shards else []
+        self.pre_step = [sharded.gather_all] if has_shards else []
         self.post_step = [
             *([synchronize] if device.type == "cuda" else []),
-            *([sharded.free_all] if shards else []),
-            *([copies.broadcast_buffers] if several else []),
+            *([sharded.free_all] if has_shards else []),
+            *([copies.broadcast_buffers] if has_replicas else []),
         ]
         self._reductions: list[Callable[[], Wait]] = [
             *copies.reductions,
-            *([sharded.start] if shards else []),
+            *([sharded.start] if has_shards else []),
         ]
         self.parameters = _trainable(modules.values())
-        self._lie_apart = any(map(is_dtensor, self.parameters))
-        self.reduces = bool(self._reductions) or self._lie_apart
-        # Of replicas, the first one's are counted.
+        self._has_dtensors = any(map(is_dtensor, self.parameters))
+        self.reduces = bool(self._reductions) or self._has_dtensors
         self._counted = [p for p in self.parameters if copies.is_counted(p)]
-        self._known = frozenset(map(id, self.parameters))
+        self._parameter_ids = frozenset(map(id, self.parameters))
         self.optimizer: torch.optim.Optimizer | None = None
 
-    def take_optimizer(self, optimizer_fn: OptimizerFunction) -> None:
-        """Have the optimizer made that moves the parameters, if there are any.
+    def build_optimizer(self, optimizer_fn: OptimizerFunction) -> None:
+        """Build the optimizer of the parameters, if any; collective if parameters are tied.
 
         Raises:
-            PipelineError: this is no optimizer, one of other parameters, one that wants a
-                closure, or one that moves a tied parameter otherwise than another rank's.
+            PipelineError: ``optimizer_fn`` returns no optimizer, an optimizer of other parameters,
+                one that needs a closure, or one with other options for a tied parameter than
+                another rank's.
         """
         if self.parameters:
             self.optimizer = optimizer_fn(self.parameters)
-            _check_moves(self.optimizer, self.parameters)
+            _check_optimizer(self.optimizer, self.parameters)
         if self._tied is not None:
             self._tied.check_optimizers(self.optimizer)
 
     @property
     def optimizer_state(self) -> list[Tensor]:
         """The tensors of the optimizer's state."""
-        found = {} if self.optimizer is None else self.optimizer.state
-        values = (value for each in found.values() for value in each.values())
+        states = {} if self.optimizer is None else self.optimizer.state
+        values = (value for state in states.values() for value in state.values())
         return [value for value in values if isinstance(value, Tensor)]
 
     def step(
-        self, max_norm: float | None, norm: float | None, agree: Callable[[], None] | None = None
+        self, max_norm: float | None, norm: float | None, barrier: Callable[[], None] | None = None
     ) -> None:
-        """Clip, move and clear the gradients, and hear that all ranks have done so.
+        """Clip the gradients, call the optimizer, wait for all ranks, and drop the gradients.
 
         Args:
-            max_norm: clips the norm of the whole model's gradient to this; None does not clip.
-            norm: what it is.
-            agree: comes back when every rank has called it, raises if one did not; None: whatever
-                other ranks do, if there are any.
+            max_norm: the norm to which the gradient of the whole model is clipped; None does not
+                clip.
+            norm: the norm of that gradient before.
+            barrier: returns when every rank has called it, and raises if a rank cannot; None does
+                not wait for other ranks.
         """
         if max_norm is not None and norm is not None:
             _clip(self.parameters, max_norm, norm)
         if self.optimizer is not None:
             self.optimizer.step()
-        if agree is not None:
-            agree()
+        if barrier is not None:
+            barrier()
         self.drop_gradients()
 
     def check(self) -> None:
-        """Refuse parameters that are trained now and were not when this was made: no optimizer
-        moves them, no norm counts them and no copies are kept equal.
+        """Check that no other parameters are trained than when the trainer was built.
+
+        No optimizer would update a new one, no norm count it, and its copies would come to differ.
 
         Raises:
-            PipelineError: names one.
+            PipelineError: names such a parameter.
         """
         for call in self._checks:
             call()
         for stage, module in self.modules.items():
             for name, parameter in module.named_parameters():
-                if parameter.requires_grad and id(parameter) not in self._known:
+                if parameter.requires_grad and id(parameter) not in self._parameter_ids:
                     raise PipelineError(
                         f"parameter {name!r} of stage {stage} was unfrozen, added or replaced "
-                        "after the trainer was built, and its optimizer does not know it: build a "
-                        "new trainer, or put values into the parameters that are there "
-                        "(load_state_dict without assign=True)"
+                        "after the trainer was built, and is not in its optimizer: build a new "
+                        "trainer, or copy values into the existing parameters (load_state_dict "
+                        "without assign=True)"
                     )
 
     def close(self) -> None:
-        """Let sharded modules communicate as before."""
+        """Give sharded modules back the process groups that they had before."""
         self.sharded.close()
 
-    def norms(self, *, squares: bool) -> GradientNorms:
-        """The norms of this rank's gradients.
+    def gradient_norms(self, *, squares: bool) -> GradientNorms:
+        """Start to compute the norms of this rank's gradients.
 
         Args:
-            squares: whether their squares are asked for, in which each parameter of the model
-                counts once; without it copies are asked, too.
+            squares: whether to compute the sum of squares, which counts each parameter of the model
+                on one rank only. Without it, all parameters of this rank are included.
         """
         return GradientNorms(self._counted if squares else self.parameters, squares=squares)
 
     def nonfinite_stage(self, norms: GradientNorms) -> int | None:
-        """The last of this rank's stages that has a gradient with a number that is not finite."""
-        found = {*map(id, norms.nonfinite())}
+        """Return the last of this rank's stages with a gradient that is not finite, if any."""
+        nonfinite = {*map(id, norms.nonfinite())}
         stages = (
             stage
             for stage, module in sorted(self.modules.items(), reverse=True)
-            if found and any(id(each) in found for each in module.parameters())
+            if nonfinite and any(id(p) in nonfinite for p in module.parameters())
         )
         return next(stages, None)
 
     def drop_gradients(self) -> None:
-        """Drop all gradients, also of parameters that the optimizer does not move: theirs would
-        add up for ever, and count in the norm.
+        """Drop all gradients, of parameters that are not in the optimizer too.
+
+        These would otherwise grow with every step, and count in the norm.
         """
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -194,93 +206,110 @@ class RankModel:
             parameter.grad = None
 
     @contextlib.contextmanager
-    def reduced(self) -> Iterator[None]:
-        """Give every copy of a parameter the sum of the gradients that come inside, and all
-        replicas of the pipeline their mean.
+    def reducing_gradients(self) -> Iterator[None]:
+        """Reduce the gradients that are computed inside the context.
 
-        What was there before stays, once, so that steps can accumulate. After an error, only that
-        is there. Reductions start behind the last action of a rank: started beside Ws that
-        remained, they made steps of replicas no shorter.
+        Afterwards each copy of a tied parameter has the sum of the gradients of all copies, and
+        each replica of the pipeline has the mean over replicas. Gradients of earlier steps are
+        added once, after the reduction, so that steps can accumulate. After an error only these
+        remain.
+
+        Reductions start after the rank's last action. Starting them beside the last W actions made
+        steps of replicas no shorter.
 
         Raises:
             LostPeerError: another rank did not take part.
         """
-        before = [(each, each.grad) for each in self.parameters]
-        for each, _ in before:
-            each.grad = None
+        earlier_gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        for parameter, _ in earlier_gradients:
+            parameter.grad = None
         try:
             yield
             for wait in [start() for start in self._reductions]:
                 wait()
         except BaseException:
-            for each, earlier in before:
-                each.grad = earlier
+            for parameter, earlier in earlier_gradients:
+                parameter.grad = earlier
             self.sharded.forget()
             raise
-        for each, earlier in before:
-            if self._lie_apart:
-                redistribute_gradient(each)
+        for parameter, earlier in earlier_gradients:
+            if self._has_dtensors:
+                redistribute_gradient(parameter)
             if earlier is not None:
                 with torch.no_grad():
-                    each.grad = earlier if each.grad is None else earlier + each.grad
+                    new = parameter.grad
+                    parameter.grad = earlier if new is None else earlier + new
 
 
 def _check_tied(index: int, module: nn.Module, shared: Sequence[Sequence[Holder]]) -> None:
-    """Of a model that was cut, parameters of several stages are not to train apart."""
+    """Check that the stage's tied parameters are in ``shared``, so that they are trained as one.
+
+    Raises:
+        PipelineError: names one that is not.
+    """
     named = {holder for group in shared for holder in group}
     for name in getattr(module, "tied_elsewhere", ()):
         if (index, name) not in named:
             raise PipelineError(
-                f"{name!r} of stage {index} is tied to a parameter of another stage: train by "
-                "plan.trainer(...), or pass StageOptions(shared_parameters=plan.shared)"
+                f"{name!r} of stage {index} is tied to a parameter of another stage, and "
+                "shared_parameters does not have it: build the trainer by plan.trainer(...), or "
+                "pass StageOptions(shared_parameters=plan.shared)"
             )
 
 
 def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Parameters that need a gradient, each once."""
-    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    return list(found.values())
+    """Return the parameters that need a gradient, each once."""
+    trained = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    return list(trained.values())
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
-    """Scale gradients in place by max_norm / norm if ``norm``, that of the model, is greater.
+    """Scale this rank's gradients in place by max_norm / norm, if ``norm`` is greater.
 
-    The same rule as ``torch.nn.utils.clip_grad_norm_``, applied to this rank's share.
+    This is the rule of ``torch.nn.utils.clip_grad_norm_`` for the norm of the whole model.
     """
     total: Tensor = torch.tensor(norm, device="cpu")
-    # Of DTensors this rank's parts, which the plain number can be multiplied with.
-    parts: Any = [
-        _NormTerm(local_tensor(each.grad)) for each in parameters if each.grad is not None
+    # This rank's part of a DTensor can be scaled by a plain number.
+    terms: Any = [
+        _NormTerm(local_tensor(parameter.grad))
+        for parameter in parameters
+        if parameter.grad is not None
     ]
-    torch.nn.utils.clip_grads_with_norm_(parts, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(terms, max_norm, total)
 
 
 class _NormTerm(NamedTuple):
+    """A gradient in the form that torch's clipping expects of a parameter."""
+
     grad: Tensor
 
 
-def _wants_closure(optimizer: Any) -> bool:
+def _needs_closure(optimizer: Any) -> bool:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
-def _check_moves(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Other parameters get no gradient, and nobody would move these."""
+def _check_optimizer(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Check that an optimizer can run without a closure, and has only this rank's parameters.
+
+    Raises:
+        PipelineError: it cannot, or has others.
+    """
     if not hasattr(optimizer, "param_groups"):
         raise PipelineError(
             f"optimizer_fn must return a torch.optim.Optimizer; got a {type(optimizer).__name__}"
         )
-    if _wants_closure(optimizer):
+    if _needs_closure(optimizer):
         raise PipelineError(
             f"{type(optimizer).__name__} runs the model again in its step(closure), which a "
-            "pipeline cannot do within a step: take an optimizer with step(), such as "
+            "pipeline cannot do within a step: use an optimizer with step(), such as "
             "torch.optim.AdamW"
         )
-    given = set(map(id, parameters))
-    moved = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(each not in given for each in moved)
+    expected = set(map(id, parameters))
+    updated = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(parameter not in expected for parameter in updated)
     if foreign:
         raise PipelineError(
-            f"optimizer_fn built an optimizer of {len(moved)} parameters, {foreign} of which it "
-            "was not given: build it of the list that it is called with, this rank's parameters"
+            f"optimizer_fn built an optimizer of {len(updated)} parameters, {foreign} of which are "
+            "not this rank's: build it from the list that optimizer_fn is called with"
         )

@@ -225,7 +225,7 @@ class Runner:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(plan, tensors, self._recorder))
             if model.reduces:
-                stack.enter_context(model.reduced())
+                stack.enter_context(model.reducing_gradients())
             for call in model.pre_step:
                 call()
             losses = executor.run(inputs, targets, recorder)
@@ -238,7 +238,7 @@ class Runner:
                 stage.publish()
         call_accumulate_hooks(hooked)
         needs_norms = self.clips or self._nonfinite != "ignore"
-        norms = model.norms(squares=self.clips) if needs_norms else None
+        norms = model.gradient_norms(squares=self.clips) if needs_norms else None
         for call in model.post_step:
             call()
         self.spans = recorder.spans() if recorder is not None else []

@@ -1,4 +1,4 @@
-"""How stages start: each built under a seed of its own, and compared with the others."""
+"""Initial weights: each stage is built under its own seed, and compared with other stages."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from autosplit.text.figures import few
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.trainer.stage_modules import Holder
 
-_SAMPLES = 16  # numbers of a parameter that are compared
+_SAMPLES = 16  # the first numbers of each parameter, which are compared
 
 
-def build_apart(
+def build_seeded_modules(
     build: Callable[[int], nn.Module], stages: Iterable[int], device: torch.device
 ) -> tuple[dict[int, nn.Module], bool]:
-    """Build stages, each under a seed of its own: under one seed on all ranks they start with
-    different weights, and with the same ones on whichever rank. Generators stay as they are.
+    """Build the modules of stages, each under its own seed, and restore the random generators.
+
+    With one seed on all ranks, stages start with different weights, and a stage starts with the
+    same weights on whichever rank it is.
 
     Args:
-        build: makes stage ``index``.
-        stages: which.
-        device: whose generator is seeded beside the CPU's.
+        build: builds the module of a stage.
+        stages: the stages to build.
+        device: the device whose generator is seeded, beside the CPU's.
 
     Returns:
-        the modules by stage, and whether building them drew random numbers.
+        The modules by stage, and whether building them drew random numbers.
     """
     modules, drew, number = dict[int, nn.Module](), False, next_number()
     with generators_kept():
@@ -50,12 +52,14 @@ def agree_on_start(
     *,
     drew: bool,
 ) -> None:
-    """If building drew on any rank, move the CPU's generator on by one number on all, so that the
-    next trainer starts otherwise. Warn of stages that start with equal weights. Collective.
+    """Advance the random generators alike, and warn of stages with equal weights; collective.
+
+    If building drew random numbers on any rank, one number is drawn from the CPU's generator on
+    all ranks, so that the next trainer starts with other weights.
 
     Args:
         modules: this rank's stages.
-        shared: parameters that several stages hold, which are equal by intent.
+        shared: parameters that several stages share, and which are equal on purpose.
         groups: the trainer's process groups.
         drew: whether building this rank's stages drew random numbers.
     """
@@ -64,24 +68,26 @@ def agree_on_start(
     rows = groups.everybody.gather((drew, samples))
     if any(drew for drew, _ in rows):
         draw_number()
-    alike: dict[str, set[int]] = {}
+    by_sample: dict[str, set[int]] = {}
     for index, sample in (item for _, samples in rows for item in samples.items()):
-        alike.setdefault(sample, set()).add(index)
-    alike.pop("", None)
-    equal = [few([*map(str, sorted(stages))], 8) for stages in alike.values() if len(stages) > 1]
+        by_sample.setdefault(sample, set()).add(index)
+    by_sample.pop("", None)
+    equal = [
+        few([*map(str, sorted(stages))], 8) for stages in by_sample.values() if len(stages) > 1
+    ]
     if equal:
         warnings.warn(
             f"stages {'; '.join(equal)} start with equal weights: was each built after the same "
             "torch.manual_seed(...), or copied? Pass a function that builds stage number index "
-            "and sets no seed, which the trainer seeds by stage, or call torch.manual_seed(seed + "
-            "index) before each",
+            "and sets no seed, as the trainer sets one for each stage; or call "
+            "torch.manual_seed(seed + index) before you build each stage",
             UserWarning,
             stacklevel=5,
         )
 
 
 def _sample(index: int, module: nn.Module, tied: set[Holder]) -> str:
-    """A digest of a stage's weights that are not shared; empty if each is constant."""
+    """Return a digest of a stage's weights that are not tied; empty if each is constant."""
     named = module.named_parameters()
     values = [(name, _numbers(p)) for name, p in named if (index, name) not in tied]
     if all(len({*numbers}) < 2 for _, numbers in values):
@@ -90,6 +96,7 @@ def _sample(index: int, module: nn.Module, tied: set[Holder]) -> str:
 
 
 def _numbers(parameter: Tensor) -> list[complex]:
+    """Return the first numbers of a parameter; of a DTensor, of this rank's part."""
     if parameter.is_meta:
         return []
     numbers: list[complex] = local_tensor(parameter).detach().flatten()[:_SAMPLES].tolist()

@@ -196,7 +196,7 @@ class PipelineTrainer:
             if not isinstance(factory, SplitStage):
                 rank_model.sharded.refuse_factory(factory)
             self.modules = rank_model.modules
-            rank_model.take_optimizer(optimizer_fn)
+            rank_model.build_optimizer(optimizer_fn)
             self.optimizer = rank_model.optimizer
             # Whoever gets here knows that every other rank did.
             everybody = self._groups.everybody

@@ -222,7 +222,7 @@ SCENARIOS: dict[str, Scenario] = {
     "foreign parameters": (
         step(optimizer_fn=_optimizer_of_others),
         None,
-        "optimizer_fn built an optimizer of 4 parameters, 2 of which it was not given",
+        "optimizer_fn built an optimizer of 4 parameters, 2 of which are not this rank",
     ),
     "no optimizer": (
         step(optimizer_fn=lambda parameters: None),
@@ -269,7 +269,7 @@ SCENARIOS: dict[str, Scenario] = {
     "replaced": (
         lambda: _replaced(),
         None,
-        "was unfrozen, added or replaced after the trainer was built, and its opt",
+        "was unfrozen, added or replaced after the trainer was built, and is not",
     ),
     "other norm": (
         lambda: _different(max_grad_norm=(None, 1.0)),
