@@ -517,7 +517,7 @@ def _check_sharding(name: str, sharding: Sharding, dimension: str, ranks: tuple[
         if len(ranks) > 1
         else f"the trainer has no mesh with {TENSOR!r} or {EXPERT!r}"
     )
-    advised = next((known for known in names if known in _SHARDING_ADVICE), dimension)
+    advised = next((axis for axis in names if axis in _SHARDING_ADVICE), dimension)
     raise ShardedError(
         f"{name} is a DTensor over the ranks {list(sharding.ranks)} ({sharding}), but {expected}: "
         f"{_SHARDING_ADVICE[advised]}, with the mesh that is passed to PipelineTrainer, "
