@@ -291,7 +291,7 @@ def test_what_is_refused() -> None:
             (no_mesh, built(wrongly(pairs["dp_replicate"]), pairs)),
             (no_mesh, built(wrongly(None), None, stages=4)),
             (
-                "shared by several stages (shared_parameters), whose gradients would have to be",
+                "shared by several stages (shared_parameters), and gradients cannot be summed over",
                 built(sharded(mesh), shared_parameters=tied),
             ),
             (

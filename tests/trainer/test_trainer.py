@@ -177,7 +177,7 @@ def test_optimizers_move_a_tied_parameter_alike() -> None:
 
     ends = Tied(0), Tied(1)
     ends[1].tied = ends[0].tied
-    with pytest.raises(PipelineError, match=r"'tied' of stage 0 .* differently: lr must"):
+    with pytest.raises(PipelineError, match=r"'tied' of stage 0 .* different options: lr is"):
         workers.trainer([*ends], optimizer_fn=apart)
 
 
