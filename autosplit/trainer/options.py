@@ -18,7 +18,7 @@ from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.passes import CollectiveCosts
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.host_store import HostStore, open_store
+from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
 from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.engine.stage_protocols import StageFactory
 from autosplit.pipeline.schedule.moves import has_moves, offloads
@@ -292,7 +292,7 @@ def choose_device(device: torch.device | str | None, layout: RankLayout) -> torc
 
 def store_for(
     options: TrainerOptions, schedule: Schedule, device: torch.device
-) -> HostStore | None:
+) -> OffloadTarget | None:
     """The host's store of a rank; None where nothing is or may be offloaded.
 
     Raises:
@@ -301,7 +301,7 @@ def store_for(
     """
     folder = options.run.store
     if options.memory_limit is not None or offloads(schedule):
-        return open_store(device, folder)
+        return open_offload_target(device, folder)
     if folder is not None:
         raise PipelineError(
             f"store={str(folder)!r} has no effect: schedule {schedule.name!r} offloads nothing"

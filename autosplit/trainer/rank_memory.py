@@ -12,8 +12,8 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.engine.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.moves import Moves
+from autosplit.pipeline.engine.offload_target import OffloadTarget, measure_offload
 from autosplit.pipeline.engine.stage_builder import traced
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
@@ -55,7 +55,7 @@ class RankMemory:
         groups: Groups,
         dataflow: StageDataflow,
         device: torch.device,
-        store: HostStore | None,
+        store: OffloadTarget | None,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
         self._grad_dtype = grad_dtype
@@ -158,12 +158,12 @@ class RankMemory:
                 *(each for stage in stages for each in stage.saved_tensors),
                 *(each for stage in stages for each in stage.deferred_tensors),
                 *([] if messages is None else messages.tensors),
-                *([] if moves is None else moves.moving),
+                *([] if moves is None else moves.storages_in_transit),
             ]
             fixed = state | storage_sizes(gradients)
             return sum(fixed.values()), sum((fixed | storage_sizes(kept)).values())
 
-        beside = None if moves is None else moves.transferred.most
+        beside = None if moves is None else moves.transferred.peak
         self.recorder = MemoryRecorder(times, holdings, self._device, beside=beside)
         counted = contextlib.nullcontext() if moves is None else moves.counted()
         with self.recorder.recording(), counted:
@@ -177,7 +177,7 @@ class RankMemory:
         Raises:
             PipelineError: no rank has a store.
         """
-        own = None if self._store is None else measure_store(self._store)
+        own = None if self._store is None else measure_offload(self._store)
         known = [each for each in self._groups.everybody.gather(own) if each is not None]
         if not known:
             raise PipelineError("no rank has a store that could be measured: nothing is offloaded")

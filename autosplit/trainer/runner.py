@@ -34,8 +34,8 @@ from autosplit.pipeline.engine.autocast import WithAutocast
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.evaluation import ModuleStage, forward_only
 from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.host_store import HostStore
 from autosplit.pipeline.engine.moves import Moves
+from autosplit.pipeline.engine.offload_target import OffloadTarget
 from autosplit.pipeline.engine.stage_builder import (
     build_stages,
     check_inputs,
@@ -147,7 +147,7 @@ class Runner:
         groups: Groups,
         guard: Guard,
         device: torch.device,
-        store: HostStore | None,
+        store: OffloadTarget | None,
     ) -> None:
         self._loss_fn, self._autocast = loss_fn, options.stages.autocast
         self.record, self.clips = options.run.record, options.max_grad_norm is not None
@@ -299,7 +299,7 @@ class Runner:
             )
         with activity.during("compiling its stages", announced=True):
             compile_stages(plan.stages, self.schedule)
-        plan.dtype = plan.boundaries.known[self._last][0].dtype
+        plan.dtype = plan.boundaries.outputs[self._last][0].dtype
         stages = plan.stages.values()
         draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)
         # This also starts the step's clock on all ranks together, replicas included.
@@ -328,7 +328,7 @@ class Runner:
             groups.rank,
             Transport(routes, groups, plan.boundaries, device=self._device, posts=posts),
             loss_grad=loss_grad,
-            place=groups.activity,
+            activity=groups.activity,
             moves=moves,
             batch_arguments=self._batch_arguments(plan),
             seeds=self._seeds,

@@ -13,7 +13,7 @@ import torch
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.host_store import open_store
+from autosplit.pipeline.engine.offload_target import open_offload_target
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.offload import offload
 from autosplit.pipeline.simulation.activation_memory import peak_memory
@@ -63,7 +63,7 @@ def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def bandwidth(folder: Path) -> float:
     """Bytes a second into the store, as a rank offloads; the pages stay in the system's cache."""
-    store = open_store(torch.device("cpu"), folder)
+    store = open_offload_target(torch.device("cpu"), folder)
     pieces = [torch.zeros(_PIECE, dtype=torch.uint8) for _ in range(_PIECES)]
     start = time.perf_counter()
     tickets = [store.put(piece) for piece in pieces]

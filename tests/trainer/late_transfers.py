@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.moves import Lane, Move, PartnerStore
+from autosplit.pipeline.engine.moves import Lane, PartnerMemory, TransferFuture
+from autosplit.pipeline.engine.offload_target import OffloadFile
 from autosplit.pipeline.ledger.bands import MemoryRecorder
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
 
@@ -32,10 +32,10 @@ def late_transfers(seconds: float, seed: int = 0) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            (PartnerStore, "put"),
-            (PartnerStore, "take"),
-            (HostFileStore, "put"),
-            (HostFileStore, "take"),
+            (PartnerMemory, "put"),
+            (PartnerMemory, "take"),
+            (OffloadFile, "put"),
+            (OffloadFile, "take"),
         ):
             stack.enter_context(mock.patch.object(owner, name, late(getattr(owner, name))))
         yield
@@ -49,7 +49,9 @@ def recorded_transfers() -> Iterator[None]:
     marks = _Marks()
     carry, mark, finish = Lane.carry, MemoryRecorder._look, MemoryRecorder.finish
 
-    def carry_seen(lane: Lane, action: Action, work: Callable[[], Any], **options: Any) -> Move:
+    def carry_seen(
+        lane: Lane, action: Action, work: Callable[[], Any], **options: Any
+    ) -> TransferFuture:
         seen = marks.count
         leaves = action.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
 

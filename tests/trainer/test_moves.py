@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.errors import OutputError, PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.moves import Moves, PartnerStore
+from autosplit.pipeline.engine.moves import Moves, PartnerMemory
+from autosplit.pipeline.engine.offload_target import OffloadFile
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.trainer import tuning
 from tests.kept_ranks import Ranks, ranks
@@ -146,15 +146,15 @@ def test_the_timeline_holds_what_all_ranks_ran() -> None:
 def test_a_storage_travels_once_and_no_parameter_does() -> None:
     """Nor does the batch, of which the microbatches are parts: all that its rows make travels."""
     sent: list[list[Tensor]] = []
-    announce = PartnerStore.announce
+    announce = PartnerMemory.announce
 
-    def noted(store: PartnerStore, storages: Any) -> None:
+    def noted(store: PartnerMemory, storages: Any) -> None:
         sent.append(list(storages))
         announce(store, storages)
 
     schedule = evicting(build("gpipe", 2, 3), away=[SAVED])
     with (
-        mock.patch.object(PartnerStore, "announce", noted),
+        mock.patch.object(PartnerMemory, "announce", noted),
         trainer(layers, 2, 3, schedule=schedule, **OWN) as engine,
     ):
         engine.step(data(12))
@@ -221,7 +221,7 @@ def test_a_limit_of_memory_changes_no_result() -> None:
         ({"store": "/tmp"}, r"store='/tmp' has no effect: schedule '1f1b' offloads nothing"),
         (
             {"store": "/missing", "schedule": offloading(build("gpipe", 2, 3))},
-            "no file for offloaded tensors can be made in .*missing",
+            "no file for offloaded tensors can be created in .*missing",
         ),
     ],
     ids=["too little", "no bytes", "whole backwards", "nothing to store", "no folder"],
@@ -242,7 +242,7 @@ def test_limits_and_stores_of_no_use_are_refused(options: dict[str, Any], said: 
     ("call", "said"),
     [
         ("pwrite", r"rank 0 failed in 0OFFLOAD\d: PipelineError: .* offloaded to a file .*Input/o"),
-        ("preadv", r"rank 0 failed in 0RELOAD\d: PipelineError: what was offloaded .* is lost: In"),
+        ("preadv", r"rank 0 failed in 0RELOAD\d: PipelineError: tensors that were .* are lost: In"),
     ],
 )
 @ranks(2)
@@ -265,19 +265,19 @@ def test_every_rank_hears_what_became_of_a_store(call: str, said: str) -> None:
 
 
 def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = HostFileStore.put
+    put = OffloadFile.put
 
-    def put_late(store: HostFileStore, data: Tensor) -> Any:
+    def put_late(store: OffloadFile, data: Tensor) -> Any:
         time.sleep(0.3)
         return put(store, data)
 
-    monkeypatch.setattr(HostFileStore, "put", put_late)
+    monkeypatch.setattr(OffloadFile, "put", put_late)
     schedule = offloading(build("gpipe", 2, 4, ranks=1))
     options = {**OWN, "schedule": schedule, "timeout": 0.1}
     with trainer(layers, 2, ranks=1, **options) as engine:
         with pytest.raises(PipelineError, match="rank 0 failed in 0OFFLOAD0") as caught:
             engine.step(data(16))
-        message = "the store on this host has had 0.1 s for 0OFFLOAD0: it hangs, or needs a longer"
+        message = "0OFFLOAD0 did not finish on this host within 0.1 s"
         assert message in str(caught.value)
 
 
@@ -341,8 +341,8 @@ def test_a_partner_that_dies_with_what_it_holds(tmp_path: Path, on_ranks: Ranks)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (offloading, "0OFFLOAD0 is scheduled, but what stage 0 holds cannot be moved"),
-        (recomputing, "0F0 is to run with a RECOMPUTE, but stage 0 cannot run its forward again"),
+        (offloading, "0OFFLOAD0 is scheduled, but the tensors of stage 0 cannot be moved"),
+        (recomputing, "0F0 is scheduled with a RECOMPUTE, but stage 0 cannot run its"),
     ],
 )
 def test_stages_of_others_that_cannot(change: Any, said: str) -> None:

@@ -120,9 +120,9 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
     stages, registered = _stages(model, inputs[0])
     dataflow = StageDataflow(model.stages, model.wiring)
     boundaries = Boundaries()
-    boundaries.known.update(enumerate(registered))
+    boundaries.outputs.update(enumerate(registered))
     pairs = zip(stages, registered, strict=True)
-    boundaries.settle_gradients([dependence_of(item, len(out)) for item, out in pairs], dataflow)
+    boundaries.resolve_gradients([dependence_of(item, len(out)) for item, out in pairs], dataflow)
 
     wire: Wire = {}
     posts = recv_posting_order(schedule, dataflow)

@@ -1,4 +1,4 @@
-"""What crosses between stages: tensors of shapes that the ranks have agreed on."""
+"""Boundaries between stages: the tensors that cross them, with shapes that the ranks agreed on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autosplit.pipeline.schedule.routes import StageDataflow, StageMessage
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What is agreed on about one tensor; it travels contiguous.
+    """The agreed shape and dtype of one tensor between stages, which is sent contiguous.
 
     Attributes:
         shape: its sizes.
@@ -27,7 +27,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """The meta of a tensor that wants no gradient back."""
+        """The meta of a tensor that needs no gradient."""
         return cls(tensor.shape, tensor.dtype, False)
 
     def __str__(self) -> str:
@@ -38,66 +38,73 @@ Boundary = tuple[TensorMeta, ...]
 """The tensors between one stage and the next, in order."""
 
 Dependence = Sequence[Sequence[bool]]
-"""Of each output of a stage, for each of its inputs whether that output's gradient gives it one."""
+"""For each output of a stage and each of its inputs, whether the gradient of the output gives the
+input one.
+"""
 
 
 class Boundaries:
     """The agreed boundaries of batches of one shape, in training or in evaluation.
 
-    Boundary s lies after stage s. The last stage's is not crossed: it holds the loss. Training
-    knows all before its first step; in evaluation, a rank knows those that have crossed there.
+    Boundary s is after stage s. The last one holds the loss, and no message crosses it. In training
+    all boundaries are known before the first step. In evaluation, a rank knows a boundary once
+    a message has crossed it there.
 
     Attributes:
-        known: what each stage puts out.
+        outputs: by stage, the outputs of the stage.
     """
 
     def __init__(self) -> None:
-        self.known: dict[int, Boundary] = {}
-        self._given: dict[tuple[int, int], Sequence[bool]] = {}
+        self.outputs: dict[int, Boundary] = {}
+        self._get_gradient: dict[tuple[int, int], Sequence[bool]] = {}
 
-    def crossing(
+    def tensors_in(
         self, message: StageMessage, dataflow: StageDataflow
     ) -> Sequence[TensorMeta | None]:
-        """What is in a message between stages that are known; None for a gradient that is not."""
+        """The tensors in a message over a known boundary; None for a gradient that is not sent."""
         boundary, taker = message.boundary, message.taker
-        metas = dataflow.select(self.known[boundary], boundary, taker)
+        metas = dataflow.select(self.outputs[boundary], boundary, taker)
         if message.forward:
             return metas
-        given = self._given.get((boundary, taker)) or [meta.requires_grad for meta in metas]
-        return [meta if is_given else None for meta, is_given in zip(metas, given, strict=True)]
+        flags = self._get_gradient.get((boundary, taker)) or [m.requires_grad for m in metas]
+        return [meta if is_sent else None for meta, is_sent in zip(metas, flags, strict=True)]
 
-    def settle_gradients(
+    def resolve_gradients(
         self, dependence: Sequence[Dependence | None], dataflow: StageDataflow
     ) -> None:
-        """Work out which gradients come back, from the last stage to the first: not every tensor
-        that could have one gets one. Of what a stage does not use, and of what it uses only for
-        such, none comes back, as under autograd.
+        """Find the gradients that stages send back, from the last stage to the first.
+
+        Not every tensor that requires a gradient gets one. As under autograd, an input gets none if
+        the stage does not use it, or uses it only for outputs that get none.
 
         Args:
-            dependence: of each stage; None where that is not known: all that are wanted come back.
+            dependence: per stage; None where it is not known: every input that requires a gradient
+                gets one.
             dataflow: the dataflow between stages.
         """
         last = len(dependence) - 1
         for stage in range(last, -1, -1):
-            come = [stage == last] * len(self.known[stage])
+            output_flags = [stage == last] * len(self.outputs[stage])
             for target in dataflow.targets(stage):
-                taken = dataflow.select(range(len(come)), stage, target)
-                for at, is_given in zip(taken, self._given[stage, target], strict=True):
-                    come[at] |= is_given
+                positions = dataflow.select(range(len(output_flags)), stage, target)
+                flags = self._get_gradient[stage, target]
+                for position, is_sent in zip(positions, flags, strict=True):
+                    output_flags[position] |= is_sent
             rows = dependence[stage]
+            if rows is not None:
+                rows = [row for row, gets in zip(rows, output_flags, strict=True) if gets]
             for source in dataflow.sources(stage):
-                metas = dataflow.select(self.known[source], source, stage)
-                given = [meta.requires_grad for meta in metas]
+                metas = dataflow.select(self.outputs[source], source, stage)
+                flags = [meta.requires_grad for meta in metas]
                 if rows is not None:
-                    arrived = [row for row, comes in zip(rows, come, strict=True) if comes]
                     places = dataflow.places(source, stage) or [[at] for at in range(len(metas))]
-                    pairs = zip(given, places, strict=True)
-                    given = [
-                        g and any(row[at] for at in own for row in arrived) for g, own in pairs
+                    flags = [
+                        flag and any(row[place] for place in of_input for row in rows)
+                        for flag, of_input in zip(flags, places, strict=True)
                     ]
-                self._given[source, stage] = given
+                self._get_gradient[source, stage] = flags
 
 
 def listed(metas: Sequence[TensorMeta | None]) -> str:
-    """One part of a batch, in words."""
-    return ", ".join("nothing" if each is None else str(each) for each in metas)
+    """The tensors of one part of a batch, in words."""
+    return ", ".join("nothing" if meta is None else str(meta) for meta in metas)

@@ -1,4 +1,4 @@
-"""Runs one rank's actions of a schedule on its stages, in its order."""
+"""The executor: runs the actions of one rank on its stages, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -23,24 +23,22 @@ from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.ranks.first_error import ActionError, LostPeerError, RankActivity
 from autosplit.stage import Stage
 
-# --- a rank's row of steps ------------------------------------------------------------------------
-
 Values = list[Any]
 """Tensors, or None where there is no gradient."""
 
 
-class Step(NamedTuple):
-    """An action as bound calls; those that it has no use for are not there.
+class BoundAction(NamedTuple):
+    """An action of the row with its calls bound to their arguments; None or empty if not needed.
 
-    Waiting for input is not counted as work.
+    The recorder measures ``compute`` only, not the waits.
 
     Attributes:
-        action: what it is.
-        compute: the work, on what was fetched if anything is.
+        action: the action.
+        compute: the work, called with the result of ``fetch`` if there is one.
         fetch: waits for the action's input.
-        deliver: hands on the result.
-        waits: wait for what the action needs of moves, and post receives.
-        recorded: whether a recorder is to note when it ran; moves note it themselves.
+        deliver: passes on the result.
+        waits: wait for moves that the action needs, and post receives.
+        recorded: whether the recorder notes when it ran. Moves note this themselves.
     """
 
     action: Action
@@ -54,32 +52,32 @@ class Step(NamedTuple):
 class Executor:
     """Runs the actions of ``rank`` on its stages.
 
-    Each action is prepared once, as calls without arguments to look up; a step is a loop over them,
-    without autograd.
+    Each action is bound to its arguments once, when the executor is constructed. A step is then a
+    loop over calls, without autograd.
 
     Args:
         stages: the rank's stages by index.
         schedule: a legal schedule.
-        rank: whose actions to run.
+        rank: the rank.
         messages: carries tensors between stages.
         loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
             only runs forward.
-        place: is told what the rank is doing.
-        moves: carries out the schedule's moves, where there are any.
-        batch_arguments: of stages the arguments from the batch that need a gradient: a name by
-            place.
-        seeds: seeds the generators before each call of stages that do not do so themselves, as
-            ``Stage`` does.
+        activity: records what the rank is doing, for error messages and timeouts.
+        moves: carries out the schedule's moves; None if it has none.
+        batch_arguments: by stage, names of the batch's inputs that need a gradient, by their
+            position among the stage's arguments.
+        seeds: seeds the generators before each call of a stage that is no ``Stage``; a ``Stage``
+            does so itself.
 
     Attributes:
-        batch_gradients: of the last run the gradients of these, by name and microbatch.
+        batch_gradients: gradients of the batch's inputs in the last run, by name and microbatch.
         schedule: see above.
         messages: see above.
         moves: see above.
 
     Raises:
-        PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
-            to a stage that has none, or one that cannot run its forward again.
+        PipelineError: the schedule has an action of a stage that this rank does not have, a
+            backward of a stage without one, or a RECOMPUTE of a stage that cannot run it.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class Executor:
         messages: Transport,
         *,
         loss_grad: Tensor | None,
-        place: RankActivity | None = None,
+        activity: RankActivity | None = None,
         moves: Moves | None = None,
         batch_arguments: Mapping[int, Mapping[int, Hashable]] = MappingProxyType({}),
         seeds: StageSeeds | None = None,
@@ -107,15 +105,28 @@ class Executor:
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
         self._recorder: Recorder | None = None
-        self._place = RankActivity() if place is None else place
+        self._activity = RankActivity() if activity is None else activity
         self.moves = moves
         row = schedule.ranks[rank]
-        self._again = recomputed(row)
-        self._looked: set[int] = set()
-        self._places: dict[Action, deque[int]] = defaultdict(deque)
-        for at, action in enumerate(row):  # moves may stand there more than once
-            self._places[action].append(at)
-        self._row = [*map(self._step, row)]
+        self._recomputed = recomputed(row)
+        self._forward_stages: set[int] = set()
+        self._positions: dict[Action, deque[int]] = defaultdict(deque)
+        for position, action in enumerate(row):  # a row may contain a move more than once
+            self._positions[action].append(position)
+        self._row = [*map(self._bind, row)]
+
+    # The rows of 1F1B for two stages on two ranks and three microbatches, over time. ">" and "<"
+    # are messages of the transport: an output is sent as soon as F has computed it, and the receive
+    # of a gradient is posted ahead of the I that needs it.  rank 0       0F0  0F1   .   0I0  0W0
+    # 0F2  0I1  0W1  0I2  0W2 transport       >    >     <       <    >         < rank 1        .
+    # 1F0  1I0  1F1  1I1  1W0  1F2  1I2  1W1  1W2  The tensors of microbatch m on one stage live in
+    # these places between its actions:  MAILBOX or batch      IN FLIGHT               PENDING |
+    # input      saved tensors         deferred tensors v                  |                     | [
+    # F ] ---------------+----> [ I ] ---------+----> [ W ] | output                  ^   |
+    # | v                         |   v                   v MAILBOX or losses           MAILBOX
+    # MAILBOX        GRADIENT SUMS gradient of the output, of the input  The stage owns IN FLIGHT
+    # and PENDING; a move takes them to another memory and back, and a RECOMPUTE makes saved tensors
+    # of the inputs that F kept. See docs/one-step.md.
 
     @torch.no_grad()
     def run(
@@ -127,12 +138,12 @@ class Executor:
         """Run the schedule once.
 
         Args:
-            inputs: per microbatch, the batch's inputs; not used without a stage that takes them.
-            targets: per microbatch, what comes after the last stage's inputs; likewise.
-            recorder: notes what ran when.
+            inputs: per microbatch, the batch's inputs; empty if no stage of the rank takes any.
+            targets: per microbatch, the arguments of the last stage after its inputs; likewise.
+            recorder: records the start and end of every action; None: nothing is recorded.
 
         Returns:
-            The losses of the microbatches that went through the last stage here, in order.
+            The losses of the microbatches in order, on the rank of the last stage; else empty.
 
         Raises:
             ActionError: an action failed; its error is the cause.
@@ -140,33 +151,33 @@ class Executor:
         """
         self._targets, self._losses = targets, {}
         self.batch_gradients.clear()
-        for own, given in zip(self._inputs, inputs, strict=False):  # none where no stage takes any
-            own[:] = given
+        for kept, microbatch in zip(self._inputs, inputs, strict=False):  # inputs may be empty
+            kept[:] = microbatch
         self._recorder = recorder
         action: Action | None = None
-        place = self._place
+        activity = self._activity
         try:
             if recorder is not None:
                 recorder.begin()
             self.messages.begin()
             if self.moves is not None:
-                self.moves.begin(self._held_outside)
+                self.moves.begin(self._tensors_of_callers)
             for action, compute, fetch, deliver, waits, recorded in self._row:
-                place.action, place.waiting = action, True
-                place.turn += 1
+                activity.action, activity.waiting = action, True
+                activity.turn += 1
                 for wait in waits:
                     wait()
-                # What is fetched is cleared at its last use, and results are not kept here.
+                # Hold no reference: inputs are freed at their last use, results once delivered.
                 call = compute if fetch is None else partial(compute, fetch())
-                place.waiting = False
-                place.turn += 1
+                activity.waiting = False
+                activity.turn += 1
                 if recorder is not None and recorded:
                     call = partial(recorder.run, action, call)
                 if deliver is None:
                     call()
                 else:
                     deliver(call())
-            place.set_action(None, waiting=True)
+            activity.set_action(None, waiting=True)
             if self.moves is not None:
                 spans = self.moves.finish()
                 if recorder is not None:
@@ -180,67 +191,75 @@ class Executor:
                 raise
             raise ActionError(action) from error
         finally:
-            place.set_action(None, waiting=False)
+            activity.set_action(None, waiting=False)
             self._targets, self._losses = (), {}
-            for own in self._inputs:
-                own.clear()
+            for kept in self._inputs:
+                kept.clear()
 
-    # --- preparing them ---------------------------------------------------------------------------
+    # --- binding actions
+    # ---------------------------------------------------------------------------
 
-    def _step(self, action: Action) -> Step:
-        """What an action is, behind what it has to wait for of moves."""
-        moves, kind, at = self.moves, action.kind, self._places[action].popleft()
+    def _bind(self, action: Action) -> BoundAction:
+        """Bind an action at its next position in the row: its waits, its input, its work."""
+        moves, kind, position = self.moves, action.kind, self._positions[action].popleft()
         if kind.is_move:
             if moves is None:
-                raise PipelineError(f"{action} is scheduled, and nothing carries out moves")
-            return Step(action, partial(moves.start, at), recorded=False)
-        need = None if moves is None else moves.needed(at)
-        waits = [*([need] if need else []), *self.messages.posts(action)]
+                raise PipelineError(f"{action} is scheduled, but the executor has no Moves")
+            return BoundAction(action, partial(moves.start, position), recorded=False)
+        wait = None if moves is None else moves.wait_before(position)
+        waits = [*([wait] if wait else []), *self.messages.posts(action)]
         if not kind.is_compute:
-            return Step(action, _nothing, waits=tuple(waits), recorded=False)
-        step = self._computing(action)
+            return BoundAction(action, _do_nothing, waits=tuple(waits), recorded=False)
+        bound = self._bind_compute(action)
         if self._seeds is not None and not isinstance(self._stages[action.stage], Stage):
-            step = step._replace(compute=partial(self._seeds.run, action, step.compute))
-        return step._replace(waits=tuple(waits))
+            bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
+        return bound._replace(waits=tuple(waits))
 
-    def _computing(self, action: Action) -> Step:
+    def _bind_compute(self, action: Action) -> BoundAction:
+        """Bind the input, the work and the result of F, I, W, B or RECOMPUTE."""
         stage, microbatch, kind = self._stages.get(action.stage), action.microbatch, action.kind
         if stage is None:
             raise PipelineError(
-                f"{action} is scheduled on rank {self._rank}, which holds stages "
+                f"{action} is scheduled on rank {self._rank}, which has stages "
                 f"{sorted(self._stages)}"
             )
         if kind is ActionKind.FORWARD:
             forward: Callable[..., Values] = partial(stage.forward, microbatch)
-            if (action.stage, microbatch) in self._again:
-                forward = partial(self._recomputing(action).forward, microbatch, keep="inputs")
-            # Nobody changes a module within a step; classes of users need not know of that.
-            if action.stage in self._looked and type(stage).forward is Stage.forward:
+            if (action.stage, microbatch) in self._recomputed:
+                forward = partial(
+                    self._require_recompute(action).forward, microbatch, keep="inputs"
+                )
+            # A module does not change within a step. Subclasses may not take ``steady``.
+            if action.stage in self._forward_stages and type(stage).forward is Stage.forward:
                 forward = partial(forward, steady=True)
-            self._looked.add(action.stage)
-            return Step(action, forward, self._inputs_of(action), self._outputs_to(action))
+            self._forward_stages.add(action.stage)
+            return BoundAction(action, forward, self._inputs_of(action), self._outputs_to(action))
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
         if kind.is_memory:
-            return Step(action, partial(self._recomputing(action).recompute, microbatch))
+            return BoundAction(
+                action, partial(self._require_recompute(action).recompute, microbatch)
+            )
         if kind is ActionKind.BACKWARD_WEIGHT:
-            return Step(action, partial(stage.backward_weight, microbatch))
+            return BoundAction(action, partial(stage.backward_weight, microbatch))
         fused = kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
-        return Step(action, backward, self._gradients_of(action), self._gradients_to(action))
+        return BoundAction(action, backward, self._gradients_of(action), self._gradients_to(action))
 
-    def _recomputing(self, action: Action) -> Any:
+    def _require_recompute(self, action: Action) -> Any:
         stage = self._stages[action.stage]
         if not hasattr(stage, "recompute"):
             raise PipelineError(
-                f"{action} is to run with a RECOMPUTE, but stage {action.stage} cannot run its "
+                f"{action} is scheduled with a RECOMPUTE, but stage {action.stage} cannot run its "
                 "forward again: its class has no recompute(), see autosplit.Stage"
             )
         return stage
 
     def _inputs_of(self, action: Action) -> Callable[[], Values]:
         microbatch, dataflow = action.microbatch, self.messages.dataflow
-        receives = [self.messages.receiver(each) for each in incoming_messages(action, dataflow)]
+        receives = [
+            self.messages.receiver(message) for message in incoming_messages(action, dataflow)
+        ]
         bring = arguments(action.stage, dataflow, receives, self._inputs[microbatch].copy)
         if action.stage < self._last:
             return bring
@@ -252,17 +271,19 @@ class Executor:
 
         def keep(outputs: Values) -> None:
             (loss,) = outputs
-            # Some kernels put the scalar into memory as large as what they reduced.
-            alone = loss.untyped_storage().nbytes() == loss.nbytes
-            self._losses[action.microbatch] = loss if alone else loss.clone()
+            # Some kernels return the scalar in a storage as large as their input.
+            is_compact = loss.untyped_storage().nbytes() == loss.nbytes
+            self._losses[action.microbatch] = loss if is_compact else loss.clone()
 
         return keep
 
     def _gradients_of(self, action: Action) -> Callable[[], Values]:
         if action.stage == self._last:
-            return partial(list, (self._loss_grad,))  # a fresh one each time
+            return partial(list, (self._loss_grad,))  # a new list each time
         dataflow = self.messages.dataflow
-        receives = [self.messages.receiver(each) for each in incoming_messages(action, dataflow)]
+        receives = [
+            self.messages.receiver(message) for message in incoming_messages(action, dataflow)
+        ]
         return output_gradients(action.stage, dataflow, receives)
 
     def _gradients_to(self, action: Action) -> Callable[[Values], None] | None:
@@ -282,12 +303,12 @@ class Executor:
 
         return keep
 
-    def _held_outside(self, microbatch: int) -> list[Tensor]:
-        """Tensors of a microbatch that are held besides by whoever gave them."""
+    def _tensors_of_callers(self, microbatch: int) -> list[Tensor]:
+        """Tensors of a microbatch that callers also refer to, so that a move frees no memory."""
         targets = self._targets[microbatch] if self._targets else ()
         loss_grad = () if self._loss_grad is None else (self._loss_grad,)
         return [*self._inputs[microbatch], *targets, *loss_grad]
 
 
-def _nothing() -> None:
-    """What an AWAIT computes."""
+def _do_nothing() -> None:
+    """Compute nothing, for AWAIT, which only waits."""

@@ -1,9 +1,9 @@
-"""Carries out the moves of a rank: what a microbatch holds is elsewhere for a while, in the host's
-store or in the memory of a partner rank, which is a store behind another link.
+"""Moves of activations: the tensors of a microbatch are away for a while, in the host's offload
+target or in the memory of a partner rank.
 
-What waits for what is said in ``schedule/moves.py``. A move only starts in its rank's place; the
-transfer runs in a lane of its own. Storages are given up one by one as they leave, and made one by
-one as they arrive.
+``schedule/moves.py`` says which action waits for which. At its place in the row, a move only
+starts; the transfer runs in a lane of its own. Storages are freed one by one as they leave, and
+allocated one by one as they arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
-from autosplit.pipeline.engine.host_store import HostStore
+from autosplit.pipeline.engine.offload_target import OffloadTarget
 from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
 from autosplit.pipeline.schedule.schedule import LANES, Action, Schedule
 from autosplit.pipeline.simulation.simulate import Span
@@ -31,38 +31,36 @@ from autosplit.torch_internals.allocations import record_sizes
 
 
 class TransferredBytes:
-    """Counts from any thread what comes, from when its memory is made, and what has gone."""
+    """Net bytes that transfers have allocated and freed; any thread may count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = self._highest = 0
 
     def change(self, more: int) -> None:
-        """There are so many bytes more, or fewer."""
+        """Add to the count: positive when memory is allocated, negative when it is freed."""
         with self._lock:
             self._now += more
             self._highest = max(self._highest, self._now)
 
-    def most(self) -> int:
-        """The most that there were at any time since the last call, above those at that call."""
+    def peak(self) -> int:
+        """The largest count since the last call, relative to the count at that call."""
         with self._lock:
-            found = self._highest
+            peak = self._highest
             self._now = self._highest = 0
-        return found
+        return peak
 
 
-Move = Future[tuple[Any, float, float]]
-"""A move of a step, from where its rank starts it until it has ended: what comes of it, and when
-that was.
-"""
+TransferFuture = Future[tuple[Any, float, float]]
+"""A running transfer: its result, and when it started and ended."""
 
 
 class Lane:
-    """A thread, and on an accelerator a stream, that carries out one move after another.
+    """A thread, and on an accelerator a stream, that runs one transfer after another.
 
     Args:
-        name: of the thread.
-        device: where what it carries lies.
+        name: the name of the thread.
+        device: the device of the moved tensors.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -70,35 +68,37 @@ class Lane:
         self._device = device
         self._stream = OwnStream(device)
 
-    def carry(self, action: Action, work: Callable[[], Any], *, counted: bool = False) -> Move:
-        """Do ``work`` when all before it is done, and behind what the device was given so far.
+    def carry(
+        self, action: Action, work: Callable[[], Any], *, counted: bool = False
+    ) -> TransferFuture:
+        """Run ``work`` after earlier transfers of the lane and the kernels launched so far.
 
         Args:
             action: the move.
-            work: what is to be done.
-            counted: whether another thread counts what this process allocates.
+            work: the transfer.
+            counted: whether another thread counts the allocations of this process.
         """
-        given, started = done_so_far(self._device), perf_counter()
+        launched, started = done_so_far(self._device), perf_counter()
 
         def run() -> tuple[Any, float, float]:
             sizes = record_sizes() if counted else contextlib.nullcontext()
-            with self._stream.after(given), torch.inference_mode(False), sizes:
+            with self._stream.after(launched), torch.inference_mode(False), sizes:
                 return work(), started, perf_counter()
 
         return self._pool.submit(run)
 
 
-Left = Sequence[tuple[int, Any]]
-"""Of each storage that left, its bytes, and what the store gave for it."""
+Tickets = Sequence[tuple[int, Any]]
+"""For each storage that has left, its bytes and the ticket of the target."""
 
 
-class PartnerStore:
-    """The memory of a partner rank, over groups of the pair's own: each puts what the other takes.
+class PartnerMemory:
+    """The memory of a partner rank as an offload target: each rank puts what the other takes.
 
     Args:
         groups: the trainer's process groups, in which the two are connected.
-        partner: the other rank.
-        device: where storages lie.
+        partner: the partner rank.
+        device: the device of the storages.
     """
 
     def __init__(self, groups: Groups, partner: int, device: torch.device) -> None:
@@ -109,25 +109,25 @@ class PartnerStore:
         self._run(self._groups.isend(data, self._partner, LANE))
 
     def take(self, ticket: None, data: Tensor) -> None:
-        """Receive one."""
+        """Receive a storage."""
         self._run(self._groups.irecv(data, self._partner, LANE))
 
     def announce(self, storages: Sequence[Tensor]) -> None:
-        """Send sizes ahead, which may depend on the data."""
+        """Send the sizes of storages ahead, since they may depend on the data."""
         sizes = [len(storages), *(tensor.numel() for tensor in storages)]
-        told = torch.zeros(_MOST, dtype=torch.int64, device=self._device)
-        told[: len(sizes)] = torch.tensor(sizes, device=self._device)
-        self.put(told)
+        message = torch.zeros(_MAX_STORAGES, dtype=torch.int64, device=self._device)
+        message[: len(sizes)] = torch.tensor(sizes, device=self._device)
+        self.put(message)
 
-    def announced(self) -> Left:
-        """Hear what comes."""
-        told = torch.zeros(_MOST, dtype=torch.int64, device=self._device)
-        self.take(None, told)
-        count, *sizes = told.tolist()
+    def announced(self) -> Tickets:
+        """Receive the sizes of the storages that the partner will send."""
+        message = torch.zeros(_MAX_STORAGES, dtype=torch.int64, device=self._device)
+        self.take(None, message)
+        count, *sizes = message.tolist()
         return [(size, None) for size in sizes[:count]]
 
     def _run(self, work: dist.Work | None) -> None:
-        # In another thread than that whose waits are watched.
+        # This runs in a lane's thread; only waits of the rank's own thread are watched.
         who = f"{self._groups.rank_name(self._partner)}, the partner"
         with as_lost_peer(contextlib.nullcontext, self._groups.timeout, who):
             if work is not None:
@@ -136,29 +136,29 @@ class PartnerStore:
 
 
 LANE = "memory"
-"""The groups between partners."""
-_MOST = 2**14
-"""Storages of a microbatch that a partner takes, and their number."""
+"""The name of the process groups between partners."""
+_MAX_STORAGES = 2**14
+"""Length of the message with sizes: their count, and the sizes."""
 
 
 class Moves:
     """The moves of one rank under one schedule; the same every step.
 
-    Creating one is collective over all ranks.
+    Collective: all ranks must construct it together.
 
     Args:
         stages: the rank's stages by index.
         schedule: a legal schedule.
         groups: the trainer's process groups.
-        device: where the stages run.
-        store: the rank's store on the host, where it offloads.
+        device: the device of the stages.
+        target: the rank's offload target; None if it offloads nothing.
 
     Attributes:
-        transferred: counts what comes and goes.
+        transferred: counts the bytes that transfers allocate and free.
 
     Raises:
-        PipelineError: there is no store, or a stage whose microbatches are moved cannot do that.
-        LostPeerError: some rank did not take part.
+        PipelineError: there is no offload target, or a stage does not support moves.
+        LostPeerError: another rank did not take part.
     """
 
     def __init__(
@@ -167,50 +167,55 @@ class Moves:
         schedule: Schedule,
         groups: Groups,
         device: torch.device,
-        store: HostStore | None = None,
+        target: OffloadTarget | None = None,
     ) -> None:
         self.transferred = TransferredBytes()
-        self._stages, self._store, self._device = stages, store, device
+        self._stages, self._target, self._device = stages, target, device
         self._rank = groups.rank
         self._row = schedule.ranks[groups.rank]
-        self._timeout, self._place = groups.timeout, groups.activity
-        self._starts: dict[int, Callable[[], Move]] = {}
+        self._timeout, self._activity = groups.timeout, groups.activity
+        self._starts: dict[int, Callable[[], TransferFuture]] = {}
         self._arrivals: dict[int, tuple[Any, int, int]] = {}
-        self._awaited = dict(waited_departures(self._row))
+        self._waited_departures = dict(waited_departures(self._row))
         self._lanes = {name: Lane(f"autosplit-{name}", device) for name in {*LANES.values()}}
         self._counting = False
-        journeys = find_moves(schedule)
-        ends = ((each.rank, each.partner) for each in journeys if each.partner is not None)
-        groups.connect({(min(pair), max(pair)) for pair in ends}, LANE)
-        self._partner = PartnerStore(groups, schedule.partner(groups.rank), device)
-        self._begun: dict[int, Move] = {}
-        self._moving: dict[int, list[Tensor]] = {}
-        self._kept: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
-        for journey in journeys:
-            if journey.rank == groups.rank:
-                self._add(journey)
-            elif journey.partner == groups.rank:
-                self._add_guest(journey)
+        moves = find_moves(schedule)
+        pairs = ((move.rank, move.partner) for move in moves if move.partner is not None)
+        groups.connect({(min(pair), max(pair)) for pair in pairs}, LANE)
+        self._partner = PartnerMemory(groups, schedule.partner(groups.rank), device)
+        self._transfers: dict[int, TransferFuture] = {}
+        self._in_transit: dict[int, list[Tensor]] = {}
+        self._other_references: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
+        for move in moves:
+            if move.rank == groups.rank:
+                self._add(move)
+            elif move.partner == groups.rank:
+                self._add_partner_move(move)
 
     @property
-    def moving(self) -> list[Tensor]:
-        """Storages that are leaving or arriving now, and those that are here for the partner."""
-        return [tensor for each in [*self._moving.values()] for tensor in [*each]]
+    def storages_in_transit(self) -> list[Tensor]:
+        """Storages that are leaving or arriving now, and those kept for the partner."""
+        # Copies, because lanes change these lists.
+        return [tensor for storages in [*self._in_transit.values()] for tensor in [*storages]]
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Around steps whose thread counts what this process allocates."""
+        """Around steps whose thread counts the allocations of this process."""
         self._counting = self._device.type == "cpu"
         try:
             yield
         finally:
             self._counting = False
 
-    def begin(self, kept: Callable[[int], Iterable[Tensor]]) -> None:
-        """Start a step; ``kept`` are tensors of a microbatch that others hold besides stages."""
-        self._begun.clear()
-        self._moving.clear()
-        self._kept = kept
+    def begin(self, other_references: Callable[[int], Iterable[Tensor]]) -> None:
+        """Start a step.
+
+        Args:
+            other_references: maps a microbatch to its tensors that others than stages refer to.
+        """
+        self._transfers.clear()
+        self._in_transit.clear()
+        self._other_references = other_references
 
     def start(self, place: int) -> None:
         """Start the move at a place of the row.
@@ -219,28 +224,29 @@ class Moves:
             ActionError: a move has failed.
             LostPeerError: the partner is gone.
         """
-        for at, move in [*self._begun.items()]:
-            if (
-                move.done() and move.exception() is not None
-            ):  # the first: others fail for want of it
-                self._await(at)
-        self._begun[place] = self._starts[place]()
+        for earlier, transfer in [*self._transfers.items()]:
+            # Raise the first error, which later transfers may fail from.
+            if transfer.done() and transfer.exception() is not None:
+                self._await(earlier)
+        self._transfers[place] = self._starts[place]()
 
-    def needed(self, place: int) -> Callable[[], None] | None:
-        """The call that waits for all that the action at a place needs of moves, and puts back
-        what was away. It raises what ``start`` does. None where nothing is needed.
+    def wait_before(self, place: int) -> Callable[[], None] | None:
+        """The call to make before the action at a place of the row; None if it needs no move.
+
+        It waits for the departures and the arrival that the action needs, and gives the stage its
+        tensors back. It raises the same errors as ``start``.
         """
-        departures = self._awaited.get(place, ())
+        departures = self._waited_departures.get(place, ())
         arrival = self._arrivals.get(place)
         if not departures and arrival is None:
             return None
 
         def wait() -> None:
-            for each in departures:
-                self._await(each)
+            for departure in departures:
+                self._await(departure)
             if arrival is not None:
-                stage, microbatch, came = arrival
-                tensors = self._await(came)
+                stage, microbatch, arrival_place = arrival
+                tensors = self._await(arrival_place)
                 take_over(tensors)
                 stage.attach_held(microbatch, tensors)
                 tensors.clear()
@@ -248,115 +254,128 @@ class Moves:
         return wait
 
     def finish(self) -> list[Span]:
-        """End a step; when every move was, in the order of the row. Raises what ``start`` does."""
-        for at in sorted(self._begun):
-            self._await(at)
-        moves = sorted(self._begun.items())
-        self._begun.clear()
-        return [Span(self._rank, self._row[at], *move.result()[1:]) for at, move in moves]
+        """End a step; returns the spans of all moves in the order of the row.
 
-    def _add(self, journey: ActivationMove) -> None:
-        """The two moves of what a stage holds."""
-        stage: Any = self._stages.get(journey.stage)
-        what = f"{self._row[journey.leaves]}"
+        Raises:
+            ActionError, LostPeerError: as ``start``.
+        """
+        for place in sorted(self._transfers):
+            self._await(place)
+        transfers = sorted(self._transfers.items())
+        self._transfers.clear()
+        return [Span(self._rank, self._row[at], *future.result()[1:]) for at, future in transfers]
+
+    def _add(self, move: ActivationMove) -> None:
+        """Add departure and arrival of tensors of this rank's stage."""
+        stage: Any = self._stages.get(move.stage)
+        action = self._row[move.leaves]
         if not hasattr(stage, "detach_held"):
             raise PipelineError(
-                f"{what} is scheduled, but what stage {journey.stage} holds "
-                "cannot be moved: its class has no held(), detach_held() and attach_held(), see "
-                "autosplit.Stage"
+                f"{action} is scheduled, but the tensors of stage {move.stage} cannot be moved: "
+                "its class has no held(), detach_held() and attach_held(), see autosplit.Stage"
             )
-        store = self._store if journey.partner is None else self._partner
-        if store is None:
-            raise PipelineError(f"{what} is scheduled, and there is no store for it")
+        target = self._target if move.partner is None else self._partner
+        if target is None:
+            raise PipelineError(f"{action} is scheduled, but the rank has no offload target")
 
-        def leave() -> Move:
-            kept = [*self._kept(journey.microbatch), *self._held_elsewhere(journey)]
-            storages = stage.detach_held(journey.microbatch, kept)
-            self._moving[journey.leaves] = storages
+        def start_departure() -> TransferFuture:
+            """Detach the tensors from the stage, and start their transfer."""
+            shared = [
+                *self._other_references(move.microbatch),
+                *self._tensors_of_other_stages(move),
+            ]
+            storages = stage.detach_held(move.microbatch, shared)
+            self._in_transit[move.leaves] = storages
 
-            def work() -> Left:
-                if isinstance(store, PartnerStore):
-                    store.announce(storages)
-                return self._send(storages, store)
+            def work() -> Tickets:
+                if isinstance(target, PartnerMemory):
+                    target.announce(storages)
+                return self._send(storages, target)
 
-            return self._carry(journey.leaves, work)
+            return self._submit(move.leaves, work)
 
-        self._starts[journey.leaves] = leave
-        self._starts[journey.comes] = self._arrival(
-            journey.comes, lambda: self._begun[journey.leaves].result()[0], store
+        self._starts[move.leaves] = start_departure
+        self._starts[move.comes] = self._arrival(
+            move.comes, lambda: self._transfers[move.leaves].result()[0], target
         )
-        self._arrivals[journey.used] = stage, journey.microbatch, journey.comes
+        self._arrivals[move.used] = stage, move.microbatch, move.comes
 
-    def _add_guest(self, journey: ActivationMove) -> None:
-        """The two moves of what the partner's stage holds."""
-        partner, accepted = self._partner, journey.accepted
+    def _add_partner_move(self, move: ActivationMove) -> None:
+        """Add arrival and return of tensors of the partner's stage."""
+        partner, accepted = self._partner, move.accepted
 
-        def give_back() -> Move:
-            came = self._begun[accepted]
-            return self._carry(journey.returned, lambda: self._send(came.result()[0], partner))
+        def start_return() -> TransferFuture:
+            arrival = self._transfers[accepted]
+            return self._submit(move.returned, lambda: self._send(arrival.result()[0], partner))
 
         self._starts[accepted] = self._arrival(accepted, partner.announced, partner)
-        self._starts[journey.returned] = give_back
+        self._starts[move.returned] = start_return
 
     def _arrival(
-        self, place: int, left: Callable[[], Left], store: HostStore | PartnerStore
-    ) -> Callable[[], Move]:
-        """What starts an arrival at a place of the row, of what ``left`` tells."""
+        self, place: int, tickets: Callable[[], Tickets], target: OffloadTarget | PartnerMemory
+    ) -> Callable[[], TransferFuture]:
+        """The call that starts an arrival at a place of the row."""
 
         def work() -> list[Tensor]:
-            for each in self._awaited.get(place, ()):  # before memory is taken
-                # What fails there is raised where the rank waits.
+            """Wait until departures have freed memory, then receive."""
+            for departure in self._waited_departures.get(place, ()):
+                # The rank raises the error of a departure where it waits for it.
                 with contextlib.suppress(Exception):
-                    self._begun[each].result()
-            found = self._moving[place] = []
-            self._receive(left(), found, store)
-            return found
+                    self._transfers[departure].result()
+            storages = self._in_transit[place] = []
+            self._receive(tickets(), storages, target)
+            return storages
 
-        return lambda: self._carry(place, work)
+        return lambda: self._submit(place, work)
 
-    def _held_elsewhere(self, journey: ActivationMove) -> Iterator[Tensor]:
-        """What the rank's other stages hold of the microbatch: an output here is an input there."""
+    def _tensors_of_other_stages(self, move: ActivationMove) -> Iterator[Tensor]:
+        """Tensors of the microbatch that other stages of the rank hold: their inputs are
+        outputs.
+        """
         for index, stage in self._stages.items():
-            if index != journey.stage and hasattr(stage, "held"):
-                with contextlib.suppress(SplitError):  # nothing any more, or not yet
-                    yield from stage.held(journey.microbatch)
+            if index != move.stage and hasattr(stage, "held"):
+                with contextlib.suppress(SplitError):  # the stage holds nothing of it
+                    yield from stage.held(move.microbatch)
 
-    def _carry(self, place: int, work: Callable[[], Any]) -> Move:
+    def _submit(self, place: int, work: Callable[[], Any]) -> TransferFuture:
         action = self._row[place]
         return self._lanes[LANES[action.kind]].carry(action, work, counted=self._counting)
 
-    def _send(self, storages: list[Tensor], store: HostStore | PartnerStore) -> Left:
-        """Empties the list as its storages leave."""
+    def _send(self, storages: list[Tensor], target: OffloadTarget | PartnerMemory) -> Tickets:
+        """Send storages one by one, and remove each from the list when it has left."""
         storages.reverse()
-        left = []
+        tickets = []
         while storages:
             size = storages[-1].numel()
-            left.append((size, store.put(storages[-1])))
+            tickets.append((size, target.put(storages[-1])))
             storages.pop()
             self.transferred.change(-size)
-        return left
+        return tickets
 
-    def _receive(self, left: Left, found: list[Tensor], store: HostStore | PartnerStore) -> None:
-        """Into a list, in which each storage is from when there is room for it."""
-        for size, ticket in left:
+    def _receive(
+        self, tickets: Tickets, storages: list[Tensor], target: OffloadTarget | PartnerMemory
+    ) -> None:
+        """Receive storages one by one, and add each to the list when it is allocated."""
+        for size, ticket in tickets:
             self.transferred.change(size)
-            found.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-            store.take(ticket, found[-1])
+            storages.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+            target.take(ticket, storages[-1])
 
     def _await(self, place: int) -> Any:
-        move, action = self._begun[place], self._row[place]
+        """Wait for the transfer at a place of the row, and return its result."""
+        transfer, action = self._transfers[place], self._row[place]
         try:
-            if move.done() or action.kind.is_shared:
-                return move.result()[0]
-            with self._place.during_wait(action):  # for this rank's host alone, and no other rank
-                return move.result(self._timeout)[0]
+            if transfer.done() or action.kind.is_shared:
+                return transfer.result()[0]
+            with self._activity.during_wait(action):  # for this rank's host, not for another rank
+                return transfer.result(self._timeout)[0]
         except LostPeerError:
             raise
         except TimeoutError:
-            late = PipelineError(
-                f"the store on this host has had {self._timeout:.3g} s for {action}: it hangs, or "
-                "needs a longer timeout="
+            timeout = PipelineError(
+                f"{action} did not finish on this host within {self._timeout:.3g} s: the disk or "
+                "the copy hangs, or needs a longer timeout="
             )
-            raise ActionError(action) from late
+            raise ActionError(action) from timeout
         except Exception as error:
             raise ActionError(action) from error

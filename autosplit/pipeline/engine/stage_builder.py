@@ -149,9 +149,9 @@ def build_stages(
                 check_loss(metas)
             built_here = metas, dependence_of(stage, len(metas))
         of_ranks = groups.gather(built_here, f"stage {index} to be built")
-        boundaries.known[index], rows = next(filter(None, of_ranks))
+        boundaries.outputs[index], rows = next(filter(None, of_ranks))
         dependence.append(rows)
-    boundaries.settle_gradients(dependence, dataflow)
+    boundaries.resolve_gradients(dependence, dataflow)
     return built, boundaries
 
 
@@ -183,7 +183,7 @@ def _examples(
     """Example arguments of a stage, without targets."""
 
     def outputs_of(stage: int) -> Receive:
-        metas = dataflow.select(boundaries.known[stage], stage, index)
+        metas = dataflow.select(boundaries.outputs[stage], stage, index)
         return lambda: [_example(meta, device) for meta in metas]
 
     receives = [outputs_of(stage) for stage in dataflow.sources(index)]

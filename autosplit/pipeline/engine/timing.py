@@ -1,4 +1,4 @@
-"""How long actions take, in seconds of ``perf_counter``."""
+"""Recorders of the start and end of actions, in seconds of ``perf_counter``."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ T = TypeVar("T")
 
 
 class Recorder:
-    """Records when things ran in one step at a time; for stages whose calls return when the work is
+    """Records when actions ran, one step at a time, for stages whose calls return when the work is
     done.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._noted: list[tuple[Action, Any, Any]] = []
-        self._beside: list[Span] = []
+        self._computed: list[tuple[Action, Any, Any]] = []
+        self._moves: list[Span] = []
 
     def begin(self) -> None:
         """Start a step."""
-        self._noted, self._beside = [], []
+        self._computed, self._moves = [], []
 
     def run(self, action: Action, compute: Callable[[], T]) -> T:
-        """Compute, and note when that was."""
+        """Run ``compute``, and record its start and end."""
         start = self._mark()
         result = compute()
-        self._noted.append((action, start, self._mark()))
+        self._computed.append((action, start, self._mark()))
         return result
 
     def note(self, spans: Iterable[Span]) -> None:
-        """Add what ran beside computation."""
-        self._beside += spans
+        """Add the spans of moves, which ran beside computation."""
+        self._moves += spans
 
     def spans(self) -> list[Span]:
-        """What the step ran, in the order in which it began; the device must be done with it."""
+        """The spans of the step by their start. The device must have finished the step."""
         computed = [
             Span(self._rank, action, self._seconds(start), self._seconds(end))
-            for action, start, end in self._noted
+            for action, start, end in self._computed
         ]
-        return sorted([*computed, *self._beside], key=lambda span: span.start)
+        return sorted([*computed, *self._moves], key=lambda span: span.start)
 
     def _mark(self) -> Any:
         return perf_counter()
@@ -55,11 +55,11 @@ class Recorder:
 
 
 class DeviceRecorder(Recorder):
-    """For stages whose calls only enqueue kernels on a GPU: by events between them.
+    """Records by CUDA events, for stages whose calls only enqueue kernels.
 
-    In a step nobody may wait for the whole device, for a receive that was posted ahead stands
-    there until another rank has what this one has yet to send. And a wait at every action would
-    measure the gaps that it makes.
+    Within a step, a rank must not wait for the whole device: a receive that was posted ahead
+    occupies it until the peer sends, which may wait for a message of this rank. And waiting at each
+    action would measure the gaps that it causes.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:

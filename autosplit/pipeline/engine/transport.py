@@ -1,9 +1,9 @@
-"""Tensors between stages, over point-to-point messages or by hand on one rank.
+"""Tensors between stages: point-to-point messages between ranks, references within a rank.
 
-Shapes are agreed on before training, so a message is nothing but data; in evaluation the first that
-crosses a boundary says them. Receives are posted ahead; sends are
-not waited for, and what they send is kept until a later message proves that it arrived (see
-``routes``) or the step ends. What several stages take is sent to each.
+In training, ranks agree on shapes before the first step, so messages contain only data. In
+evaluation, the first message over a boundary is preceded by its shapes. Receives are posted ahead.
+Sends are not waited for: their tensors are kept until a later message proves that they arrived (see
+``Routes.acked_sends``) or the step ends. An output that several stages take is sent to each.
 """
 
 from __future__ import annotations
@@ -36,39 +36,40 @@ Send = Callable[[Sequence[Any]], None]
 
 
 class _Transfer(NamedTuple):
-    """Tensors being sent or filled. They live here until every operation on them is complete.
+    """A message being sent or received. It keeps its tensors until every operation is complete.
 
     Attributes:
-        message: which.
-        does: what the peer does with it, in words.
-        tensors: None for a gradient that is not.
-        works: under way.
+        message: the message.
+        verb: how the peer uses the message, for errors: it "makes" or "needs" it.
+        tensors: the tensors; None for a gradient that is not sent.
+        works: the operations that may still run.
     """
 
     message: StageMessage
-    does: str
+    verb: str
     tensors: list[Tensor | None]
     works: list[dist.Work]
 
 
 class Mailbox:
-    """The messages of one step between this rank and one peer: receives are posted in its order and
-    taken in this rank's.
+    """The messages of one step between this rank and one peer.
 
-    Nothing here asks whether a send is complete: Gloo only knows after a wait, and a wait that
-    times out closes the connection. So waits happen where they are known to return at once.
+    Receives are posted in the peer's order, and taken in this rank's order.
 
-    What is received has memory of its own, which lives as long as somebody holds a tensor in it:
-    the stage that took it until its backward, a user's list, a message that passes it on. On CUDA
-    it is made under the stream that computes, behind all that this stream was given before, so that
-    a receive cannot overtake a kernel that still reads what lay there.
+    A mailbox never tests whether a send is complete: Gloo only knows after a wait, and a wait that
+    times out closes the connection. So it waits only where the wait is known to return at once.
+
+    Each received tensor has its own memory, which lives as long as anything refers to it: a stage
+    until its backward, a user's list, another message. On CUDA the memory is allocated on the
+    compute stream, after all kernels launched so far, so that a receive cannot overtake a kernel
+    that still reads the previous contents.
 
     Args:
         link: carries the messages.
         peer: the other rank.
-        routes: what it sends, in its order, and which tensors those are.
-        boundaries: what crosses.
-        device: where tensors are received.
+        routes: the messages from the peer, in its order.
+        boundaries: the tensors between stages.
+        device: the device of received tensors.
     """
 
     def __init__(
@@ -81,127 +82,131 @@ class Mailbox:
     ) -> None:
         self._link, self._peer, self._device = link, peer, device
         self._boundaries, self._dataflow = boundaries, routes.dataflow
-        self._told = {*boundaries.known}
+        self._sent_metas = {*boundaries.outputs}  # known to the peer
         self._messages = routes.receives.get(peer, ())
         self._posted = self._retired = 0
-        self._coming: dict[StageMessage, _Transfer] = {}
-        self._sent: deque[_Transfer] = deque()
+        self._receiving: dict[StageMessage, _Transfer] = {}
+        self._sending: deque[_Transfer] = deque()
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """What is posted and was not taken, and what is sent and may be under way."""
-        for transfer in (*self._coming.values(), *self._sent):
-            yield from (each for each in transfer.tensors if each is not None)
+        """Tensors of posted receives that were not taken, and of sends that may still run."""
+        for transfer in (*self._receiving.values(), *self._sending):
+            yield from (tensor for tensor in transfer.tensors if tensor is not None)
 
     def begin(self) -> None:
         """Start a step."""
         self._posted = self._retired = 0
 
     def put(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> None:
-        """Start sending those that there are."""
+        """Start sending a message; entries that are None are not sent."""
         transfer = _Transfer(message, "needs", [], [])
-        self._sent.append(transfer)
-        if message.boundary not in self._told:
-            self._told.add(message.boundary)
-            text = bytearray(pickle.dumps(self._boundaries.known[message.boundary]))
-            told = torch.frombuffer(text.ljust(_TOLD), dtype=torch.uint8)
-            self._start(transfer, self._link.isend, told.to(self._device))
+        self._sending.append(transfer)
+        if message.boundary not in self._sent_metas:
+            self._sent_metas.add(message.boundary)
+            text = bytearray(pickle.dumps(self._boundaries.outputs[message.boundary]))
+            metas = torch.frombuffer(text.ljust(_META_BYTES), dtype=torch.uint8)
+            self._start(transfer, self._link.isend, metas.to(self._device))
         for tensor in tensors:
             if tensor is not None:
                 self._start(transfer, self._link.isend, tensor.contiguous())
 
     def retire(self, count: int) -> None:
-        """Let go of the first ``count`` messages of this step; waits for any still under way."""
+        """Free the first ``count`` sends of this step; waits for any that still runs."""
         while self._retired < count:
             self._retired += 1
-            self._wait(self._sent.popleft())
+            self._wait(self._sending.popleft())
 
     def finish(self) -> None:
-        """End a step: wait for everything under way."""
-        self.retire(self._retired + len(self._sent))
+        """End a step: wait for all sends."""
+        self.retire(self._retired + len(self._sending))
 
     def post_next(self) -> None:
-        """Post one receive more, if its shapes are known."""
-        left = self._posted < len(self._messages)
-        if left and self._messages[self._posted].boundary in self._boundaries.known:
+        """Post the next receive, if its shapes are known."""
+        is_left = self._posted < len(self._messages)
+        if is_left and self._messages[self._posted].boundary in self._boundaries.outputs:
             self._post()
 
     def take(self, message: StageMessage, place: int, acked_sends: int) -> list[Tensor | None]:
-        """Wait for a message; its tensors.
+        """Wait for a message and return its tensors.
 
         Args:
-            message: which.
-            place: in the order of the peer.
-            acked_sends: how many of the messages sent to it have arrived if anything travelled.
+            message: the message.
+            place: its place in the order of the peer.
+            acked_sends: how many sends to the peer have arrived if this message has any tensor.
         """
         while self._posted <= place:
-            self._learn(self._messages[self._posted])
+            self._receive_metas(self._messages[self._posted])
             self._post()
-        transfer = self._coming.pop(message)
+        transfer = self._receiving.pop(message)
         self._wait(transfer)
         if transfer.works:
             self.retire(acked_sends)
         return transfer.tensors
 
-    def _learn(self, message: StageMessage) -> None:
-        """Wait for the shapes at a boundary, ahead of the first that crosses it."""
-        known, boundary = self._boundaries.known, message.boundary
-        if boundary not in known:
-            told = torch.empty(_TOLD, dtype=torch.uint8, device=self._device)
+    def _receive_metas(self, message: StageMessage) -> None:
+        """Wait for the shapes at a boundary, ahead of the first message that crosses it."""
+        outputs, boundary = self._boundaries.outputs, message.boundary
+        if boundary not in outputs:
+            metas = torch.empty(_META_BYTES, dtype=torch.uint8, device=self._device)
             transfer = _Transfer(message, "makes", [], [])
-            self._start(transfer, self._link.irecv, told)
+            self._start(transfer, self._link.irecv, metas)
             self._wait(transfer)
-            known[boundary] = pickle.loads(bytes(told.tolist()))
+            outputs[boundary] = pickle.loads(bytes(metas.tolist()))
 
     def _post(self) -> None:
+        """Post the receive of the next message."""
         message = self._messages[self._posted]
         self._posted += 1
-        transfer = self._coming[message] = _Transfer(message, "makes", [], [])
-        for meta in self._boundaries.crossing(message, self._dataflow):
+        transfer = self._receiving[message] = _Transfer(message, "makes", [], [])
+        for meta in self._boundaries.tensors_in(message, self._dataflow):
             if meta is None:
                 transfer.tensors.append(None)
             else:
-                made = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
-                self._start(transfer, self._link.irecv, made)
+                buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                self._start(transfer, self._link.irecv, buffer)
 
     def _start(
         self, transfer: _Transfer, start: Callable[[Tensor, int], dist.Work | None], tensor: Tensor
     ) -> None:
+        """Start an operation on one tensor of a transfer."""
         transfer.tensors.append(tensor)
-        begun = perf_counter()
+        start_time = perf_counter()
         try:
             work = start(tensor, self._peer)
         except RuntimeError as error:
-            raise self._lost(transfer, begun, error) from error
+            raise self._as_lost_peer(transfer, start_time, error) from error
         if work is not None:
             transfer.works.append(work)
 
     def _wait(self, transfer: _Transfer) -> None:
         """Wait until every operation is complete."""
-        begun = perf_counter()
+        start_time = perf_counter()
         try:
             for work in transfer.works:
                 work.wait()
         except RuntimeError as error:
-            raise self._lost(transfer, begun, error) from error
+            raise self._as_lost_peer(transfer, start_time, error) from error
 
-    def _lost(self, transfer: _Transfer, begun: float, error: RuntimeError) -> LostPeerError:
-        what = f"{self._link.rank_name(self._peer)}, which {transfer.does} {transfer.message}"
-        return lost_peer_error(what, perf_counter() - begun, self._link.timeout, error)
+    def _as_lost_peer(
+        self, transfer: _Transfer, start_time: float, error: RuntimeError
+    ) -> LostPeerError:
+        peer = f"{self._link.rank_name(self._peer)}, which {transfer.verb} {transfer.message}"
+        return lost_peer_error(peer, perf_counter() - start_time, self._link.timeout, error)
 
 
-_TOLD = 2**16
-"""Bytes that say what crosses a boundary: of some two thousand tensors."""
+_META_BYTES = 2**16
+"""Size of the message with the shapes at a boundary; enough for about two thousand tensors."""
 
 
 class Transport:
     """One rank's messages under one schedule; the same calls every step.
 
     Args:
-        routes: what travels where.
+        routes: the messages of this rank.
         link: carries the messages.
-        boundaries: what crosses; those that are not known yet are by the first tensors that do.
-        device: where received tensors are made.
+        boundaries: the tensors between stages; unknown ones are set by the first message.
+        device: the device of received tensors.
         posts: by action, the peers from which the next receives are posted before it, as
             ``recv_posting_order`` returns them. Over NCCL, a posted receive is a kernel that waits
             on the device, and may delay kernels that are launched after it.
@@ -221,24 +226,26 @@ class Transport:
     ) -> None:
         self._posts, self._boundaries, self._device = posts, boundaries, device
         self._routes, self.dataflow = routes, routes.dataflow
-        self._boxes = {
+        self._mailboxes = {
             peer: Mailbox(link, peer, routes, boundaries, device)
             for peer in {**routes.sends, **routes.receives}
         }
-        self._target = {each: peer for peer, messages in routes.sends.items() for each in messages}
-        self._source = {
-            each: peer for peer, messages in routes.receives.items() for each in messages
+        self._target = {
+            message: peer for peer, messages in routes.sends.items() for message in messages
         }
-        self._here: dict[StageMessage, list[Tensor | None]] = {}
+        self._source = {
+            message: peer for peer, messages in routes.receives.items() for message in messages
+        }
+        self._local: dict[StageMessage, list[Tensor | None]] = {}
 
     def begin(self) -> None:
         """Start a step."""
-        for box in self._boxes.values():
+        for box in self._mailboxes.values():
             box.begin()
 
     def posts(self, action: Action) -> list[Callable[[], None]]:
         """The calls that post receives before an action."""
-        return [self._boxes[peer].post_next for peer in self._posts.get(action, ())]
+        return [self._mailboxes[peer].post_next for peer in self._posts.get(action, ())]
 
     def finish(self) -> None:
         """End a step: wait until everything sent has arrived.
@@ -246,22 +253,21 @@ class Transport:
         Raises:
             LostPeerError: a peer died or did not take a message in time.
         """
-        for box in self._boxes.values():
+        for box in self._mailboxes.values():
             box.finish()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What messages hold: what comes, what goes, results on their way to stages here."""
-        here = [each for part in self._here.values() for each in part if each is not None]
-        return [*here, *(tensor for box in self._boxes.values() for tensor in box.tensors)]
+        """Tensors of all messages: received, sent, and between stages of this rank."""
+        local = [t for tensors in self._local.values() for t in tensors if t is not None]
+        return [*local, *(tensor for box in self._mailboxes.values() for tensor in box.tensors)]
 
     def sender(self, result: Action) -> Send | None:
-        """The call that hands ``result`` (an F's or I's, named by its action) to other stages; None
-        where no stage takes it.
+        """The call that passes the result of an F or I to other stages; None if no stage takes it.
 
-        It takes one tensor per output of an F, one gradient per input of an I. Of gradients those
-        that were agreed on travel, one that is missing in this microbatch as zeros. It raises
-        PipelineError, before sending anything, if a tensor is not what was agreed on.
+        It takes one tensor per output of an F, or one gradient per input of an I. Only the agreed
+        gradients are sent; one that is missing in this microbatch is sent as zeros. If a tensor has
+        another shape or dtype than agreed, it raises PipelineError before sending anything.
         """
         messages = outgoing_messages(result, self.dataflow)
         if result.kind is ActionKind.FORWARD:
@@ -271,65 +277,68 @@ class Transport:
             return sends[0] if sends else None
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            for each in sends:
-                each(gradients)
+            for send_to_stage in sends:
+                send_to_stage(gradients)
 
         return send
 
     def receiver(self, message: StageMessage) -> Receive:
-        """The call that waits for ``message`` and returns a fresh list of its tensors.
+        """The call that waits for ``message`` and returns a new list of its tensors.
 
-        Gradients come with one entry per output that went the other way, None where it needs none.
-        It raises LostPeerError if the sender died or did not send in time.
+        Gradients have one entry per output that was sent the other way, None if it needs none. The
+        call raises LostPeerError if the sender died or did not send in time.
         """
         if message not in self._source:
-            return partial(self._here.pop, message)
+            return partial(self._local.pop, message)
         peer, routes = self._source[message], self._routes
         place = routes.receives[peer].index(message)
-        return partial(self._boxes[peer].take, message, place, routes.acked_sends[message])
+        return partial(self._mailboxes[peer].take, message, place, routes.acked_sends[message])
 
     def _output_sender(self, result: Action, messages: Sequence[StageMessage]) -> Send:
         dataflow = self.dataflow
         puts = [
-            (self._put(each), dataflow.positions(each.boundary, each.taker)) for each in messages
+            (self._put_call(message), dataflow.positions(message.boundary, message.taker))
+            for message in messages
         ]
-        known, stage = self._boundaries.known, result.stage
+        outputs, stage = self._boundaries.outputs, result.stage
 
         def send(tensors: Sequence[Tensor]) -> None:
-            if stage not in known:  # the first outputs are what later ones are held to
+            """Check a stage's outputs, and send each taker those that it takes."""
+            if stage not in outputs:  # later outputs must match the first
                 dataflow.check_outputs(stage, len(tensors))
-                known[stage] = tuple(map(TensorMeta.of, tensors))
-            agreed = known[stage]
+                outputs[stage] = tuple(map(TensorMeta.of, tensors))
+            agreed = outputs[stage]
             if len(tensors) != len(agreed):
                 raise PipelineError(
-                    f"stage {stage} put out {len(tensors)} tensors for microbatch "
+                    f"stage {stage} returned {len(tensors)} tensors for microbatch "
                     f"{result.microbatch}, but {len(agreed)} were agreed on when the pipeline was "
-                    "built; a stage must put out the same tensors every time"
+                    "built. A stage must return the same number of tensors for every microbatch"
                 )
             for place, (tensor, meta) in enumerate(zip(tensors, agreed, strict=True)):
                 if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
-                    raise _unlike(f"output {place} of stage {stage}", result, tensor, meta)
+                    raise _mismatch(f"output {place} of stage {stage}", result, tensor, meta)
             for put, positions in puts:
-                ready = tensors if positions is None else [tensors[each] for each in positions]
-                put([*ready])
+                put([*tensors] if positions is None else [tensors[at] for at in positions])
 
         return send
 
     def _gradient_sender(self, message: StageMessage) -> Send:
-        put, result = self._put(message), message.result
+        put, result = self._put_call(message), message.result
         choose = gradients_for(message.boundary, message.taker, self.dataflow)
-        agreed = self._boundaries.crossing(message, self.dataflow)
+        agreed = self._boundaries.tensors_in(message, self.dataflow)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
+            """Check a stage's input gradients, and send the agreed ones to one source."""
             if choose is not None:
                 gradients = choose(gradients)
             if len(gradients) < len(agreed):
                 raise PipelineError(
-                    f"stage {result.stage} gave {len(gradients)} input gradients for microbatch "
-                    f"{result.microbatch}; expected one for each of its {len(agreed)} inputs"
+                    f"stage {result.stage} returned {len(gradients)} input gradients for "
+                    f"microbatch {result.microbatch}; expected one for each of its "
+                    f"{len(agreed)} inputs"
                 )
             ready: list[Tensor | None] = []
-            # The last stage's targets come after the boundary's tensors and take no part.
+            # The last stage's targets follow the boundary's tensors, and get no gradient.
             for place, (tensor, meta) in enumerate(zip(gradients, agreed, strict=False)):
                 if meta is None:
                     if tensor is not None:
@@ -338,21 +347,21 @@ class Transport:
                 elif tensor is None:
                     tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
                 elif tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
-                    raise _unlike(self._gradient_name(message, place), result, tensor, meta)
+                    raise _mismatch(self._gradient_name(message, place), result, tensor, meta)
                 ready.append(tensor)
             put(ready)
 
         return send
 
-    def _put(self, message: StageMessage) -> Send:
+    def _put_call(self, message: StageMessage) -> Send:
         if message not in self._target:
-            return partial(self._here.__setitem__, message)
-        return partial(self._boxes[self._target[message]].put, message)
+            return partial(self._local.__setitem__, message)
+        return partial(self._mailboxes[self._target[message]].put, message)
 
     def _refuse_unexpected(self, message: StageMessage, place: int) -> None:
-        """Refuse a gradient that the other stage does not wait for, though it could use it."""
+        """Refuse a gradient that the other stage could use but does not wait for."""
         boundary, taker = message.boundary, message.taker
-        metas = self.dataflow.select(self._boundaries.known[boundary], boundary, taker)
+        metas = self.dataflow.select(self._boundaries.outputs[boundary], boundary, taker)
         if metas[place].requires_grad:
             raise PipelineError(
                 f"there is a {self._gradient_name(message, place)} in microbatch "
@@ -366,18 +375,18 @@ class Transport:
         if positions is None:
             return f"gradient of input {place} of stage {message.taker}"
         output = f"output {positions[place]} of stage {message.boundary}"
-        return f"gradient that stage {message.taker} gives {output}"
+        return f"gradient from stage {message.taker} for {output}"
 
 
-def _unlike(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> PipelineError:
+def _mismatch(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> PipelineError:
     return PipelineError(
         f"{name} in microbatch {result.microbatch} is {TensorMeta.of(tensor)}, but {meta} was "
-        "agreed on when the pipeline was built: shapes between stages are static; give every "
+        "agreed on when the pipeline was built. Shapes between stages are static: give every "
         "microbatch the same shape, or build a new trainer"
     )
 
 
-# --- a stage's inputs and output gradients, of what other stages send -----------------------------
+# --- a stage's inputs and output gradients, from the messages of other stages ---------------------
 
 
 def arguments(
@@ -386,13 +395,13 @@ def arguments(
     receives: Sequence[Receive],
     batch: Receive,
 ) -> Receive:
-    """The call that brings the arguments of a stage, in order, in a fresh list.
+    """The call that returns the arguments of a stage, in order, in a new list.
 
     Args:
-        stage: whose arguments.
+        stage: the stage.
         dataflow: the dataflow between stages.
-        receives: brings what each of ``dataflow.sources(stage)`` gives.
-        batch: brings the batch's inputs in a fresh list; those that the stage takes are there.
+        receives: for each of ``dataflow.sources(stage)``, returns the tensors that it sent.
+        batch: returns a new list of the batch's inputs, of which those that the stage takes exist.
     """
     if dataflow.wiring is None:
         return receives[0] if receives else batch
@@ -408,7 +417,7 @@ def arguments(
 
     def bring() -> list[Tensor | None]:
         parts: list[Sequence[Tensor | None]] = [receive() for receive in receives]
-        # The batch stands last, where -1 finds it.
+        # The batch is the last part, at index -1.
         parts.append(batch() if wants_batch else ())
         return [parts[maker][place] for maker, place in picks]
 
@@ -416,15 +425,15 @@ def arguments(
 
 
 def output_gradients(stage: int, dataflow: StageDataflow, receives: Sequence[Receive]) -> Receive:
-    """The call that brings the gradients of a stage's outputs, in order, in a fresh list.
+    """The call that returns the gradients of a stage's outputs, in order, in a new list.
 
-    Those of an output that several stages use are added up from the last stage to the first, as
-    autograd does in a model that runs as one; an output that none uses has None.
+    Gradients of an output that several stages use are added from the last stage to the first, as
+    autograd does in the whole model. An output that no stage uses has None.
 
     Args:
-        stage: whose outputs.
+        stage: the stage.
         dataflow: the dataflow between stages.
-        receives: brings what each of ``dataflow.targets(stage)`` gives.
+        receives: for each of ``dataflow.targets(stage)``, returns the gradients that it sent.
     """
     if dataflow.wiring is None:
         return receives[0]
@@ -447,10 +456,9 @@ def output_gradients(stage: int, dataflow: StageDataflow, receives: Sequence[Rec
 def gradients_for(
     source: int, stage: int, dataflow: StageDataflow
 ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None:
-    """The function from the gradients of a stage's inputs to those of what ``source`` gave it; None
-    where they are the same.
+    """A function from the gradients of a stage's inputs to those of the outputs of ``source``.
 
-    An output that the stage takes more than once gets the sum.
+    An output that the stage takes more than once gets the sum. None: the gradients are the same.
     """
     places = dataflow.places(source, stage)
     if places is None:
@@ -458,9 +466,9 @@ def gradients_for(
 
     def choose(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         chosen: list[Tensor | None] = []
-        for first, *others in places:
+        for first, *repeats in places:
             total = gradients[first]
-            for place in others:
+            for place in repeats:
                 total = added(total, gradients[place])
             chosen.append(total)
         return chosen
@@ -469,7 +477,7 @@ def gradients_for(
 
 
 def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Their sum, a new tensor: either may be in use elsewhere. None stands for zeros."""
+    """The sum of two gradients as a new tensor, since both may be in use. None means zeros."""
     if one is None or other is None:
         return other if one is None else one
     return one + other

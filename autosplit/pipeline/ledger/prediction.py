@@ -148,7 +148,7 @@ def received_bytes(stage: Stage, dataflow: StageDataflow, boundaries: Boundaries
     metas: dict[tuple[int | None, int], TensorMeta] = {
         (source, position): meta
         for source in sources
-        for position, meta in enumerate(boundaries.known[source])
+        for position, meta in enumerate(boundaries.outputs[source])
     }
     names = stage.functions.capture.inputs  # after these come the targets, from the batch
     keys: list[tuple[int | None, int]] = [*metas]
@@ -185,7 +185,7 @@ def message_levels(
 
     def change(message: StageMessage, more: int) -> None:
         nonlocal now
-        metas = boundaries.crossing(message, dataflow)
+        metas = boundaries.tensors_in(message, dataflow)
         places = dataflow.positions(message.boundary, message.taker) or range(len(metas))
         for place, meta in zip(places, metas, strict=True):
             if meta is None or (message.forward and place in borrowed.get(message.boundary, ())):
@@ -211,14 +211,14 @@ def message_levels(
             if message in source:
                 peer = source[message]
                 post(peer, message)
-                is_sent = any(boundaries.crossing(message, dataflow))
+                is_sent = any(boundaries.tensors_in(message, dataflow))
                 while is_sent and retired[peer] < routes.acked_sends[message]:
                     change(sent[peer].popleft(), -1)
                     retired[peer] += 1
             change(message, -1)  # now it counts as the stage's
         levels.append(now)
         if action.kind is ActionKind.FORWARD and action.stage == schedule.stages - 1:
-            now += sum(map(_size, boundaries.known[action.stage]))  # losses stay until the end
+            now += sum(map(_size, boundaries.outputs[action.stage]))  # losses stay until the end
         for message in outgoing_messages(result_of(action), dataflow):
             change(message, 1)
             if (target := schedule.placement[message.stage]) != rank:

@@ -46,7 +46,7 @@ class NoBackward:
 def executor(stages: dict[int, Any], count: int) -> Executor:
     schedule, groups = build("gpipe", count, 1, ranks=1), Groups(1, CPU, 1.0)
     boundaries = Boundaries()
-    boundaries.known |= dict.fromkeys(range(count), ())
+    boundaries.outputs |= dict.fromkeys(range(count), ())
     transport = Transport(routes_of(schedule)[0], groups, boundaries, device=CPU, posts={})
     return Executor(stages, schedule, 0, transport, loss_grad=torch.tensor(1.0))
 
@@ -60,7 +60,7 @@ def test_a_lost_peer_is_passed_on_as_it_is_and_there_is_no_autograd_inside() -> 
 
 
 def test_stages_must_fit_the_schedule() -> None:
-    with pytest.raises(PipelineError, match=r"1F0 is scheduled on rank 0, which holds stages \[0"):
+    with pytest.raises(PipelineError, match=r"1F0 is scheduled on rank 0, which has stages \[0"):
         executor({0: Forwards()}, 2)
     with pytest.raises(PipelineError, match="stage 1 has no backward"):
         executor({0: Forwards(), 1: NoBackward()}, 2)

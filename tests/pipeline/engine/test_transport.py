@@ -65,8 +65,8 @@ def test_connections_end_when_a_trainer_is_closed() -> None:
 def _transport(*metas: TensorMeta, given: Sequence[bool] = ()) -> Transport:
     groups = Groups(1, CPU, 1.0)
     boundaries, dataflow = Boundaries(), StageDataflow(2)
-    boundaries.known |= {0: metas, 1: (_meta(),)}
-    boundaries.settle_gradients([None, [given] if given else None], dataflow)
+    boundaries.outputs |= {0: metas, 1: (_meta(),)}
+    boundaries.resolve_gradients([None, [given] if given else None], dataflow)
     routes = routes_of(build("gpipe", 2, 1, ranks=1))[0]
     return Transport(routes, groups, boundaries, device=CPU, posts={})
 
@@ -109,14 +109,14 @@ def test_gradients_that_were_agreed_on_come_back_one_missing_in_a_microbatch_as_
             "output 0 of stage 0 in microbatch 0 is float32[3], but float32[2] ",
         ),
         (F0, [torch.zeros(2).double()], "is float64[2], but float32[2] was agreed on"),
-        (F0, [], "stage 0 put out 0 tensors for microbatch 0, but 1 were agreed on"),
-        (F0, [torch.zeros(2)] * 2, "stage 0 put out 2 tensors for microbatch 0, but 1 were"),
+        (F0, [], "stage 0 returned 0 tensors for microbatch 0, but 1 were agreed on"),
+        (F0, [torch.zeros(2)] * 2, "stage 0 returned 2 tensors for microbatch 0, but 1 were"),
         (
             I0,
             [torch.zeros(1, 2)],
             "gradient of input 0 of stage 1 in microbatch 0 is float32[1, ",
         ),
-        (I0, [], "stage 1 gave 0 input gradients for microbatch 0; expected one for each of its"),
+        (I0, [], "stage 1 returned 0 input gradients for microbatch 0; expected one for each of"),
     ],
 )
 def test_what_was_not_agreed_on_is_refused(

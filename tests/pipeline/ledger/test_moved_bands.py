@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.host_store import HostFileStore
 from autosplit.pipeline.engine.moves import Moves, TransferredBytes
+from autosplit.pipeline.engine.offload_target import OffloadFile
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.ledger.bands import MemoryRecorder, StepMemory
 from autosplit.pipeline.schedule.schedule import Action
@@ -46,7 +46,7 @@ def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> 
     cpu, moved = torch.device("cpu"), TransferredBytes()
     kept = [torch.zeros(300, dtype=torch.uint8)]
     recorder = MemoryRecorder(
-        recorder_on(0, cpu), lambda: (0, sum(map(len, kept))), cpu, beside=moved.most
+        recorder_on(0, cpu), lambda: (0, sum(map(len, kept))), cpu, beside=moved.peak
     )
 
     def compute() -> int:
@@ -65,7 +65,7 @@ def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> 
     first, between, during, *_ = recorder.bands()
     assert (first.total, between.total) == (300, 307)
     assert during.total == 300 + 500 + 1000 + 40  # whichever came first: at the most
-    assert moved.most() == 0
+    assert moved.peak() == 0
 
 
 @pytest.mark.parametrize("call", ["put", "take"])
@@ -73,19 +73,19 @@ def test_what_is_on_its_way_is_in_transit_until_it_is_there(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     moves: list[Moves] = []
-    begin, real = Moves.begin, getattr(HostFileStore, call)
+    begin, real = Moves.begin, getattr(OffloadFile, call)
     seen = []
 
     def note(self: Moves, *args: Any) -> None:
         moves[:] = [self]
         begin(self, *args)
 
-    def look(store: HostFileStore, *args: Any) -> Any:
-        seen.append(any(item is args[-1] for item in moves[0].moving))
+    def look(store: OffloadFile, *args: Any) -> Any:
+        seen.append(any(item is args[-1] for item in moves[0].storages_in_transit))
         return real(store, *args)
 
     monkeypatch.setattr(Moves, "begin", note)
-    monkeypatch.setattr(HostFileStore, call, look)
+    monkeypatch.setattr(OffloadFile, call, look)
     schedule = offloading(build("gpipe", 2, workers.MICROBATCHES, ranks=1))
     with workers.trainer(schedule=schedule, ranks=1) as engine:
         engine.step(workers.batch())

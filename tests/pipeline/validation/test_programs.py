@@ -75,7 +75,7 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     """By the engine, as it is over NCCL."""
     log, dataflow = Log(), StageDataflow(schedule.stages)
     boundaries = Boundaries()
-    boundaries.known |= dict.fromkeys(range(schedule.stages), (META,))
+    boundaries.outputs |= dict.fromkeys(range(schedule.stages), (META,))
     link: Any = log
     posts = recv_posting_order(schedule, dataflow)[rank]
     transport = Transport(routes_of(schedule)[rank], link, boundaries, device=CPU, posts=posts)

@@ -10,21 +10,25 @@ import pytest
 import torch
 
 from autosplit.errors import OutputError, PipelineError
-from autosplit.pipeline.engine.host_store import HostFileStore, measure_store, open_store
+from autosplit.pipeline.engine.offload_target import (
+    OffloadFile,
+    measure_offload,
+    open_offload_target,
+)
 
 
 def _bytes(size: int, value: int) -> torch.Tensor:
     return torch.full((size,), value, dtype=torch.uint8)
 
 
-def _taken(store: HostFileStore, ticket: Any) -> torch.Tensor:
+def _taken(store: OffloadFile, ticket: Any) -> torch.Tensor:
     data = torch.empty(ticket.size, dtype=torch.uint8)
     store.take(ticket, data)
     return data
 
 
 def test_bytes_come_back(tmp_path: Path) -> None:
-    store = HostFileStore(tmp_path)
+    store = OffloadFile(tmp_path)
     tickets = [store.put(_bytes(size, size % 251)) for size in (1, 7, 4096, 100_003)]
     for ticket, size in reversed([*zip(tickets, (1, 7, 4096, 100_003), strict=True)]):
         data = _taken(store, ticket)
@@ -33,7 +37,7 @@ def test_bytes_come_back(tmp_path: Path) -> None:
 
 
 def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(tmp_path: Path) -> None:
-    store = HostFileStore(tmp_path)
+    store = OffloadFile(tmp_path)
     for step in range(5):
         first = store.put(_bytes(1000 + step, 1))
         second = store.put(_bytes(3000, 2))
@@ -46,10 +50,10 @@ def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(tmp_path: Path
 
 
 def test_what_was_cut_short_is_lost(tmp_path: Path) -> None:
-    store = HostFileStore(tmp_path)
+    store = OffloadFile(tmp_path)
     ticket = store.put(_bytes(1000, 1))
     os.ftruncate(store._file, 400)
-    with pytest.raises(PipelineError, match="is lost: only 400 of 1,000 bytes are left"):
+    with pytest.raises(PipelineError, match="are lost: only 400 of 1,000 bytes are left"):
         _taken(store, ticket)
 
 
@@ -57,14 +61,16 @@ def test_no_file_where_none_can_be(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     for folder in (tmp_path / "missing", tmp_path / "taken"):
         with pytest.raises(
-            OutputError, match=r"no file for offloaded tensors can be made in .*name"
+            OutputError, match=r"no file for offloaded tensors can be created in .*name"
         ):
-            HostFileStore(folder)
-    with pytest.raises(PipelineError, match=r"store=.x. is for stages on the CPU; those on cuda:0"):
-        open_store(torch.device("cuda", 0), "x")
+            OffloadFile(folder)
+    with pytest.raises(
+        PipelineError, match=r"store=.x. is for stages on the CPU; stages on cuda:0"
+    ):
+        open_offload_target(torch.device("cuda", 0), "x")
 
 
 def test_a_store_is_measured(tmp_path: Path) -> None:
-    store = HostFileStore(tmp_path)
-    assert measure_store(store).bandwidth > 0
+    store = OffloadFile(tmp_path)
+    assert measure_offload(store).bandwidth > 0
     assert os.fstat(store._file).st_size < 2**25
