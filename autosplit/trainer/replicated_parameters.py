@@ -121,27 +121,10 @@ class ReplicatedParameters:
             for expert in ((False, True) if self._layout.experts else (False,))
         }
         self._duplicates: set[int] = set()
-        reduced = []
-        handled = {*gathered_shardings}
-        for ranks, holders in tied_ranks:
-            copies = [*dict.fromkeys([self._tied[at] for at in holders if at in self._tied])]
-            if copies:
-                handled.update(map(id, copies))
-                self._duplicates.update(map(id, copies[groups.rank == ranks[0] :]))
-                reduced += self._equalize(copies, ranks)
-        for tensor in _tensors(modules):
-            if id(tensor) not in handled:
-                reduced += self._equalize([tensor], (groups.rank,))
-        buckets = defaultdict[tuple[dist.ProcessGroup | None, torch.dtype], list[_LocalCopies]](
-            list
-        )
-        for member in reduced:
-            first = member.copies[0]
-            dtype = getattr(first, "grad_dtype", None) or first.dtype
-            buckets[member.process_group, dtype].append(member)
+        members = self._equalize_all(tied_ranks)
         self.reductions = [
             partial(self._start_reduction, bucket, dtype, process_group)
-            for (process_group, dtype), bucket in buckets.items()
+            for (process_group, dtype), bucket in _buckets(members).items()
         ]
 
     # --- at the start -----------------------------------------------------------------------------
@@ -169,6 +152,31 @@ class ReplicatedParameters:
             for rank, place in zip(column, self._layout.places, strict=True):
                 sets[place._replace(**equal_fields)].append(rank)
         return self._groups.root_and_group([*sets.values()])
+
+    def _equalize_all(
+        self, tied_ranks: Sequence[tuple[tuple[int, ...], Sequence[Holder]]]
+    ) -> list[_LocalCopies]:
+        """Give all copies of each tensor the values of the first; collective over all ranks.
+
+        Args:
+            tied_ranks: for each tied parameter the ranks of the pipeline that have it, the first
+                holder's first, and its holders.
+
+        Returns:
+            The copies whose gradients must be reduced.
+        """
+        members = []
+        handled = {*self._gathered_shardings}
+        for ranks, holders in tied_ranks:
+            copies = [*dict.fromkeys([self._tied[at] for at in holders if at in self._tied])]
+            if copies:
+                handled.update(map(id, copies))
+                self._duplicates.update(map(id, copies[self._groups.rank == ranks[0] :]))
+                members += self._equalize(copies, ranks)
+        for tensor in _tensors(self._modules):
+            if id(tensor) not in handled:
+                members += self._equalize([tensor], (self._groups.rank,))
+        return members
 
     def _equalize(self, copies: Sequence[Tensor], ranks: tuple[int, ...]) -> list[_LocalCopies]:
         """Give all copies of one tensor the values of the first; collective over their ranks.
@@ -355,6 +363,18 @@ class ReplicatedParameters:
         for tensor in _tensors(self._modules):
             if not isinstance(tensor, nn.Parameter):
                 self._equalize([tensor], (self._groups.rank,))
+
+
+def _buckets(
+    members: Iterable[_LocalCopies],
+) -> dict[tuple[dist.ProcessGroup | None, torch.dtype], list[_LocalCopies]]:
+    """Group copies by their ranks and the dtype of their gradients."""
+    buckets: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[_LocalCopies]] = {}
+    for member in members:
+        first = member.copies[0]
+        dtype = getattr(first, "grad_dtype", None) or first.dtype
+        buckets.setdefault((member.process_group, dtype), []).append(member)
+    return buckets
 
 
 @torch.no_grad()

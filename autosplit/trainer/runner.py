@@ -163,8 +163,8 @@ class Runner:
             if len({schedule.placement[stage] for stage, _ in holders}) > 1
             for holder in holders
         ]
-        sums = options.stages.grad_dtype
-        self.memory = RankMemory(model, groups, self._dataflow, device, store, sums)
+        grad_dtype = options.stages.grad_dtype
+        self.memory = RankMemory(model, groups, self._dataflow, device, store, grad_dtype)
         self._tuner: Tuner | None = None
         if options.tunes:
             self._tuner = Tuner(schedule, groups, self._dataflow, self.memory, options.memory_limit)
@@ -242,12 +242,17 @@ class Runner:
         for call in model.post_step:
             call()
         self.spans = recorder.spans() if recorder is not None else []
-        if self._tuner is not None:
-            faster = self._tuner.after_step(self.spans, self.stages)
-            if faster is not None:
-                self._tuner = None
-                self._change_schedule(faster)
+        self._tune()
         return self._start_reduction(plan, losses, microbatches, norms)
+
+    def _tune(self) -> None:
+        """Pass the step's measurements to the tuner, and use the schedule that it decides on."""
+        if self._tuner is None:
+            return
+        schedule = self._tuner.after_step(self.spans, self.stages)
+        if schedule is not None:
+            self._tuner = None
+            self._change_schedule(schedule)
 
     def backward_batch(self) -> None:
         """Run backward from the tensors of the last batch that need a gradient."""

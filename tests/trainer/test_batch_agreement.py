@@ -1,4 +1,4 @@
-"""A batch that one rank cannot take is refused by all, before anything runs."""
+"""A batch that one rank refuses is an error on all ranks, before anything runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ODD = "the batch's inputs has shape [15, 6]: 15 samples along dimension 0 cannot
 DIFFERENT = "ranks have different batches: "
 NOTHING = "a stage of this rank uses the batch's inputs; got None"
 
-# What each rank is given, or both, and what the first rank says of it, and the last.
+# By name: the batch of each rank, or of all; and the error on each rank, or on all.
 BATCHES: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "of no samples": (((X[:0], Y[:0]),), ("0 samples along dimension 0 cannot be cut",)),
     "no pair": ((X,), ("a batch is a pair (inputs, targets); got a tensor of shape [16, 6]",)),
@@ -57,7 +57,7 @@ COLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
         (f"{DIFFERENT}targets is float32[16, 6] on rank 0 and float64[16, 6] on rank 1; pas",),
     ),
 }
-"""What ranks say only of shapes that they do not know."""
+"""Batches that are refused only while their shapes are new: ranks compare no others."""
 
 SOME = ("of no samples", "other samples")
 
@@ -86,19 +86,21 @@ def called(engine: PipelineTrainer, call: str, batch: Any) -> None:
 
 
 def refused(names: Any, call: str = "step", *, ranks: int = 2, static: bool = False) -> None:
-    """Each before the first step of a trainer, and behind each of the next; nothing runs meanwhile,
-    and its steps are those of one that was given no such batch.
+    """Check that batches are refused before the first step of a trainer, and after each later one.
+
+    No forward may run, and all steps must equal those of a trainer without refused batches.
     """
     rank = dist.get_rank() if ranks > 1 else 0
     calls, losses = itertools.count(), []
 
     def refuse(engine: PipelineTrainer, name: str, later: bool) -> None:
+        """Pass one batch, and check that it is refused and that no forward has run."""
         inputs, message = {**BATCHES, **COLD}[name]
         earlier = next(calls)
         with pytest.raises(BatchError) as caught:
             called(engine, call, inputs[rank % len(inputs)])
         assert next(calls) == earlier + 1
-        # Of a shape that is static, something else is said then.
+        # After a step, the error of a static shape is another one.
         assert message[rank % len(message)] in str(caught.value) or (
             later and (static or name in COLD)
         )
@@ -151,7 +153,7 @@ def test_ranks_that_do_not_wait_have_run() -> None:
 
 @ranks(2)
 def test_a_model_that_was_cut_for_other_batches() -> None:
-    """It refuses them from the first step on, and takes inputs by their names."""
+    """Other shapes are refused from the first step on, and inputs may have names."""
     options = {"example": {"input": torch.zeros(4, 6)}, "stages": 2, "microbatches": 2}
     options |= grouped(planning={"costs": "estimate"}, timeout=60.0)
     model = nn.Sequential(workers.block(0), workers.block(1))
@@ -176,6 +178,7 @@ def scaled() -> nn.Module:
 
 
 def test_tensors_without_dimensions_go_whole_to_each_microbatch() -> None:
+    """Losses and gradients equal those of a loop over microbatches in one process."""
     scale, bias = torch.tensor(3.0), torch.tensor(0.5)
 
     def loss(output: Tensor, target: Tensor, shift: Tensor) -> Tensor:
@@ -193,8 +196,8 @@ def test_tensors_without_dimensions_go_whole_to_each_microbatch() -> None:
         torch.testing.assert_close(weight, model.block[0].weight.grad)
 
 
-def test_a_target_comes_to_the_loss_as_it_was_given() -> None:
-    """By itself or in a tuple, in one trainer."""
+def test_the_loss_gets_a_target_or_a_tuple_as_in_the_batch() -> None:
+    """A target alone and a target in a tuple may be mixed in one trainer."""
 
     def loss(output: Tensor, target: Any) -> Tensor:
         result = target if isinstance(target, Tensor) else 2.0 * target[0]

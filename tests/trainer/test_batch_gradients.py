@@ -1,4 +1,4 @@
-"""Gradients of the tensors of a batch, held against plain autograd bit for bit."""
+"""Gradients of the tensors of a batch equal those of plain autograd, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kept_ranks import ranks
 from tests.pipeline import workers
 
 ROWS, M = 8, 4
-OWN: dict[str, Any] = {"stage_factory": None, "ranks": 1}
+ONE_RANK: dict[str, Any] = {"stage_factory": None, "ranks": 1}
 
 
 def leaves() -> tuple[Tensor, Tensor]:
@@ -50,9 +50,10 @@ def grad_of(tensor: Tensor) -> Tensor:
         {"stage_factory": workers.ReferenceStage},
     ],
 )
-def test_leaves_get_what_autograd_gives(options: dict[str, Any]) -> None:
+def test_leaves_get_the_gradients_of_autograd(options: dict[str, Any]) -> None:
+    """Gradients accumulate over steps, and only in tensors that require them."""
     inputs, targets = leaves()
-    with workers.trainer(**{**OWN, **options}) as trainer:
+    with workers.trainer(**{**ONE_RANK, **options}) as trainer:
         for _ in range(2):
             trainer.forward_backward(inputs, targets)
         assert all(map(torch.equal, (inputs.grad, targets.grad), expected(2)))
@@ -66,7 +67,8 @@ def test_leaves_get_what_autograd_gives(options: dict[str, Any]) -> None:
 
 
 @ranks(2)
-def test_each_rank_gives_those_of_what_its_stages_take() -> None:
+def test_each_rank_has_gradients_of_the_tensors_that_its_stages_use() -> None:
+    """A tensor that needs a gradient on another rank is refused."""
     inputs, targets = leaves()
     arguments = (inputs, targets.detach()) if dist.get_rank() == 0 else (None, targets)
     with workers.trainer(stage_factory=None) as trainer:
@@ -80,7 +82,8 @@ def test_each_rank_gives_those_of_what_its_stages_take() -> None:
 
 
 @ranks(2)
-def test_replicas_give_shares_of_the_mean() -> None:
+def test_replicas_have_shares_of_the_mean() -> None:
+    """Each replica has the gradient of its samples in the mean over both replicas."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
     inputs, targets = leaves()
     with workers.trainer(stage_factory=None, mesh=mesh) as trainer:
@@ -100,7 +103,7 @@ def weighted(output: Tensor, targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 def test_learned_prompts_of_a_frozen_model() -> None:
-    """Of what a graph of the user's own computes, and a target without dimensions."""
+    """Gradients reach leaves of the user's own graph, and a target without dimensions."""
     inputs, targets = workers.data(ROWS)
     prompt, bias, scale = (torch.full(size, 0.5).requires_grad_() for size in ((6,), (6,), ()))
     model, count = workers.whole(2).requires_grad_(False), M
@@ -110,7 +113,7 @@ def test_learned_prompts_of_a_frozen_model() -> None:
     torch.stack(losses).mean().backward()
     alone = [grad_of(item).clone() for item in (prompt, bias, scale)]
     prompt.grad = bias.grad = scale.grad = None
-    with workers.trainer(list(model), loss_fn=weighted, **OWN) as trainer:
+    with workers.trainer(list(model), loss_fn=weighted, **ONE_RANK) as trainer:
         trainer.step(inputs + prompt, (targets, bias.tanh().expand(ROWS, -1), scale))
         assert trainer.optimizer is None
     for mine, theirs in zip((prompt, bias, scale), alone, strict=True):
@@ -118,21 +121,21 @@ def test_learned_prompts_of_a_frozen_model() -> None:
 
 
 def test_a_tensor_that_a_stage_reads_is_passed_in() -> None:
-    """As the refusal of the loss that reads it says."""
+    """The advice of the error for a loss that reads a tensor from outside works."""
     inputs, targets = workers.data(ROWS)
     weight = torch.full((6,), 2.0, requires_grad=True)
     with (
-        workers.trainer(loss_fn=lambda o, t: F.mse_loss(o * weight, t), **OWN) as trainer,
+        workers.trainer(loss_fn=lambda o, t: F.mse_loss(o * weight, t), **ONE_RANK) as trainer,
         pytest.raises(Exception, match="or pass it in"),
     ):
         trainer.step(inputs, targets)
-    with workers.trainer(loss_fn=lambda o, t: F.mse_loss(o * t[1], t[0]), **OWN) as trainer:
+    with workers.trainer(loss_fn=lambda o, t: F.mse_loss(o * t[1], t[0]), **ONE_RANK) as trainer:
         trainer.step(inputs, (targets, weight.expand(ROWS, -1)))
     assert grad_of(weight).any()
 
 
 class Skipping(nn.Module):
-    """Its end takes an input of the batch too, past the first stage."""
+    """A model whose last stage uses an input of the batch, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +148,7 @@ class Skipping(nn.Module):
 
 
 def test_inputs_of_a_model_that_is_cut() -> None:
+    """Named inputs of the first and of the last stage get gradients."""
     inputs, targets = workers.data(ROWS)
     x, late = (inputs.clone().requires_grad_() for _ in range(2))
     model = Skipping()
@@ -160,15 +164,15 @@ def test_inputs_of_a_model_that_is_cut() -> None:
     assert torch.equal(grad_of(late), second)
 
 
-def test_tensors_that_several_ranks_take_are_refused() -> None:
+def test_gradients_needed_on_several_ranks_are_refused() -> None:
     with pytest.raises(BatchError, match=r"number 1 of the batch's inputs .* the ranks \[0, 2\]"):
         _agree_on_grad_slots([[("inputs", 1)], [], [("inputs", 1)]], [(0, 1, 2)])
 
 
-def test_a_skipped_step_gives_none() -> None:
+def test_a_skipped_step_leaves_no_gradients() -> None:
     inputs, targets = leaves()
     with torch.no_grad():
         targets[0] = math.inf
-    with workers.trainer(nonfinite="skip", **OWN) as trainer:
+    with workers.trainer(nonfinite="skip", **ONE_RANK) as trainer:
         trainer.step(inputs, targets)
     assert inputs.grad is targets.grad is None

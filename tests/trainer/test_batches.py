@@ -1,4 +1,4 @@
-"""How a batch is cut, and what is said of one that cannot be."""
+"""Batches are checked and cut into microbatches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _splitter(count: int = 2, *, inputs: bool = True, targets: bool = True) -> B
 NAMED = torch.arange(2), torch.arange(2) + 2, torch.arange(2) + 4
 
 
-def _named(*taken: int) -> BatchSplitter:
-    return BatchSplitter(2, CPU, inputs=frozenset(taken), targets=False, names=("a", "b", "c"))
+def _named(*used: int) -> BatchSplitter:
+    return BatchSplitter(2, CPU, inputs=frozenset(used), targets=False, names=("a", "b", "c"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What no loss depends on has no gradient, as under plain autograd: an optimizer passes it over."""
+"""Parameters that no loss depends on have no gradient, as in autograd: optimizers skip them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS, STEPS = 4, 2
 
 
 class Apart(nn.Module):
-    """Hands on a main value and two sides; the one is made of the one before, the other of both."""
+    """Passes on a main value and two sides: one computed from a side, one from both inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class Apart(nn.Module):
 
 
 def end(used: int) -> nn.Module:
-    """Uses only some of what comes."""
+    """A last stage that uses only the first of its inputs."""
     last = nn.Linear(workers.WIDTH, workers.WIDTH)
     return Made(lambda m, *values: m.last(torch.stack(values[:used]).sum(0)), last=last)
 
 
 class Whole(nn.Module):
-    """Stages one after another."""
+    """A sequence of stages with several values between them."""
 
     def __init__(self, stages: nn.Sequential) -> None:
         super().__init__()
@@ -65,13 +65,12 @@ def decaying(parameters: Any) -> torch.optim.Optimizer:
 def trained_beside(
     stages: list[nn.Module], options: dict[str, Any], frozen: Sequence[int | None] = (None,)
 ) -> None:
-    """Steps of a pipeline and of the whole model: which parameters have a gradient, and all bits
-    of gradients and weights.
+    """Train a pipeline and the whole model; compare gradients, weights and missing gradients.
 
     Args:
-        stages: of the pipeline.
-        options: of the trainer.
-        frozen: which stage is frozen in the steps of each round; the second has fewer samples.
+        stages: the stages of the pipeline.
+        options: the options of the trainer.
+        frozen: for each step of a round, the stage that is frozen; such a step has fewer samples.
     """
     plain = nn.Sequential(*copy.deepcopy(stages))
     optimizer, inputs = decaying(plain.parameters()), {"stage_factory": None, **options}
@@ -110,7 +109,7 @@ SCHEDULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 @ranks(3)
 def test_three_stages(options: dict[str, Any], used: int) -> None:
-    """The middle one gives no gradient of what it uses only for what the last does not use."""
+    """The middle stage has no gradients of parameters that only unused outputs depend on."""
     trained_beside(of_stages(3, used), options)
 
 
@@ -124,7 +123,7 @@ def test_a_stage_that_is_frozen_for_some_steps(options: dict[str, Any], frozen: 
 @pytest.mark.parametrize("along", ["dp_replicate", "dp_shard"])
 @ranks(2)
 def test_in_replicas(along: str) -> None:
-    """The mean of the gradients that there are, with two shares of the batch."""
+    """Gradients are the mean over two shares of the batch; missing ones stay missing."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", along))
     shares = [workers.data(ROWS, seed=seed) for seed in range(2)]
     plain = nn.Sequential(*of_stages(3, 1))

@@ -19,7 +19,10 @@ from tests.kept_ranks import ranks
 from tests.pipeline import workers
 
 ROWS = 8
-HOW: list[dict[str, Any]] = [{"nonfinite": "skip"}, {"nonfinite": "skip", "max_grad_norm": 0.1}]
+SKIPPING: list[dict[str, Any]] = [
+    {"nonfinite": "skip"},
+    {"nonfinite": "skip", "max_grad_norm": 0.1},
+]
 
 
 def infinite() -> tuple[Tensor, Tensor]:
@@ -40,14 +43,15 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
 @ranks(2)
 @pytest.mark.parametrize("call", ["step", "forward_backward", "step_async"])
 @pytest.mark.parametrize("norm", [None, 0.1])
-def test_by_default_all_ranks_raise_and_none_moves(call: str, norm: float | None) -> None:
+def test_by_default_all_ranks_raise_and_no_weight_changes(call: str, norm: float | None) -> None:
+    """The error names the stage, the microbatch and their rank."""
     with workers.trainer(max_grad_norm=norm) as trainer:
         trainer.step(workers.data(ROWS))
         earlier = weights(trainer)
         with pytest.raises(PipelineError, match=r"not finite in stage \d") as caught:
             getattr(trainer, call)(infinite())
         assert_equal(earlier, weights(trainer))
-    # In step_async without a norm, a rank may raise by what it sees itself.
+    # In step_async without a norm, a rank may raise for its own gradients.
     if (call, norm, dist.get_rank()) != ("step_async", None, 0):
         assert "stage 1 (rank 1)" in str(caught.value)
         assert "the loss is inf for microbatch 1 (rank 1)" in str(caught.value)
@@ -55,7 +59,7 @@ def test_by_default_all_ranks_raise_and_none_moves(call: str, norm: float | None
 
 @ranks(2)
 @pytest.mark.parametrize("call", ["step", "step_async"])
-@pytest.mark.parametrize("options", HOW)
+@pytest.mark.parametrize("options", SKIPPING)
 def test_a_skipped_step_leaves_no_trace(call: str, options: dict[str, Any]) -> None:
     with workers.trainer(**options) as one, workers.trainer(**options) as other:
         for batch in (workers.data(ROWS), infinite(), workers.data(ROWS, seed=7)):
@@ -69,7 +73,7 @@ def test_a_skipped_step_leaves_no_trace(call: str, options: dict[str, Any]) -> N
 
 @ranks(2)
 def test_gradients_of_accumulated_steps_are_dropped() -> None:
-    """And an optimizer of the user's own finds none."""
+    """An optimizer that the user calls after the step has no gradients to use."""
     with workers.trainer(nonfinite="skip") as trainer:
         earlier = weights(trainer)
         trainer.forward_backward(workers.data(ROWS))
@@ -100,6 +104,7 @@ def kinked(index: int) -> nn.Module:
 @ranks(2)
 @pytest.mark.parametrize("nonfinite", ["raise", "skip", "ignore"])
 def test_ranks_with_finite_gradients_do_as_the_others(nonfinite: str) -> None:
+    """Only rank 0 has a gradient that is not finite, and a finite loss."""
     with workers.trainer(kinked, nonfinite=nonfinite) as trainer:
         earlier = weights(trainer)
         if nonfinite == "raise":
@@ -113,7 +118,7 @@ def test_ranks_with_finite_gradients_do_as_the_others(nonfinite: str) -> None:
 
 
 @ranks(2)
-def test_a_step_that_does_not_wait_raises_where_somebody_does() -> None:
+def test_step_async_raises_on_all_ranks() -> None:
     with workers.trainer(kinked) as trainer:
         earlier = weights(trainer)
         with pytest.raises(PipelineError, match="not finite in stage 0"):
@@ -123,7 +128,7 @@ def test_a_step_that_does_not_wait_raises_where_somebody_does() -> None:
 
 
 @ranks(2)
-def test_no_collective_more() -> None:
+def test_checking_gradients_adds_no_all_reduce() -> None:
     counts = []
     for nonfinite in ("ignore", "raise"):
         with workers.trainer(nonfinite=nonfinite) as trainer:
@@ -134,7 +139,7 @@ def test_no_collective_more() -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_a_loss_alone_is_no_reason() -> None:
+def test_a_loss_that_is_not_finite_raises_no_error_alone() -> None:
     """All targets of microbatch 1 are ignored: its loss is 0 / 0, its gradients are zeros."""
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
     targets = torch.tensor([0, 1, -100, -100])
@@ -145,7 +150,7 @@ def test_a_loss_alone_is_no_reason() -> None:
 
 
 def test_large_numbers_are_finite() -> None:
-    """Also where their squares are not, in the dtype of the gradient."""
+    """Numbers are finite although their squares overflow in the gradient's dtype."""
     parameters = []
     for dtype, value in ((torch.float32, 1e30), (torch.float16, 6e4), (torch.float32, math.nan)):
         parameters.append(nn.Parameter(torch.zeros(3, dtype=dtype)))
@@ -154,6 +159,6 @@ def test_large_numbers_are_finite() -> None:
     assert [*map(id, result)] == [id(parameters[-1])]
 
 
-def test_another_value_is_refused() -> None:
+def test_an_unknown_value_of_nonfinite_is_refused() -> None:
     with pytest.raises(PipelineError, match="one of 'raise', 'skip', 'ignore'; got 'warn'"):
         workers.trainer(ranks=1, nonfinite="warn")

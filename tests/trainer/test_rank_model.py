@@ -1,4 +1,4 @@
-"""Optimizer steps: clipped ones in flight, and failures on one rank."""
+"""Optimizer steps: clipping in step_async, and an optimizer that fails on one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Drawing(nn.Module):
 
 
 def trained(call: str, shared: bool) -> dict[str, Any]:
-    """Steps on batches with gradients of changing size, under a learning rate that changes."""
+    """Train on batches whose gradients change in size, with a decaying learning rate."""
     torch.manual_seed(7 + dist.get_rank())
     holders = [[(0, "inner.0.weight"), (1, "inner.0.weight")]] if shared else []
     with workers.trainer(
@@ -62,7 +62,7 @@ def trained(call: str, shared: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("shared", [False, True])
 @ranks(2)
-def test_clipped_steps_in_flight_are_those_that_wait(shared: bool) -> None:
+def test_clipped_steps_of_step_async_equal_those_of_step(shared: bool) -> None:
     """Losses, weights, buffers and norms, with dropout and a changing learning rate."""
     waiting = trained("step", shared)
     assert workers.equal(waiting, trained("step_async", shared))
@@ -70,7 +70,7 @@ def test_clipped_steps_in_flight_are_those_that_wait(shared: bool) -> None:
 
 
 class Breaking(torch.optim.SGD):
-    """Raises in its second step on rank 1, when half of its parameters have moved."""
+    """Raises in its second step on rank 1, after it has changed one parameter."""
 
     steps = 0
 
