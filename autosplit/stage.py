@@ -171,6 +171,11 @@ class Stage:
         return self._graphs.captured
 
     @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype in which weight gradients are summed; None for the dtype of each gradient."""
+        return self._weights.sums.dtype
+
+    @property
     def gradients(self) -> Mapping[str, Tensor]:
         """Parameter name -> sum of its gradients over microbatches, in the order in which W (or B)
         ran. Later microbatches add to these tensors in place.
@@ -423,7 +428,7 @@ class Stage:
             adds: whether it is the form that adds to existing sums of gradients, instead of the
                 one that returns new gradients.
         """
-        return self.functions.source(call, self._weights.sums.dtype, adds=adds)
+        return self.functions.source(call, self.grad_dtype, adds=adds)
 
     def compile(self, calls: Iterable[str] = ("backward_input", "backward_weight") * 2) -> None:
         """Compile the graphs of these calls now, instead of at their first run.
@@ -438,7 +443,7 @@ class Stage:
             SplitError: an unknown call; lists the known ones.
             BackendError: the backend cannot compile a graph.
         """
-        self.functions.compile(calls, self._weights.sums.dtype)
+        self.functions.compile(calls, self.grad_dtype)
 
     def publish(self) -> None:
         """Add ``gradients`` to the parameters' ``.grad``, forget them, and call the hooks of

@@ -182,12 +182,20 @@ class LiveBytes:
             released: storages that only the run references, so that each is freed after its last
                 use: the roles of the inputs that share it, and its bytes.
         """
+        return max(self._levels(released))
+
+    def end(self, released: Iterable[tuple[Collection[Role], int]] = ()) -> int:
+        """The level at the end of a run, its results included. Argument as for ``peak``."""
+        return [*self._levels(released)][-1]
+
+    def _levels(self, released: Iterable[tuple[Collection[Role], int]]) -> Iterator[int]:
         groups = [({*roles}, size) for roles, size in released]
         group_of = {role: group for group in groups for role in group[0]}
-        level = highest = 0
+        level = 0
+        yield level
         for new, workspace, dead in self._order:
             level += new
-            highest = max(highest, level + workspace)
+            yield level + workspace
             for home in dead:
                 if isinstance(home, int):
                     level -= home
@@ -195,7 +203,7 @@ class LiveBytes:
                     roles, size = group_of[home]
                     roles.discard(home)
                     level -= 0 if roles else size
-        return highest
+        yield level
 
 
 def _result(

@@ -19,7 +19,8 @@ from autosplit.device import generator_state, generators_kept
 from autosplit.passes.analysis.aliasing import is_view, storage_bytes
 from autosplit.passes.analysis.operator_cost import value_bytes
 from autosplit.passes.analysis.operators import is_accumulation, is_effect, overload
-from autosplit.passes.graph import Kind, concrete, outputs, tensor_of
+from autosplit.passes.graph import Kind, concrete, inputs, outputs, tensor_of
+from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.lowering.buffers import LiveBytes, allocated
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
@@ -159,6 +160,31 @@ class CallMemory:
     def generators(self) -> int:
         """Bytes of one state of the CPU's random generator, where the CPU's memory counts."""
         return generator_state(self._device).nbytes if self._device.type == "cpu" else 0
+
+    def converted_sums(self, stage: Stage, call: str) -> dict[str, int]:
+        """Bytes of the sums into which a call's gradients are converted, by parameter; those of
+        the sums' own dtype are left out.
+        """
+        if (dtype := stage.grad_dtype) is None:
+            return {}
+        gradients = {
+            role.name: tensor_of(value)
+            for role, value in outputs(stage.source(call).graph, Kind.PARAMETER_GRAD)
+        }
+        return {
+            name: concrete(value.numel()) * dtype.itemsize
+            for name, value in gradients.items()
+            if value is not None and value.dtype != dtype
+        }
+
+    def addition_workspace(self, stage: Stage, call: str) -> int:
+        """The most workspace of adding one gradient to its sum, if that is done after the graph."""
+        module = stage.source(call, adds=True)
+        if inputs(module.graph, Kind.ACCUMULATOR):
+            return 0
+        workspace = self._workspace.of(accumulate(module, stage.grad_dtype).graph)
+        additions = [size for node, size in workspace.items() if is_accumulation(node)]
+        return max(additions, default=0)
 
     def of(self, stage: Stage, call: str, *, adds: bool = False) -> LiveBytes:
         """The tensors that are alive while a call runs, in bytes.

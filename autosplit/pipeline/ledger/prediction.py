@@ -116,24 +116,30 @@ class StageBytes:
             roles[argument].add(role)
         dying = [(names, memory.bytes) for memory, names in roles.items()]
         borrowed = self._stage.functions.dependence.borrowed
+        converted = self._calls.converted_sums(self._stage, name)
         gradients: dict[_Memory | int, int] = {}
         results: dict[Role, _Memory] = {}
         new: dict[int, _Memory] = {}
         for result in live.results:
             role, memory = result.role, result.memory
             if isinstance(memory, int):
-                if role.kind is Kind.PARAMETER_GRAD:
-                    gradients[memory] = result.bytes
-                else:
+                if role.kind is not Kind.PARAMETER_GRAD:
                     results[role] = new.setdefault(memory, _Memory(result.bytes))
+                elif role.name not in converted:
+                    gradients[memory] = result.bytes
             elif memory is not None and memory in arguments:
                 if role.kind is not Kind.PARAMETER_GRAD:
                     results[role] = arguments[memory]
-                elif role.name not in borrowed:  # computed by I; from now on it is the sum
+                elif role.name not in {*borrowed, *converted}:  # computed by I; now it is the sum
                     gradients[arguments[memory]] = result.bytes
-        most = fresh = live.peak(dying) - sum(gradients.values())
-        if gradients:
-            most = max(most, self._calls.of(self._stage, name, adds=True).peak(dying))
+        own = sum(gradients.values())
+        most = fresh = live.peak(dying) - own - sum(converted.values())
+        if converted:  # all of them are alive until the last is converted
+            most = fresh = max(fresh, live.end(dying) - own)
+        if gradients or converted:
+            adding = self._calls.of(self._stage, name, adds=True)
+            workspace = self._calls.addition_workspace(self._stage, name) if converted else 0
+            most = max(most, adding.peak(dying), adding.end(dying) + workspace)
         self.fresh[kind] = most - fresh
         return most, results
 

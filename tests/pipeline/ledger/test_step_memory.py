@@ -15,6 +15,7 @@ from autosplit.torch_internals.allocations import HostAllocations
 from tests.kept_ranks import Ranks
 from tests.pipeline.ledger import workers
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.zoo import Residual
 
 LOSSES = 4 * workers.MICROBATCHES  # bytes, of which graphs know nothing once they are with the user
 FLOAT = 4
@@ -34,6 +35,11 @@ SCALARS = 64  # bytes: losses
         {"schedule": workers.running_again(), "block": workers.Convolutions},
         # What it takes to run F again is more than what F saves.
         {"schedule": workers.running_again(), "block": partial(nn.Linear, 32, 32)},
+        {"grad_dtype": torch.float64},
+        {"grad_dtype": torch.float64, "split_backward": False},
+        {"grad_dtype": torch.bfloat16, "memory": "lean"},
+        # Gradients of so many bytes are added inside of the graph.
+        {"grad_dtype": torch.float64, "block": partial(Residual, workers.WIDTH, 2**13)},
     ],
     ids=lambda options: ", ".join(map(str, options)),
 )
