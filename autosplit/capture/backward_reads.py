@@ -1,8 +1,9 @@
-"""Numbers and tensors that the backward of a custom autograd function reads when it runs.
+"""Run-time reads of numbers and tensors in the backward of a custom autograd function.
 
 A training loop may set an attribute of a class, or a global, between forward and backward: the
-scale of an auxiliary loss, for example. Dynamo traces a function's backward with its forward, and
-takes the value of then for a constant. Here each such read is an operator of the backward's graph.
+scale of an auxiliary loss, for example. Dynamo traces a function's backward together with its
+forward and records the value at that time as a constant. ``BackwardReads`` makes each such read an
+operator of the backward's graph.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _read(place: str, size: list[int], dtype: torch.dtype, device: torch.device)
     if read is None or ([*read.shape], read.dtype, read.device) != ([*size], dtype, device):
         raise SplitError(
             f"the backward of a custom autograd function reads {place.partition('].')[2]}, which "
-            f"the forward found to be of shape {[*size]} and {dtype} on {device}, and which is "
-            f"now {value!r}: between forward and backward, set it to a value of the same kind"
+            f"must have shape {[*size]} and {dtype} on {device}, as in the forward, but is now "
+            f"{value!r}: between forward and backward, set it to a value of the same kind"
         )
     return read.clone()  # W reads it after the loop may have written into it
 
@@ -65,11 +66,11 @@ _OPERATOR: Any = getattr(torch.ops, READ).tensor.default
 
 
 class BackwardReads:
-    """Reads of one capture.
+    """Run-time reads of one capture.
 
     Attributes:
-        numbers: whether numbers are read when the backward runs, or are constants.
-        read_numbers: whether any was.
+        numbers: whether numbers are read when the backward runs; otherwise they are constants.
+        read_numbers: whether the capture has a run-time read of a number.
     """
 
     def __init__(self, *, numbers: bool) -> None:
@@ -78,7 +79,7 @@ class BackwardReads:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Context in which Dynamo has such reads in its graphs."""
+        """Context in which Dynamo records such reads as operators of its graphs."""
         trace: Any = AutogradFunctionApplyVariable.trace_backward_graph
         build: Any = VariableTracker.build
 
@@ -96,6 +97,7 @@ class BackwardReads:
             return build(tx, value, source, *rest, **how) if read is None else read
 
         def attribute_of_function(function: Any, tx: Any, name: str) -> Any:
+            """Dynamo's variable of an attribute of the function's class."""
             value = getattr(function.fn_cls, name, NotImplemented)
             if function.source is None or type(value) not in _READABLE:
                 raise NotImplementedError
@@ -115,7 +117,7 @@ class BackwardReads:
             yield
 
     def _operator(self, tx: Any, value: Any, source: Any) -> Any:
-        """Dynamo's variable of a read; None for what is to be a constant."""
+        """Dynamo's variable of a read; None for a value that stays a constant."""
         is_tensor = type(value) is Tensor
         is_read = is_tensor or (type(value) in _NUMBERS and self.numbers)
         place = _place(tx, value, source) if is_read else None
@@ -136,16 +138,16 @@ class BackwardReads:
 def _constant(function: type, name: str, value: Any) -> CaptureError:
     attribute = f"{function.__qualname__}.{name}"
     return CaptureError(
-        f"{current_line()} reads {attribute} = {value!r} in a backward. There, a graph reads "
-        "numbers and tensors of functions that are defined in a module, and does not branch on "
-        "numbers. Set it to a number or a tensor before the first forward, or read it in the "
-        f"function's forward (ctx.{name} = {attribute})"
+        f"{current_line()} reads {attribute} = {value!r} in a backward. In a backward, a graph can "
+        "read numbers and tensors of functions that are defined at the top level of a module, and "
+        "cannot branch on numbers. Set it to a number or a tensor before the first forward, or "
+        f"read it in the function's forward (ctx.{name} = {attribute})"
     )
 
 
 def _place(tx: Any, value: Any, source: Any) -> str | None:
-    """Python that finds the value in any scope; None where there is none, and for constants of
-    Python's and torch's modules.
+    """Python expression that evaluates to the value in any scope. None if there is none, and for
+    constants of the modules of Python, torch and numpy.
     """
     match = _GLOBAL.fullmatch(source_name(source))
     if match is None:

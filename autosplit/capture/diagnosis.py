@@ -1,4 +1,4 @@
-"""Tracing errors as ``CaptureError``, with the user's line and advice; where hooks are from."""
+"""Tracing errors as ``CaptureError`` with the user's line and advice; hooks and their origin."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ModuleHook(NamedTuple):
     """A hook on a module.
 
     Attributes:
-        owner: name of the submodule that has it; empty for the module itself, None for one that
-            all modules have.
-        kind: class of that.
-        function: what is called.
+        owner: name of the submodule that has the hook; empty for the module itself, None for a
+            hook on all modules.
+        kind: the submodule's class name.
+        function: the hook.
     """
 
     owner: str | None
@@ -39,7 +39,7 @@ class ModuleHook(NamedTuple):
 
     @property
     def line(self) -> str:
-        """``file:line`` of its definition, or an empty string."""
+        """``file:line`` of the hook's definition, or an empty string."""
         function = inspect.unwrap(getattr(self.function, "func", self.function))
         if not (inspect.isfunction(function) or inspect.ismethod(function)):
             function = type(function).__call__ if callable(function) else function
@@ -53,7 +53,7 @@ class ModuleHook(NamedTuple):
 
 
 def backward_hook(module: nn.Module) -> ModuleHook | None:
-    """The first hook on the backward of a module or of all modules; no graph holds one."""
+    """The first hook on the backward of a module or of all modules. Graphs cannot contain them."""
     everywhere = (
         torch_module._global_backward_hooks,
         torch_module._global_backward_pre_hooks,
@@ -65,18 +65,18 @@ def backward_hook(module: nn.Module) -> ModuleHook | None:
 
 
 def forward_hook(module: nn.Module) -> ModuleHook | None:
-    """The first hook on the forward of a module or of one below it that is not torch's own."""
+    """The first hook on the forward of a module or its submodules that is not torch's own."""
     hooks = _hooks(module, "_forward_hooks", "_forward_pre_hooks")
     return next((hook for hook in hooks if hook.line and not is_library_file(hook.line)), None)
 
 
 def is_library_file(path: str) -> bool:
-    """Whether a file is torch's or ours."""
+    """Whether a file belongs to torch or to autosplit."""
     return path.startswith(_LIBRARIES)
 
 
 class Wrapper(nn.Module):
-    """A module of ours around one of the user's."""
+    """A module of autosplit that wraps the user's module."""
 
     module: nn.Module
 
@@ -86,7 +86,7 @@ class Wrapper(nn.Module):
 
 
 def named_module(module: nn.Module) -> nn.Module:
-    """The module that errors name: the user's."""
+    """The user's module, which errors name, inside of any ``Wrapper``."""
     return named_module(module.module) if isinstance(module, Wrapper) else module
 
 
@@ -99,12 +99,12 @@ def _hooks(module: nn.Module, *tables: str) -> Iterator[ModuleHook]:
 
 @contextlib.contextmanager
 def user_errors(module: nn.Module) -> Iterator[None]:
-    """Turn what tracing raises into a CaptureError that names the user's line.
+    """Turn errors of tracing into a CaptureError that names the user's line.
 
     Raises:
         FailingCallError: an operator refused its inputs.
-        PythonStateError: it was in a constructor, or at a lock.
-        CaptureError: anything else.
+        PythonStateError: tracing failed in a constructor or at a lock.
+        CaptureError: tracing failed for another reason.
     """
     try:
         with log_errors_once():
@@ -134,7 +134,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
 
 
 def _is_calling(error: Exception) -> bool:
-    """Whether the error was in ``Module.__call__``, hooks included, rather than in a forward."""
+    """Whether the error is from ``Module.__call__`` or a hook, rather than from a forward."""
     stack: list[Any] = [*(getattr(error, "real_stack", None) or ())]
     return bool(stack) and stack[-1].filename == torch.nn.modules.module.__file__
 
@@ -142,12 +142,12 @@ def _is_calling(error: Exception) -> bool:
 def _hooked(module: nn.Module, hook: ModuleHook) -> CaptureError:
     """The error for a module that has a backward hook."""
     at = f" (at {hook.line})" if hook.line else ""
-    reason = f"{hook} has a backward hook{at}, which no graph holds"
-    advice = "Split the submodules without such hooks instead of the whole"
+    reason = f"{hook} has a backward hook{at}, which a graph cannot contain"
+    advice = "Split the submodules that have no such hooks instead of the whole module"
     if not hook.owner:
         advice = "Put it on the split module instead"
     advice += (
-        ". In a pipeline's stage, hook parameters, or tensors in its forward "
+        ". In a pipeline stage, hook its parameters, or tensors in its forward "
         "(y.register_hook(lambda grad: 2 * grad))"
     )
     return CaptureError(
@@ -158,7 +158,9 @@ def _hooked(module: nn.Module, hook: ModuleHook) -> CaptureError:
 
 @contextlib.contextmanager
 def log_errors_once() -> Iterator[None]:
-    """Fake tensors log an operator's error with its whole traceback, and then raise it."""
+    """Silence the log of fake tensors, which log an operator's error with its traceback before they
+    raise it.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_below_error)
     try:
@@ -172,16 +174,16 @@ def _below_error(record: logging.LogRecord) -> bool:
 
 
 def _user_line(error: Exception) -> str:
-    """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
+    """``file:line`` of the innermost frame of the user's code; empty if none is recorded."""
     frame = user_frame(getattr(error, "real_stack", None) or ())
     if frame is not None:
         return f"{frame.filename}:{frame.lineno}"
     lines = re.findall(r'File "(.+?)", line (\d+)', str(error).partition("Original traceback:")[2])
-    return ":".join(next((each for each in lines[::-1] if not is_library_file(each[0])), ()))
+    return ":".join(next((line for line in lines[::-1] if not is_library_file(line[0])), ()))
 
 
 def user_frame(stack: Sequence[FrameSummary]) -> FrameSummary | None:
-    """The innermost frame of the user's code, else of one of torch's modules."""
+    """The innermost frame of the user's code; if there is none, of one of torch's modules."""
     frames = [frame for frame in stack if not is_library_file(frame.filename)]
     layers = [frame for frame in stack if f"nn{os.sep}modules" in frame.filename]
     return next(reversed(frames or layers), None)
@@ -207,48 +209,47 @@ def _failure(text: str) -> str:
 def _advice(module: nn.Module, line: str, error: Exception) -> str:
     if any(_loops_over_experts(part, line) for part in module.modules()):
         return (
-            "Have the experts be one operator, experts_implementation='grouped_mm' of the model's "
-            "configuration, instead of a loop over those that have tokens."
+            "Set experts_implementation='grouped_mm' in the model's configuration, so that the "
+            "experts are one operator instead of a loop over the experts that have tokens."
         )
     if isinstance(error, TorchRuntimeError) or _failure(str(error)):
         return (
-            "Pass inputs of sizes and dtypes that the module takes. If it runs on these inputs "
+            "Pass inputs of sizes and dtypes that the module accepts. If it runs on these inputs "
             "without autosplit, torch cannot trace it: such a call runs unsplit, unless one graph "
-            "is asked for (a stage, fullgraph=True)."
+            "is required (a stage, fullgraph=True)."
         )
     if "share storage" in str(error) or "view input mutations" in str(error):
         return (
-            "The module writes into an input that shares its memory with another one; pass a "
-            "clone, or one and the same tensor as both."
+            "The module writes into an input that shares memory with another input. Pass a clone, "
+            "or pass the same tensor as both."
         )
     text = str(error)
     if "FunctionalTensor" in text or "a functional tensor" in text or text.startswith("tensor("):
         return (
-            "An attribute of a parameter is read, or a tensor written into that is no buffer: "
-            "register_buffer(name, tensor, persistent=False), and read it as the module's (a loss "
-            "that is an nn.Module may have buffers)."
+            "The forward reads an attribute of a parameter, or writes into a tensor that is not a "
+            "buffer. Register that tensor with register_buffer(name, tensor, persistent=False), "
+            "and read it from the module (a loss that is an nn.Module may have buffers)."
         )
     if "saved_tensors_hooks" in str(error) or "save_on_cpu" in str(error):
         return (
-            "Put these hooks around the call of the split module, or split the module that is "
+            "Put these hooks around the call of the split module, or split the submodule that is "
             "called under them instead of this one."
         )
     return (
-        "Write that line so that a graph can hold it (without Python that depends on tensor "
-        "values or changes objects outside of the forward), or split the parts of the model "
-        "around it separately."
+        "Rewrite that line without Python that depends on tensor values or changes objects outside "
+        "of the forward, or split the parts of the model before and after it separately."
     )
 
 
 def _loops_over_experts(part: nn.Module, line: str) -> bool:
-    """Whether a line is of experts of transformers that are told to run one after another."""
+    """Whether a line belongs to transformers' experts that are configured to run in a loop."""
     implementation = getattr(getattr(part, "config", None), "_experts_implementation", None)
     experts = type(part).__name__.endswith("Experts") and implementation == "eager"
     return experts and definition(part).rpartition(":")[0] == line.rpartition(":")[0]
 
 
 def forward_of(module: nn.Module) -> str:
-    """The module's forward, and where it is."""
+    """The name of the module's forward, and its ``file:line``."""
     module = named_module(module)
     return f"{type(module).__name__}.forward (at {definition(module)})"
 

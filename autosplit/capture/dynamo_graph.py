@@ -1,7 +1,7 @@
-"""A model under ``torch.compile`` with a backend of ours, and what that asks of Dynamo's graphs.
+"""A model under ``torch.compile`` with a backend of autosplit, and captures of Dynamo's graphs.
 
-``capture_graph``: one graph that Dynamo found, as a joint graph with roles. Traced as a module is.
-What AOTAutograd keeps out of graphs is done around each call by its own wrappers, as under any
+``capture_graph`` traces one of Dynamo's graphs into a joint graph with roles, as ``capture`` traces
+a module. AOTAutograd's own wrappers do around each call what graphs do not contain, as under any
 other backend of ``torch.compile``: writes into inputs, outputs that are views of inputs or of each
 other, inputs that are the same tensor or share memory.
 """
@@ -59,22 +59,23 @@ _MARK = "_is_torch_compile"  # an attribute meant for the wrapper that ``torch.c
 def compile_model(
     model: nn.Module, backend: Callable[[fx.GraphModule, Sequence[Any]], Any]
 ) -> Callable[..., Any]:
-    """The model under ``torch.compile`` with a backend of its own.
+    """Wrap the model in ``torch.compile`` with this backend.
 
     Raises:
         CaptureError: the model draws random numbers in a way that ``torch.compile`` gets wrong.
     """
     refuse_own_generators(model)
-    # Compiled code is kept with the code object, which modules of one class share: where torch
-    # can (from 2.13), the count of recompilations is kept apart for each.
+    # Dynamo stores compiled code with the code object, which modules of one class share. From torch
+    # 2.13 on it can count recompilations for each module separately.
     isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     options = {"isolate_recompiles": True} if isolate else {}
     was_marked = _MARK in vars(model)
     compiled = torch.compile(model, backend=backend, **options)  # type: ignore[call-overload]
-    if not was_marked:  # the model is called without it, too, and is to be known as it was
+    if not was_marked:  # the model is also called without the wrapper, and must stay as it was
         vars(model).pop(_MARK, None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the compiled model; raise the errors that Dynamo wrapped."""
         with torch._dynamo.config.patch(AS_IN_EAGER):
             try:
                 return compiled(*args, **kwargs)
@@ -91,8 +92,8 @@ def compile_model(
 
 
 def traced_modules(module: fx.GraphModule) -> list[nn.Module]:
-    """The modules that a graph's code refers to, while Dynamo compiles it: the one whose
-    ``forward`` it is, or those that a function reads.
+    """The modules that a graph's code refers to, while Dynamo compiles it: the module whose
+    ``forward`` is compiled, or the modules that a function reads.
     """
     frame = InstructionTranslator.current_tx().output.root_tx
     scope = {"L": frame.f_locals, "G": frame.f_globals}
@@ -102,7 +103,7 @@ def traced_modules(module: fx.GraphModule) -> list[nn.Module]:
 
 
 def frozen_parameters(example_inputs: Sequence[Any]) -> list[int]:
-    """Positions of parameters that a graph has no gradient for."""
+    """Positions of frozen parameters, for which a graph computes no gradient."""
     return [
         index
         for index, value in enumerate(example_inputs)
@@ -111,21 +112,29 @@ def frozen_parameters(example_inputs: Sequence[Any]) -> list[int]:
 
 
 def refuse_thawed(args: Sequence[Any], frozen: Sequence[int]) -> None:
-    """Raise where a graph is called with a parameter that needs a gradient by now.
+    """Raise if a graph is called with a formerly frozen parameter that now needs a gradient.
 
-    Dynamo compiles another graph for it, but for torch 2.11 under the settings it comes with.
+    Dynamo compiles another graph for such a call, except in torch 2.11 with its default settings.
+
+    Raises:
+        SplitError: a parameter was thawed since compilation.
     """
     if frozen and torch.is_grad_enabled() and any(args[index].requires_grad for index in frozen):
         raise SplitError(
-            "a parameter that was frozen when torch.compile compiled this graph needs a gradient "
-            "now, which torch 2.11 overlooks; set use_recursive_dict_tags_for_guards and "
-            "skip_tensor_guards_with_matching_dict_tags of torch._dynamo.config to False before "
-            "compiling, or use torch 2.12 or later"
+            "a parameter that was frozen when torch.compile compiled this graph now needs a "
+            "gradient, and torch 2.11 does not recompile for it; set "
+            "use_recursive_dict_tags_for_guards and skip_tensor_guards_with_matching_dict_tags of "
+            "torch._dynamo.config to False before compiling, or use torch 2.12 or later"
         )
 
 
 def skip_mistraced_frames(module: fx.GraphModule) -> None:
-    """Have Dynamo run the function as ordinary Python, where a graph is not insisted on."""
+    """Have Dynamo run a function that is traced wrongly as ordinary Python.
+
+    Raises:
+        SkipFrame: Dynamo is to run the function as Python.
+        CaptureError: one graph is required (``fullgraph=True``).
+    """
     context = TracingContext.try_get()
     try:
         refuse_absent_gradients(module, [] if context is None else context.traced_code)
@@ -137,22 +146,27 @@ def skip_mistraced_frames(module: fx.GraphModule) -> None:
 
 
 def require_runnable(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph to be run as Dynamo found it, under ordinary autograd. Dynamo runs the function as
-    ordinary Python instead where it calls ``torch.utils.checkpoint``: in a graph, that keeps no
-    state of generators for when it computes again.
+    """Return the graph, to be run unsplit under ordinary autograd.
+
+    Dynamo runs the function as ordinary Python instead if it calls ``torch.utils.checkpoint``: in a
+    graph, checkpoints do not save the generators' state for their recomputation.
+
+    Raises:
+        SkipFrame: the graph has a checkpoint.
     """
     if any(node.target is tag_activation_checkpoint for node in module.graph.nodes):
-        raise SkipFrame("its graph cannot be split, and checkpoints what it computes")
+        raise SkipFrame("the graph uses activation checkpointing and cannot be split")
     return module
 
 
 def input_sources(module: fx.GraphModule) -> list[str]:
-    """Where Dynamo found each input of the graph, as Python: ``L['self'].weight``."""
+    """Dynamo's source of each input of the graph, as Python: ``L['self'].weight``."""
     sources = [getattr(node, "_dynamo_source", None) for node in placeholders(module.graph)]
     return [*map(source_name, sources)]
 
 
-# What AOTAutograd made of inputs that share memory, and tensors that are attributes of the graph.
+# Bases that AOTAutograd makes from inputs that share memory, and tensors that are attributes of the
+# graph.
 _DERIVED_INPUTS = (d.ViewBaseAOTInput, d.SyntheticBaseAOTInput, d.ParamAOTInput, d.BufferAOTInput)
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -160,7 +174,11 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class GraphRoles(DescriptorRoles):
-    """Roles in the joint graph of one graph that Dynamo found; results go by their expressions."""
+    """Roles in the joint graph of one of Dynamo's graphs. Results are named by their expressions.
+
+    Attributes:
+        primals: descriptor of an input of the forward -> its role.
+    """
 
     primals: Mapping[Any, Role]
 
@@ -174,7 +192,7 @@ class GraphRoles(DescriptorRoles):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphCapture(Capture):
-    """A graph of Dynamo, traced, and AOTAutograd's calling convention for it.
+    """A traced graph of Dynamo, with AOTAutograd's calling convention for it.
 
     Attributes:
         input_roles: role of each value that AOTAutograd passes to the graph, in its order.
@@ -190,7 +208,9 @@ class GraphCapture(Capture):
     wrap: Callable[[Boxed], Callable[..., Any]]
 
     def hide_alias(self, name: str, value: Any) -> Any:
-        """A result, as autograd is to take it: not as a tensor where it will be made anew."""
+        """The result as autograd must see it: hidden in a TensorAlias if AOTAutograd makes it
+        anew.
+        """
         return TensorAlias(value) if name in self.aliases else value
 
 
@@ -200,20 +220,20 @@ def capture_graph(
     roles: Sequence[Role],
     decompositions: Decompositions,
 ) -> GraphCapture:
-    """Trace a graph that Dynamo found, while it compiles it.
+    """Trace a graph of Dynamo, while Dynamo compiles it.
 
     Args:
         module: the graph.
-        example_inputs: what Dynamo calls it with.
-        roles: PARAMETER or INPUT and a name, one for each of these. A parameter that the graph
-            returns, or writes into, becomes an input: AOTAutograd makes such results from the
-            parameter itself, and autograd must find it there.
+        example_inputs: the inputs with which Dynamo calls the graph.
+        roles: role of each example input: PARAMETER or INPUT and a name. A parameter that the graph
+            returns or writes into becomes an input, because AOTAutograd makes such results from the
+            parameter itself, and autograd must find the parameter there.
         decompositions: operators to trace through.
 
     Raises:
-        CaptureError: it cannot be traced, or not be labelled: AOTAutograd refuses some graphs that
-            run well (operators that return their argument, writes into one of two inputs that
-            share their memory).
+        CaptureError: the graph cannot be traced or labelled. AOTAutograd refuses some graphs that
+            run well: operators that return their argument, writes into one of two inputs that
+            share memory.
     """
     inline_compile_regions(module)
     return_tensors_once(module)
@@ -240,7 +260,7 @@ def capture_graph(
         traced.fake_mode.shape_env, dict(enumerate(value for _, value in graph_inputs))
     )
     if sizes and sharding_by_desc:
-        raise CaptureError("DTensors of any size are not split")
+        raise CaptureError("DTensor inputs do not support dynamic shapes")
     runtime = RuntimeWrapper(_idle(graph, descs, meta), differs, disable_amp=False)
     state = [tensor for _, tensor in module.named_parameters(remove_duplicate=False)]
     state += [tensor for _, tensor in module.named_buffers(remove_duplicate=False)]  # type: ignore[misc]
@@ -266,7 +286,7 @@ def capture_graph(
 
 
 def _returned(graph: fx.Graph) -> list[tuple[Any, Any]]:
-    """Descriptor and value of each result of a joint graph, meshes left out."""
+    """Descriptor and value of each result of a joint graph, without meshes."""
     output = graph.output_node()
     pairs = zip(output.meta["desc"], output.args[0], strict=True)  # type: ignore[arg-type]
     return [(whole(desc), value) for desc, value in pairs if desc is not None and not is_mesh(desc)]
@@ -310,13 +330,13 @@ def _roles(
 
 
 def _inputs(nodes: Iterable[Any]) -> set[Any]:
-    """Descriptors of those nodes that are inputs."""
+    """Descriptors of the inputs among these nodes."""
     return {whole(node.meta["desc"]) for node in nodes if node.op == "placeholder"}
 
 
 def _idle(graph: fx.Graph, descs: Sequence[Any], meta: Any) -> list[int]:
-    """Places of what was computed before the graph and gets no gradient from it, which autograd is
-    not to go back to.
+    """Positions of inputs that earlier operators computed and that get no gradient from the graph.
+    Autograd must not continue its backward into them.
     """
     trained = _with_gradient(graph)
     infos = enumerate(zip(descs, meta.input_info, strict=True))

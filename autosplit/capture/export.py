@@ -1,4 +1,4 @@
-"""Dynamo's full-graph export of a module, and the guards under which the graph is valid."""
+"""Dynamo's full-graph export of a module, with the guards under which the graph is valid."""
 
 from __future__ import annotations
 
@@ -51,20 +51,22 @@ def export(
     kwargs: dict[str, Any],
     regions: RegionSession | None = None,
 ) -> tuple[fx.GraphModule, Guards]:
-    """Dynamo's full-graph export, with guards. A forward that asks is told that it is exported,
-    and where that has it unroll a long loop, that it is compiled.
+    """Export a module by Dynamo as one full graph, with guards.
+
+    In the forward, ``torch.compiler.is_exporting()`` is True. If that makes the forward unroll a
+    long loop, it is traced once more with False.
 
     Args:
-        module: what to export.
+        module: the module to export.
         args: example positional inputs.
         kwargs: example keyword inputs.
-        regions: blocks that are not entered.
+        regions: session whose blocks Dynamo does not trace into.
 
     Raises:
         PythonStateError: the forward changes Python state.
-        CaptureError: what the forward reads or draws cannot be in a graph.
+        CaptureError: the forward reads values or draws numbers that a graph cannot contain.
     """
-    # A loop is not unrolled too far where the forward knows another way.
+    # The forward may have a form without the long loop.
     with limit_unrolling() as limit, _compiling_state_context():
         for numbers in (True, False):
             reads = BackwardReads(numbers=numbers)
@@ -88,13 +90,14 @@ def _export(
 ) -> tuple[fx.GraphModule, Guards]:
     opaque = contextlib.nullcontext if regions is None else regions.opaque
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(DYNAMO):
-        warnings.simplefilter("always")  # told behind it, as an error they would end the trace
-        # The steps of torch's dynamo_graph_capture_for_export, which drops the guards.
+        warnings.simplefilter("always")  # issued after the trace: as errors they would end it
+        # The steps of torch's dynamo_graph_capture_for_export, which itself drops the guards.
         with (
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),
             skip_guard_timing(),
-            # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
+            # Inside, because the metrics that torch 2.11 records of a capture cannot hold
+            # functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
             with (
@@ -128,24 +131,24 @@ def _export(
     refuse_drawn(module, exported)
     for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    # Dynamo put the graph into the globals of the forward's module, from where it would keep
-    # the model and its example inputs alive for ever.
+    # Dynamo put the graph into the globals of the forward's module. There it would keep the model
+    # and its example inputs alive for ever.
     if captured.backend_input is not None:
         output.f_globals.pop(captured.backend_input.backend_id, None)
     return exported, guards
 
 
 def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
-    """Give a graph without results one, as torch writes no valid code for it: the graph of a module
-    that returns views of its parameters only.
+    """Give a graph without results a result, because torch generates invalid code for it: the graph
+    of a module that returns only views of its parameters.
 
     Raises:
         CaptureError: there is no graph.
     """
     if captured.backend_input is None:
         raise CaptureError(
-            f"{forward_of(module)} computes no tensor: let it return one, or several, that it "
-            "computes (of an input, x.clone())"
+            f"{forward_of(module)} computes no tensor and returns only its inputs; return a "
+            "computed tensor (x.clone() instead of x)"
         )
     graph = captured.backend_input.graph_module.graph
     output, arguments = graph.output_node(), graph.find_nodes(op="placeholder")
@@ -154,8 +157,8 @@ def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
 
 
 def _find_class_tensors(module: nn.Module, exported: Any) -> None:
-    """Let the generated code find tensors that are attributes of the module's class: the exported
-    module has a class of its own, so the user's module stands in.
+    """Let the generated code find tensors that are attributes of the module's class. The exported
+    module has another class, so the code reads them from the user's module.
     """
     _, root = get_traced_fn(module)
     if any(
@@ -165,8 +168,8 @@ def _find_class_tensors(module: nn.Module, exported: Any) -> None:
 
 
 def _find_builtins(exported: Any) -> None:
-    """Add builtins to the globals of the code that flattens inputs and results, where torch 2.11
-    looks for them.
+    """Add builtins to the globals of the code that flattens inputs and results: torch 2.11 looks
+    them up there.
     """
     codegen = exported.graph._codegen
     for half in (codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten):
@@ -175,7 +178,7 @@ def _find_builtins(exported: Any) -> None:
 
 def _messages() -> set[Any]:
     """Functions for Dynamo to ignore: ``warnings.warn`` and every method of ``logging.Logger``,
-    those that libraries add included.
+    including methods that libraries add.
     """
     names = (name for name in vars(logging.Logger) if not name.startswith("_"))
     methods = {method for name in names if callable(method := getattr(logging.Logger, name))}

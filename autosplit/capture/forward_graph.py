@@ -1,9 +1,11 @@
-"""Capture of a module's forward graph, with its inputs as user inputs, state and constants; effects
-of its nodes (writes, random numbers, cost), and the modes around them.
+"""Capture of a module's forward graph, for cutting it into parts.
 
-Switches of grad mode and autocast are nodes without inputs or results that anybody reads. A part
-of the graph that does not hold them would run under other settings, so they are taken out, and put
-back where a part needs them.
+The capture names the graph's inputs as user inputs, state and constants, and records each node's
+effects (writes, random numbers, cost) and settings.
+
+Switches of grad mode and autocast are nodes of the graph that no other node reads. A part of the
+graph without them would run under other settings. So they are removed, and written again where a
+part needs them.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from autosplit.errors import CaptureError
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
 
-# Their schemas do not say that they write the running statistics in training.
+# In training these write the running statistics, which their schemas do not declare.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 _STATISTICS = slice(3, 5)
 _TRAINING = 5
-_CHEAP = 64  # FLOPs an element that is put out
+_CHEAP = 64  # FLOPs for each element of the output
 
 
 @dataclass
@@ -45,12 +47,12 @@ class Effect:
     """Result and effects of one node.
 
     Attributes:
-        value: the result, without data.
-        storages: of the tensors in the result.
+        value: the result, as fake tensors.
+        storages: storages of the tensors in the result.
         writes: storages written in place.
-        random: draws random numbers.
-        heavy: has a matrix product, a convolution or attention.
-        costly: computes more than a few operations for each element that it puts out.
+        random: whether the node draws random numbers.
+        heavy: whether the node has a matrix product, a convolution or attention.
+        costly: whether the node computes more than ``_CHEAP`` FLOPs for each element of its output.
     """
 
     value: Any = None
@@ -62,10 +64,10 @@ class Effect:
 
 
 def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
-    """Run the graph on tensors without data, looking at every operator.
+    """Run the graph on fake tensors and record the effect of every node.
 
     Raises:
-        what an operator raises.
+        Exception: an operator failed; its own error.
     """
     mode = module.meta["fake_mode"]
     run = _EffectInterpreter(module)
@@ -76,7 +78,7 @@ def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
 
 
 class _EffectInterpreter(fx.Interpreter):
-    """Keeps every value, so that a storage's number stays its own."""
+    """Interpreter that keeps every value alive, so that no two storages get the same number."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -108,9 +110,11 @@ class _EffectInterpreter(fx.Interpreter):
 
 
 class EffectRecorder(TorchDispatchMode):
-    """Args:
-    effect: where to note what operators do.
-    kept: where to keep what they write, so that no other storage gets its number.
+    """Dispatch mode that records the effects of operators.
+
+    Args:
+        effect: the record to write into.
+        kept: keeps the written tensors alive, so that no other storage gets their number.
     """
 
     def __init__(self, effect: Effect, kept: list[Any]) -> None:
@@ -147,7 +151,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 def _is_costly(count: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
     size = sum(t.numel() for t in tree_flatten(result)[0] if isinstance(t, Tensor))
-    # Where sizes depend on data, as of what an expert is given, nobody knows.
+    # Sizes may depend on data, as the number of tokens of an expert does: then True.
     return bool(guard_or_true(count(*args, **kwargs, out_val=result) > _CHEAP * size))
 
 
@@ -167,8 +171,8 @@ class Setting:
     """Grad mode and autocast regions around a node.
 
     Attributes:
-        grad: False under ``no_grad``; None where it is as the caller has it.
-        autocasts: the nodes that entered the regions of autocast around it, outermost first.
+        grad: False under ``no_grad``; None for the caller's grad mode.
+        autocasts: the nodes that entered the surrounding regions of autocast, outermost first.
     """
 
     grad: bool | None = None
@@ -176,13 +180,13 @@ class Setting:
 
 
 def settings(graph: fx.Graph) -> dict[fx.Node, Setting | None]:
-    """The setting of every node; None for the switches themselves, and for nodes without effect."""
+    """The setting of every node; None for the switches themselves and for nodes without effect."""
     setting_of: dict[fx.Node, Setting | None] = {}
     now = Setting()
     for node in graph.nodes:
         setting_of[node] = None
         if node.target is _GRAD:
-            # A graph is captured with gradients on, so True is what the caller has.
+            # Graphs are captured with gradients on, so True is the caller's mode.
             now = Setting(None if node.args[0] else False, now.autocasts)
         elif node.target is _enter_autocast:
             now = Setting(now.grad, (*now.autocasts, node))
@@ -195,12 +199,12 @@ def settings(graph: fx.Graph) -> dict[fx.Node, Setting | None]:
 
 
 def enters_autocast(node: fx.Node) -> bool:
-    """Whether the node enters a region of autocast; its first argument is a type of device."""
+    """Whether the node enters a region of autocast. Its first argument is a device type."""
     return node.target is _enter_autocast
 
 
 class Switches:
-    """Writes the switches that the nodes of a new graph need."""
+    """Writer of the switches that the nodes of a new graph need."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -209,7 +213,7 @@ class Switches:
         self._entered: list[tuple[fx.Node, fx.Node]] = []
 
     def to(self, setting: Setting) -> None:
-        """From here on the nodes written run under ``setting``."""
+        """Write the switches after which nodes run under ``setting``."""
         wanted = setting.autocasts
         common = 0
         while common < min(len(wanted), len(self._entered)):
@@ -235,12 +239,12 @@ class CapturedForward:
     Attributes:
         module: Dynamo's graph: torch's own functions, as the user's code calls them.
         inputs: placeholder -> position among the tensors of ``(args, kwargs)``.
-        state: node -> the first name of the parameter or buffer that it stands for.
-        parameters: names of all parameters, the first of each.
-        constants: node -> the tensor that it stands for.
-        effects: what every node does.
-        leaves: of the result: nodes, or values that are no tensors.
-        spec: how the leaves make up the result.
+        state: node -> first name of the parameter or buffer that it reads.
+        parameters: first names of all parameters.
+        constants: node -> the tensor that it reads.
+        effects: effect of every node.
+        leaves: leaves of the result: nodes, or values that are not tensors.
+        spec: structure of the result.
     """
 
     module: fx.GraphModule
@@ -256,11 +260,11 @@ class CapturedForward:
 def capture_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CapturedForward:
-    """Trace ``module(*args, **kwargs)`` without running it on real data. No two of the inputs
-    may be one tensor.
+    """Trace ``module(*args, **kwargs)`` without running it on real data. All inputs must be
+    different tensors.
 
     Raises:
-        CaptureError: it cannot be traced into one graph; names the user's line.
+        CaptureError: the module cannot be traced into one graph; names the user's line.
         ShardedError: FSDP manages the module or a part of it.
     """
     refuse_sharded(module)
@@ -306,8 +310,8 @@ def _add_returned(
             continue
         if id(leaf) not in state:
             raise CaptureError(
-                f"{type(module).__name__} returns a tensor of shape {list(leaf.shape)} that it "
-                "neither computes nor is given, nor has as a parameter or buffer"
+                f"{type(module).__name__} returns a tensor of shape {list(leaf.shape)} that is "
+                "neither computed nor an input, a parameter or a buffer; register it as a buffer"
             )
         with exported.graph.inserting_before(next(iter(exported.graph.nodes))):
             node = exported.graph.placeholder(f"returned_{len(tensors)}")

@@ -1,7 +1,8 @@
-"""``Guards``: whether a captured graph still fits its module; ``BlockGuards``, one of its blocks.
+"""Guards: check whether a captured graph still fits its module.
 
-Before these: ``unobserved``, as a graph is the same whoever watches; ``ForwardScope``, the
-variables of a forward as Dynamo's guards name them.
+``Guards`` check a module, ``BlockGuards`` a block that its graph calls. ``unobserved`` turns off
+observers, on which a graph does not depend. ``ForwardScope`` has the variables of a forward, by the
+names that Dynamo's guards use.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from autosplit.capture.workarounds.operators import AS_IN_EAGER
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
 
-# The other global hooks on modules may do anything; they are part of what is captured.
+# Only trackers are removed from these: other global hooks may do anything, and are captured.
 _HOOKS: tuple[dict[int, Any], ...] = (
     module._global_forward_pre_hooks,
     module._global_forward_hooks,
@@ -40,7 +41,7 @@ _TRACKERS = {ModuleTracker._fw_pre_hook, ModuleTracker._fw_post_hook}
 
 
 def _tracked() -> bool:
-    """Whether a module tracker is on."""
+    """Whether a module tracker is active."""
     return any(_is_tracker(hook) for hooks in _HOOKS for hook in hooks.values())
 
 
@@ -53,7 +54,7 @@ def unobserved() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _untracked() -> Iterator[None]:
-    """Remove trackers' hooks, and restore them in their order among the others."""
+    """Remove trackers' hooks, and restore them in their order among other hooks afterwards."""
     originals = [dict(hooks) for hooks in _HOOKS]
     for hooks, original in zip(_HOOKS, originals, strict=True):
         for key in [key for key, hook in original.items() if _is_tracker(hook)]:
@@ -61,7 +62,7 @@ def _untracked() -> Iterator[None]:
     try:
         yield
     finally:
-        # The dictionaries stay the same objects: handles of hooks know them by weak reference.
+        # The dictionaries stay the same objects: handles of hooks refer to them weakly.
         for hooks, original in zip(_HOOKS, originals, strict=True):
             added = {key: hook for key, hook in hooks.items() if key not in original}
             hooks.clear()
@@ -79,7 +80,7 @@ _PLAIN = {inspect.Parameter.POSITIONAL_OR_KEYWORD, _KEYWORD_ONLY}
 def traced_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, ...]]:
     """The function that Dynamo traces for a call of a module, and its positional arguments."""
     forward = module.forward
-    if (  # as a rule: what get_traced_fn asks, in a third of its time, as every call comes here
+    if (  # the usual case of get_traced_fn, in a third of its time, because every call runs it
         type(forward) is MethodType
         and forward.__self__ is module
         and type(module).__call__ is nn.Module.__call__
@@ -97,15 +98,14 @@ def traced_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[FunctionType,
 
 
 class ForwardScope:
-    """Variables of a function that Dynamo traces: its parameters, what it closes over, and its
-    globals.
+    """Variables of a function that Dynamo traces: its parameters, closure variables and globals.
 
-    Binds as ``inspect.Signature.bind`` with defaults applied does, without its cost (ten
-    microseconds a call) for functions that take no ``*args``, no ``**kwargs`` and nothing by
-    position only.
+    Binds as ``inspect.Signature.bind`` with defaults applied does. For functions without
+    ``*args``, ``**kwargs`` and positional-only parameters it avoids the cost of ``bind`` (ten
+    microseconds a call).
 
     Attributes:
-        function: that is traced.
+        function: the function that is traced.
     """
 
     def __init__(self, function: FunctionType) -> None:
@@ -123,7 +123,7 @@ class ForwardScope:
         }
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """What it finds locally in one call; None where it cannot be called like this."""
+        """Local variables of one call; None if the function does not accept these arguments."""
         if self._is_plain and len(args) <= len(self._positional):
             arguments = dict(zip(self._positional, args, strict=False))
             arguments.update(kwargs)
@@ -144,42 +144,42 @@ class ForwardScope:
         return bound
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Variables of one call."""
+        """Variables of one call, as scopes for Dynamo's expressions."""
         bound = self.bound(args, kwargs) or {}
         return {"L": bound, "G": self.function.__globals__, "___from_numpy": _same}
 
 
 def _same(array: Any) -> Any:
-    """An array is in the graph as a tensor over its memory."""
+    """An array: its tensor in the graph has the same memory."""
     return array
 
 
 DYNAMO = {
-    # Dynamo remembers shapes by code object: a second nn.Sequential would get symbolic sizes.
+    # Dynamo stores shapes by code object: a second nn.Sequential would get symbolic sizes.
     "automatic_dynamic_shapes": False,
     "assume_static_by_default": True,
-    # A function's backward may ask autograd for gradients.
+    # A function's backward may call autograd.grad.
     "trace_autograd_ops": True,
-    # What the forward does to Python is looked at afterwards; the graph does not repeat it.
+    # Side effects are examined after the trace; the graph does not repeat them.
     "replay_side_effects": False,
-    # Asked in C++, as from torch 2.15 on.
+    # Evaluate this guard in C++, as torch 2.15 does.
     "use_lamba_guard_for_object_aliasing": False,
     "side_effect_replay_policy": "silent",
     **AS_IN_EAGER,
 }
-"""Settings of Dynamo under which modules are captured, and guards built."""
+"""Settings of Dynamo for captures and for building guards."""
 _TENSOR = "TENSOR_MATCH"
 _SAVED_TENSORS_HOOKS = "AUTOGRAD_SAVED_TENSORS_HOOKS"
 
 
 class BlockGuards:
-    """Guards of a block that a captured graph calls, and of its call there.
+    """Guards of a block that a captured graph calls, for that call.
 
     Args:
-        guards: of the graphs that are called; nothing but Dynamo's own.
+        guards: guards of the block's graphs; only Dynamo's own.
         module: the block.
         args: positional inputs like those of the call.
-        kwargs: keyword inputs likewise.
+        kwargs: keyword inputs like those of the call.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class BlockGuards:
         self._variables = ForwardScope(function).bound(positional, kwargs)
 
     def hold(self) -> bool:
-        """Whether the graphs may be called for the block as it is now."""
+        """Whether the graphs are valid for the block as it is now."""
         if traced_call(self._module, ())[0] is not self._function or self._variables is None:
             return False
         return bool(self.guards.check(self._variables))
@@ -201,19 +201,22 @@ class Guards:
     """Validity of a captured graph for the module as it is now.
 
     Dynamo specialises a graph on everything that the forward reads: attributes, dictionaries,
-    globals, hooks, submodules. Its own guards check that. Tensors that are neither inputs nor
-    state of the module are constants in the graph, so the very same object must still be where
-    the forward finds it. And what the forward would set must be set already.
+    globals, hooks, submodules. Dynamo's own guards check these. Tensors that are neither inputs nor
+    state of the module are constants in the graph: the forward must still read the very same
+    objects. Attributes that the forward sets must already have the values that it would set.
 
     Args:
-        module: that was captured.
-        captured: what Dynamo made of it.
-        varies: whether sizes are left open.
+        module: the captured module.
+        captured: Dynamo's output for it.
+        varies: whether some sizes are symbols.
 
     Attributes:
-        scope: variables of its forward.
-        check: asks Dynamo's own guards of the variables of one call; there once this is settled.
-        check_globals: asks those of globals alone, the same for every block of a kind.
+        scope: variables of the module's forward.
+        setters: attributes and entries that the forward sets to the value they have.
+        blocks: guards of the blocks that the graph calls.
+        check: evaluates Dynamo's own guards on the variables of one call; exists once frozen.
+        check_globals: evaluates guards of globals alone, the same for every block of a kind;
+            exists once frozen.
     """
 
     check: Callable[[dict[str, Any]], bool]
@@ -222,7 +225,7 @@ class Guards:
     def __init__(self, module: nn.Module, captured: CaptureOutput, varies: bool) -> None:
         self.module = module
         self.scope = ForwardScope(get_traced_fn(module)[0])
-        # When this code is collected, Dynamo removes globals that the guards read.
+        # Keep this code alive: when it is collected, Dynamo removes globals that the guards read.
         self._kept = captured.graph_capture_output.bytecode
         self._unfrozen: CaptureOutput | None = captured
         self._open = varies
@@ -232,7 +235,7 @@ class Guards:
 
     @cached_property
     def _checks(self) -> set[Callable[[dict[str, Any]], bool]]:
-        """Of globals: these guards' and those of each kind of block."""
+        """Checks of globals: of this graph and of each kind of block."""
         return {guards.check_globals for guards in (self, *(block.guards for block in self.blocks))}
 
     @classmethod
@@ -243,10 +246,10 @@ class Guards:
         kwargs: dict[str, Any],
         captured: CaptureOutput,
     ) -> Guards:
-        """The guards of ``module(*args, **kwargs)``, which Dynamo captured.
+        """Guards of the captured call ``module(*args, **kwargs)``.
 
         Raises:
-            CaptureError: a constant requires a gradient, and nobody could hand it one.
+            CaptureError: a constant requires a gradient, which the graph would not compute.
         """
         output = captured.graph_capture_output
         guards = cls(module, captured, is_open(args, kwargs))
@@ -258,21 +261,22 @@ class Guards:
 
     @property
     def has_only_dynamo_guards(self) -> bool:
-        """Whether nothing is asked but Dynamo's own guards."""
+        """Whether Dynamo's own guards are the only ones."""
         return not (self._constants or self.setters)
 
     def freeze(self) -> None:
-        """Take up what was assumed about sizes so far. Where sizes are open, tracing and passes
-        assume more after Dynamo's capture, so this comes behind them; what would be assumed later
-        is refused.
+        """Freeze the shape guards: build ``check`` and ``check_globals`` from all guards so far.
+
+        Call it after tracing and passes, which may add guards on symbolic sizes. Later ones raise.
         """
         if self._unfrozen is None:
             return
         output, self._unfrozen = self._unfrozen.graph_capture_output, None
         guards = output.output_graph.guards
-        # Asked in Python, a microsecond a block; hooks see what F saves, and are in no graph.
+        # This guard runs in Python, a microsecond for each block. Hooks on saved tensors run when F
+        # saves them, outside of graphs.
         guards.inner -= {g for g in guards if g.create_fn_name() == _SAVED_TENSORS_HOOKS}
-        # Those of globals alone, each of which may compare two objects.
+        # Guards of globals alone; each may compare two objects.
         names = {g: f"{g.name} {g.create_fn}" for g in guards}
         shared: Any = {
             g for g, n in names.items() if n[0] == "G" and "L[" not in n and "Local" not in n
@@ -282,7 +286,7 @@ class Guards:
             dynamo_timed("build_guards"),
             torch._dynamo.config.patch(DYNAMO),
         ):
-            all_guards = guards.inner  # which is read again, for constants
+            all_guards = guards.inner  # read again for constants
             for name, part in ("check", all_guards - shared), ("check_globals", shared):
                 guards.inner = part
                 manager = output.build_guards(self.scope.function.__code__).guard_manager
@@ -293,7 +297,7 @@ class Guards:
             vars(sizes)["_error_on_new_guards"] = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the graph may run for these inputs, with the module as it is now."""
+        """Whether the graph is valid for these inputs, with the module as it is now."""
         if torch._C._len_torch_dispatch_stack() or (any(_HOOKS) and _tracked()):
             with unobserved():
                 return self.hold(args, kwargs)
@@ -312,13 +316,13 @@ class Guards:
                 return False
             if not all(setter.holds() for setter in self.setters):
                 return False
-        for block in self.blocks:  # noqa: SIM110 (in line, as every call comes here)
+        for block in self.blocks:  # noqa: SIM110 (inlined, because every call runs it)
             if not block.hold():
                 return False
         return True
 
     def name_of(self, constant: Tensor) -> str | None:
-        """Path of a constant of the graph from the forward; None for one that tracing made."""
+        """Path by which the forward reads a constant; None for a constant that tracing made."""
         for code, tensor in self._constants:
             if tensor is constant:
                 path = code.co_filename.removeprefix("L['self'].")
@@ -328,11 +332,12 @@ class Guards:
     def _find_constants(
         self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[CodeType, Any]]:
+        """Expression and value of each tensor that is neither an input nor state of the module."""
         scope = self.scope.of(traced_call(self.module, args)[1], kwargs)
         input_ids = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
         _, root = get_traced_fn(self.module)
         if root is self.module:
-            # State that the forward reads through a closure instead would be a constant.
+            # State that the forward reads through a closure instead is a constant.
             input_ids |= {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         constants = []
         for name in names:
@@ -344,14 +349,14 @@ class Guards:
                 raise CaptureError(
                     f"{forward_of(self.module)} reads {name}, a tensor that requires a gradient "
                     "but is neither an input nor a parameter; register it as nn.Parameter, or pass "
-                    "it in"
+                    "it as an input"
                 )
             constants.append((code, value))
         return constants
 
 
 class DynamosGuards(Guards):
-    """Of a graph that ``torch.compile`` calls, which asks its own guards."""
+    """Guards of a graph that ``torch.compile`` calls, which checks its own guards."""
 
     def __init__(self) -> None:
         self._constants = []

@@ -1,4 +1,7 @@
-"""``InputSizes``: sizes that a graph leaves open, known from the inputs of a call."""
+"""``InputSizes``: a graph's symbolic sizes, as read from the inputs of a call.
+
+A size is open if it is a symbol of the graph.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import tree_flatten
 
 Value = Callable[["int | torch.SymInt"], int]
-"""What a size is in one call."""
+"""A graph's size -> its value in one call."""
 
 Within: TypeAlias = "Callable[[int | torch.SymInt], int | torch.SymInt]"
-"""What a size of a graph is in a graph that calls it."""
+"""A graph's size -> the size in the graph that calls it."""
 
 _READ: Mapping[str, Callable[[Any, int], Any]] = {
     "size": lambda tensor, at: tensor.shape[at],
@@ -32,40 +35,40 @@ _READ: Mapping[str, Callable[[Any, int], Any]] = {
 
 
 def leave_open(example: Tensor, dimensions: Iterable[int]) -> None:
-    """Have these sizes of an example input be symbols when it is traced, where tracing can: sizes
-    0 and 1 never are, nor those that the forward's Python decides by.
+    """Mark these sizes of an example input to be symbols in the trace. Sizes 0 and 1, and sizes on
+    which the forward's Python branches, are constants all the same.
     """
     for dimension in dimensions:
         torch._dynamo.maybe_mark_dynamic(example, dimension)
 
 
 def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a size of any of these examples was left open."""
+    """Whether a size of any of these examples is open."""
     leaves, _ = tree_flatten((args, kwargs))
     return any(hasattr(leaf, "_dynamo_weak_dynamic_indices") for leaf in leaves)
 
 
 def sizes_within(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
-    """What sizes of a graph are in the graph that calls it with these fake leaves.
+    """Map sizes of a graph to sizes of the graph that calls it with these fake leaves.
 
     Raises:
-        CaptureError: what was assumed of the sizes does not hold in the call.
+        CaptureError: the call does not satisfy the graph's guards on sizes.
     """
     if sizes is not None:
         return sizes.within(leaves)
     leaf_sizes = [n for leaf in leaves if isinstance(leaf, Tensor) for _, _, n in _sizes(leaf)]
     for size in leaf_sizes:
         if isinstance(size, torch.SymInt):
-            int(size)  # and is no longer open
+            int(size)  # specialises it: it is no longer open
     return int
 
 
 class InputSizes:
-    """Where in a call's inputs each symbol of a graph is found.
+    """Positions in a call's inputs from which the symbols of a graph are read.
 
     Args:
-        env: has the graph's symbols.
-        traced: place of an input leaf -> what it is in the graph.
+        env: the shape environment of the graph's symbols.
+        traced: position of an input leaf -> its fake value in the graph.
     """
 
     def __init__(self, env: Any, traced: Mapping[int, Any]) -> None:
@@ -80,7 +83,7 @@ class InputSizes:
     def of_export(
         cls, exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> InputSizes:
-        """Those of a graph that was exported with these inputs."""
+        """Input sizes of a graph that was exported with these inputs."""
         leaves, _ = tree_flatten((args, kwargs))
         places = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         codegen: Any = exported.graph._codegen
@@ -94,12 +97,12 @@ class InputSizes:
         return cls(exported.meta["fake_mode"].shape_env, traced)
 
     def __bool__(self) -> bool:
-        """Whether any size is open, by what is known now: tracing on may settle some."""
+        """Whether any size is open so far: later tracing may specialise some."""
         return any(self._env.replace(symbol).free_symbols for symbol in self._places)
 
     @property
     def dimensions(self) -> dict[int, list[int]]:
-        """Place of an input leaf -> its dimensions whose sizes are open."""
+        """Position of an input leaf -> its dimensions with open sizes."""
         open_dimensions: dict[int, list[int]] = {}
         for symbol, (leaf, kind, at) in self._places.items():
             if kind == "size" and self._env.replace(symbol).free_symbols:
@@ -107,11 +110,13 @@ class InputSizes:
         return open_dimensions
 
     def key(self, leaves: Sequence[Any]) -> tuple[int, ...]:
-        """Calls with the same one have the same sizes."""
+        """Key of a call: calls with equal keys have equal sizes."""
         return tuple(self._read(leaves).values())
 
     def value(self, leaves: Sequence[Any]) -> Value:
-        """What any size of the graph is in the call with these inputs, which it fits."""
+        """Map sizes of the graph to their values in a call with these inputs, which the graph
+        fits.
+        """
         values = {symbol: sympy.Integer(int(n)) for symbol, n in self._read(leaves).items()}
 
         def value(size: int | torch.SymInt) -> int:
@@ -125,14 +130,15 @@ class InputSizes:
         return value
 
     def within(self, leaves: Sequence[Any]) -> Within:
-        """What sizes of this graph are in one that calls it. What was assumed of them while this
-        graph was made is assumed there from now on.
+        """Map sizes of this graph to sizes of the graph that calls it.
+
+        Guards on sizes that this graph relies on become guards of the calling graph.
 
         Args:
-            leaves: of the call, fake ones.
+            leaves: fake leaves of the call.
 
         Raises:
-            CaptureError: what was assumed does not hold in the call.
+            CaptureError: the call does not satisfy the guards.
         """
         sizes = self._read(leaves)
 
@@ -146,8 +152,8 @@ class InputSizes:
             result = interpreted(size.node.expr)
             if not isinstance(result, torch.SymInt):
                 return int(result)
-            # A trace finds a size by its node, and would find that of another tensor by one of its
-            # own: of a gradient, perhaps.
+            # A trace identifies a size by its node. With the same node, it could confuse the size
+            # with another tensor's, for example a gradient's.
             return torch.SymInt(result.node.with_shape_env(result.node.shape_env))
 
         same = (
@@ -162,11 +168,11 @@ class InputSizes:
         guards = (guard.expr for guard in self._env.guards)
         assumed = map(interpreted, chain(bounds, guards))
         if not all(map(bool, chain(same, assumed))):
-            raise CaptureError("its graph is for other sizes")
+            raise CaptureError("its graph was captured for other sizes")
         return within
 
     def _read(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, Any]:
-        """What each symbol is for these inputs."""
+        """Value of each symbol for these inputs."""
         return {n: _READ[kind](leaves[leaf], at) for n, (leaf, kind, at) in self._places.items()}
 
 
@@ -178,7 +184,7 @@ def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:
 
 
 def _symbols(traced: Any) -> Iterator[tuple[str, int, sympy.Symbol]]:
-    """Those of a traced input, a tensor or a number, that are symbols by themselves."""
+    """Sizes of a traced input, a tensor or a number, that are single symbols."""
     sizes = _sizes(traced) if isinstance(traced, Tensor) else [("value", 0, traced)]
     for kind, at, size in sizes:
         symbol = size.node.expr if isinstance(size, torch.SymInt) else None

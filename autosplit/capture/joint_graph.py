@@ -2,7 +2,7 @@
 
 Dynamo's full-graph export turns the module's Python into one FX graph; AOTAutograd then
 traces forward and backward together and labels every input and output with a descriptor.
-With ``torch_internals`` this package is the only place that uses torch's private API.
+This package and ``torch_internals`` are the only places that use torch's private API.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ class TracedJoint:
     """A joint graph with AOTAutograd's descriptors.
 
     Attributes:
-        graph: the graph; a forward only where nothing needs a gradient.
+        graph: the joint graph; only a forward if nothing needs a gradient.
         names: path of every leaf of the result.
-        spec: how the leaves make up the result.
-        shardings: descriptor of what is a DTensor outside of the graph -> how it lies over ranks.
+        spec: structure of the result.
+        shardings: descriptor of an input or output that is a DTensor outside of the graph -> its
+            sharding.
     """
 
     graph: fx.GraphModule
@@ -76,9 +77,9 @@ def trace_joint(
     """Trace forward and backward together. Outputs that alias an input or each other become copies.
 
     Args:
-        module: what was exported.
+        module: the exported module.
         exported: Dynamo's graph of it.
-        inputs: positional and keyword ones that it was made for.
+        inputs: positional and keyword inputs with which it was exported.
         decompositions: operators to trace through.
     """
     results = _Results(exported)
@@ -103,9 +104,10 @@ def export_joint(
     kwargs: dict[str, Any],
     decompositions: Decompositions,
 ) -> Any:
-    """AOTAutograd's joint graph of one that Dynamo made; called inside of ``tracing``."""
-    # The stack closes before anything real runs, or the fake mode would still be on. Passes change
-    # the graph; to write its code as Python after each would take longer than they do.
+    """AOTAutograd's joint graph of a graph of Dynamo. Call it inside of ``tracing``."""
+    # The stack closes before real tensors are computed, because it keeps the fake mode on. The
+    # graph module is lazy: generating Python code after each pass would take longer than the
+    # passes.
     lazy = _use_lazy_graph_module(True)
     with contextlib.ExitStack() as stack, as_eager(module, decompositions), lazy:
         return aot_export_joint_with_descriptors(
@@ -115,11 +117,11 @@ def export_joint(
 
 @contextlib.contextmanager
 def _refuse_values_read(module: nn.Module, exported: fx.GraphModule) -> Iterator[None]:
-    """Refuse forwards that read the value of a tensor of one element that is neither a parameter
-    nor a buffer (``self.scale.item()``): tracing has it as a number that never changes.
+    """Refuse forwards that read the value of a one-element tensor that is neither a parameter nor a
+    buffer (``self.scale.item()``): tracing records it as a constant.
 
     Raises:
-        CaptureError: the forward does.
+        CaptureError: the forward reads such a value.
     """
     if not any(map(_is_kept_number, placeholders(exported.graph))):
         yield
@@ -128,13 +130,13 @@ def _refuse_values_read(module: nn.Module, exported: fx.GraphModule) -> Iterator
         yield
     if values.read:
         raise CaptureError(
-            f"{forward_of(module)} reads the value of a tensor that it keeps and that may change "
-            "(.item(), float()): register it as a buffer, or keep a number"
+            f"{forward_of(module)} reads the value of a tensor attribute that may change "
+            "(.item(), float()): register it as a buffer, or store a number"
         )
 
 
 def _is_kept_number(node: fx.Node) -> bool:
-    """Whether it is a tensor of one element of a module or a global, and no parameter or buffer."""
+    """Whether a one-element tensor is an attribute or a global, but not a parameter or buffer."""
     value, source = node.meta.get("example_value"), repr(getattr(node, "_dynamo_source", ""))
     if not isinstance(value, Tensor) or any(size != 1 for size in value.shape):
         return False
@@ -143,7 +145,11 @@ def _is_kept_number(node: fx.Node) -> bool:
 
 
 class _ValuesRead(TorchDispatchMode):
-    """Sees the values of real tensors being read while fake ones are traced."""
+    """Dispatch mode that detects reads of real tensors' values while fake tensors are traced.
+
+    Attributes:
+        read: whether such a value was read.
+    """
 
     read = False
 
@@ -156,17 +162,17 @@ class _ValuesRead(TorchDispatchMode):
 
 
 class _Results:
-    """Replacement for the exported module's code that assembles its results, so that it is traced
-    too: views of parameters that the module returns (``self.weight.mT``) are made there.
+    """Replacement for the exported module's code that assembles its results, so that this code is
+    traced as well: it makes views of parameters that the module returns (``self.weight.mT``).
 
     Attributes:
-        names: path of every leaf of the result, known once the module was traced.
-        copied: leaves to return as copies.
+        names: path of every leaf of the result; set by the trace.
+        copied: positions of leaves to return as copies.
     """
 
     def __init__(self, exported: Any) -> None:
-        codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
-        self._original = codegen.dynamo_bytecode_unflatten  # which would run out of tracing's sight
+        codegen = exported.graph._codegen  # AOTAutograd interprets the graph and calls this codegen
+        self._original = codegen.dynamo_bytecode_unflatten  # the original runs untraced
         self.names: tuple[str, ...] = ()
         self.copied: set[int] = set()
         codegen.dynamo_bytecode_unflatten = self
@@ -185,7 +191,7 @@ class _Results:
         return hold(tree_unflatten(values, spec))
 
 
-_ATTEMPTS = 4  # captures around blocks, each without those that could not be captured before
+_ATTEMPTS = 4  # captures around blocks, each without the blocks refused so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,13 +199,14 @@ class Capture:
     """A traced module.
 
     Attributes:
-        joint: the joint graph; a forward-only graph where nothing needs a gradient.
-        inputs: path of every leaf of ``(args, kwargs)``, tensors and others.
+        joint: the joint graph; only a forward if nothing needs a gradient.
+        inputs: path of every leaf of ``(args, kwargs)``, including leaves that are not tensors.
         outputs: path of every leaf of the result.
-        output_spec: how the leaves make up the module's result.
-        guards: whether the graph still fits the module, asked before every use.
-        shardings: role of what is a DTensor outside of the graph -> how it lies over ranks.
-        sizes: where the inputs say the sizes that the graph leaves open; None where it leaves none.
+        output_spec: structure of the module's result.
+        guards: guards to check before every use of the graph.
+        shardings: role of an input or output that is a DTensor outside of the graph -> its
+            sharding.
+        sizes: positions in the inputs of the graph's symbolic sizes; None if all sizes are fixed.
     """
 
     joint: fx.GraphModule
@@ -221,19 +228,19 @@ def capture(
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
-    Shapes, dtypes, devices, ``requires_grad`` of parameters and inputs, train/eval mode,
-    grad mode and autocast are those in force now. Sizes that ``leave_open`` was told of may become
-    symbols; then ``guards.freeze()`` is for the caller, once the graph was rewritten.
-    Outputs that alias an input or each other become copies, so that every output has a gradient
-    of its own.
+    The graph is for the present shapes, dtypes, devices, ``requires_grad`` of parameters and
+    inputs, train/eval mode, grad mode and autocast. Sizes marked by ``leave_open`` may become
+    symbols; then the caller must call ``guards.freeze()`` once passes have rewritten the graph.
+    Outputs that alias an input or each other become copies, so that every output has its own
+    gradient.
 
     Args:
-        module: what to trace.
+        module: the module to trace.
         args: example positional inputs.
         kwargs: example keyword inputs.
-        decompositions: operators to trace through, for a backend that wants them so.
-        split: captures and splits a block. With it, blocks that the module has several of are
-            captured once a kind, and called by the joint graph.
+        decompositions: operators to trace through, if the backend needs them decomposed.
+        split: captures and splits a block. With it, repeated blocks of the module are captured once
+            for each kind, and the joint graph calls them.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
@@ -255,7 +262,9 @@ def _around_regions(
     decompositions: Decompositions,
     split: SplitBlock,
 ) -> Capture | None:
-    """The module with its repeated blocks captured once a kind; None where it has none."""
+    """Capture the module with its repeated blocks captured once for each kind; None if it has none
+    that can be captured so.
+    """
     refused: dict[str, str] = {}
     for _ in range(_ATTEMPTS):
         session = RegionSession(module, split, refused)
@@ -274,7 +283,7 @@ def _around_regions(
                 captured = _traced(module, exported, guards, (args, kwargs), decompositions)
             expand(captured.joint, calls, names)
             return captured
-        except PythonStateError:  # the whole would be refused, too
+        except PythonStateError:  # a capture of the whole module would fail as well
             raise
         except Exception:
             if len(refused) == refused_count:
@@ -287,7 +296,9 @@ def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _prepare(module: nn.Module, exported: fx.GraphModule) -> None:
-    """Make Dynamo's graph one that AOTAutograd traces as it runs, with the module's names in it."""
+    """Refuse operators that AOTAutograd mistraces; name modules in Dynamo's graph as the model
+    does.
+    """
     refuse_traced_otherwise(exported)
     name_modules(exported, module)
 
@@ -299,7 +310,7 @@ def _traced(
     example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
     decompositions: Decompositions,
 ) -> Capture:
-    """The joint graph of what Dynamo exported."""
+    """Capture with the joint graph of Dynamo's exported graph."""
     open_sizes = (
         InputSizes.of_export(exported, *example_inputs) if is_open(*example_inputs) else None
     )
@@ -308,15 +319,15 @@ def _traced(
     roles = ModuleRoles(canonical_names(module), inputs, traced.names)
     sharding_by_role = {roles.of(desc): sharding for desc, sharding in traced.shardings.items()}
     joint = with_roles(traced.graph, roles)
-    sizes = open_sizes or None  # what is open is known once it was traced
+    sizes = open_sizes or None  # tracing may specialise all open sizes
     spec = traced.spec
     return Capture(joint, inputs, traced.names, spec, guards, sharding_by_role, sizes)
 
 
 @contextlib.contextmanager
 def same_tensors(module: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers afterwards, as AOTAutograd leaves its own where a submodule
-    has two names, and so does a functional call.
+    """Restore parameters and buffers afterwards: if a submodule has two names, AOTAutograd and
+    functional calls leave their own tensors in it.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
     originals = [dict(space) for space in spaces]

@@ -1,4 +1,4 @@
-"""Which modules of the model an operation of a captured graph is in, by the model's names."""
+"""Paths of the modules in which an operation of a captured graph ran, by the model's names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ENTRY = re.compile(r"(?:\.__dict__\['_modules'\]|\._modules)?\[(?:'([^']*)'|(\d
 
 
 def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
-    """Have a captured graph call modules as ``model.named_modules()`` does.
+    """Rename modules in a captured graph's metadata as ``model.named_modules()`` names them.
 
-    Dynamo calls a module by how the forward reached it: through ``__dict__['_modules']`` where the
-    model looks its children up itself, as wrappers with a ``__getattr__`` do, or through a list or
-    another object that holds it too. One module may have several names: the one by which it was
-    reached counts, else the first.
+    Dynamo names a module by the path on which the forward reached it: through
+    ``__dict__['_modules']`` if the model looks its children up itself, as wrappers with a
+    ``__getattr__`` do, or through a list or another object that also refers to it. If a module has
+    several names, the name on which the forward reached it is used, else the first.
     """
     names: dict[str, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -36,14 +36,14 @@ def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _named(names: dict[str, list[str]], key: str, path: str) -> str:
-    """The module's name; where the model has none for it, how it was reached."""
+    """The module's name; the path on which it was reached if the model has no name for it."""
     reached = _reached(path)
     module_names = names.get(key.partition("@")[0], [reached])
     return reached if reached in module_names else module_names[0]
 
 
 def _reached(path: str) -> str:
-    """How the forward reached a module, dotted; a name stays what it is."""
+    """Dynamo's path to a module as a dotted name; a dotted name is unchanged."""
     if "[" not in path:
         return path
     dotted = _ENTRY.sub(lambda m: "." + next(filter(None, m.groups())), _ROOT.sub("", path))
@@ -51,11 +51,13 @@ def _reached(path: str) -> str:
 
 
 def stack(node: fx.Node) -> tuple[str, ...]:
-    """The modules around an operation of a graph whose modules are named, outermost first. A later
-    call of the same module has its number behind it, as in ``block@1``. A checkpointed region is
-    where its operations are.
+    """Names of the modules in which an operation ran, outermost first.
+
+    A repeated call of the same module has its number as a suffix, as in ``block@1``. A
+    checkpointed region has the modules that all of its operations have. Modules must have been
+    named by ``name_modules``.
     """
-    # What a custom function does has no modules around it.
+    # Operations of a custom autograd function have no module stack.
     operations = [
         operation for operation in inside(node) or () if operation.meta.get("nn_module_stack")
     ]
@@ -75,7 +77,7 @@ def inside(node: fx.Node) -> list[fx.Node] | None:
 
 
 def frames(module_stack: Mapping[Any, tuple[str, Any]]) -> tuple[str, ...]:
-    """The names in a module stack of Dynamo's, outermost first; the model itself has none."""
+    """Names in a module stack of Dynamo, outermost first, without the model itself."""
     names = []
     for key, (path, _) in module_stack.items():
         name, call = _reached(path), str(key).partition("@")[2]
@@ -85,7 +87,7 @@ def frames(module_stack: Mapping[Any, tuple[str, Any]]) -> tuple[str, ...]:
 
 
 def common(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
-    """The modules around both."""
+    """The common prefix of two module stacks."""
     length = 0
     for one, other in zip(a, b, strict=False):
         if one != other:

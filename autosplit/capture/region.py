@@ -1,9 +1,13 @@
-"""``BlockRegion``: a kind of block as graphs, and ``RegionCall``: a call of one of these blocks.
+"""``BlockRegion``: the graphs of one kind of block; ``RegionCall``: a call of one of these blocks.
 
-While the model around is traced, two operators stand for a block: one for F, one for I and W. They
-take and return what crosses between the block and the model, and neither the block's parameters nor
-what F saves and I defers: a trace takes its time by the tensor, and the block's own trace knows all
-of them. ``expand`` puts them in afterwards.
+While the surrounding model is traced, two operators stand for each block:
+
+    model's trace   autosplit_block::forward(inputs)   autosplit_block::backward(tangents)
+    after expand    F                                  I, then W
+
+The operators take and return only the tensors that cross between block and model. The block's
+parameters, F's saved tensors and I's deferred values are left out, because tracing time grows with
+the number of tensors, and the block's own trace has them. ``expand`` adds them afterwards.
 """
 
 from __future__ import annotations
@@ -42,12 +46,12 @@ FORWARD: Any = torch.ops.autosplit_block.forward.default
 BACKWARD: Any = torch.ops.autosplit_block.backward.default
 
 ANCHOR = "autosplit_anchor"
-"""A parameter of the graph around: it stands for those of all blocks, so that autograd has each
-call in its graph, whatever the call is given."""
+"""A parameter of the surrounding graph that stands for the parameters of all blocks. With it,
+autograd records each call, even if no input of the call requires a gradient."""
 
 
 def new_anchor() -> Tensor:
-    """One, and what stands for its gradient."""
+    """A tensor for the anchor or for its gradient."""
     return torch.empty(1)
 
 
@@ -68,7 +72,7 @@ torch.library.register_fake("autosplit_block::backward", _backward, lib=_LIBRARY
 
 @contextlib.contextmanager
 def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
-    """While the operators stand for these calls, by their places."""
+    """Context in which the operators find these calls by number."""
     token = _CALLS.set(calls)
     try:
         yield
@@ -78,15 +82,15 @@ def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockRegion:
-    """One kind of block, for one kind of call: its graphs, as operators of other graphs.
+    """One kind of block, for one kind of call: its graphs, callable from other graphs.
 
     Attributes:
-        name: of the kind, unique in a model.
-        args: positional inputs that it was captured for, tensors without memory.
-        kwargs: keyword inputs likewise.
-        capture: of a block of this kind.
-        graphs: what its joint graph was split into.
-        within: what sizes in these graphs are in the graph around.
+        name: name of the kind, unique in a model.
+        args: positional example inputs of the capture; tensors without memory.
+        kwargs: keyword example inputs of the capture; tensors without memory.
+        capture: the capture of one block of this kind.
+        graphs: F, I and W, from the capture's joint graph.
+        within: maps sizes of these graphs to sizes of the surrounding graph.
     """
 
     name: str
@@ -97,13 +101,13 @@ class BlockRegion:
     within: Within
 
     def empty(self, value: Tensor) -> Tensor:
-        """A tensor that lies in memory as one of the graphs does, by the sizes around them."""
+        """An empty tensor with the layout of a graph's value, in sizes of the surrounding graph."""
         shape, strides = (map(self.within, sizes) for sizes in (value.shape, value.stride()))
         return torch.empty_strided([*shape], [*strides], dtype=value.dtype, device=value.device)
 
     @cached_property
     def parts(self) -> dict[str, Subgraph]:
-        """F, I and W by name; those that there are."""
+        """F, I and W by name, without the graphs that do not exist."""
         halves = ("forward", "backward_input", "backward_weight")
         graph_modules = {half: self.graphs.graphs().get(half) for half in halves}
         return {
@@ -112,33 +116,33 @@ class BlockRegion:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Path of each leaf of what a call returns -> a constant, or the node that computes it."""
+        """Path of each leaf of a call's result -> the node that computes it, or a constant."""
         return {role.name: v for role, v in outputs(self.graphs.joint.graph, Kind.OUTPUT)}
 
     @cached_property
     def result_nodes(self) -> dict[str, fx.Node]:
-        """Those that are computed, in order."""
+        """Path -> node of each result that is computed, in order."""
         return {path: v for path, v in self.results.items() if isinstance(v, fx.Node)}
 
     def result(self, tensors: Mapping[str, Tensor]) -> Any:
-        """What a call returns, where these tensors were computed."""
+        """Assemble a call's result from its computed tensors, given by path."""
         leaves = [tensors.get(path, self.results[path]) for path in self.capture.outputs]
         return tree_unflatten(leaves, self.capture.output_spec)
 
     @cached_property
     def tangents(self) -> dict[Role, fx.Node]:
-        """Gradients that I takes, in order."""
+        """Gradients of results that I takes, in order."""
         return inputs(self.graphs.joint.graph, Kind.TANGENT)
 
     @cached_property
     def input_grads(self) -> dict[Role, fx.Node]:
-        """Gradients that I returns, in order."""
+        """Gradients of inputs that I returns, in order."""
         joint = self.graphs.joint.graph
         return {r: v for r, v in outputs(joint, Kind.INPUT_GRAD) if isinstance(v, fx.Node)}
 
     @cached_property
     def input_roles(self) -> list[Role]:
-        """Tensors that the graphs take from the caller, in order."""
+        """Roles of the tensors that the graphs take from the caller, in order."""
         return list(inputs(self.graphs.joint.graph, Kind.INPUT))
 
     @cached_property
@@ -152,8 +156,10 @@ class BlockRegion:
         return bool(outputs(self.graphs.joint.graph, Kind.PARAMETER_GRAD))
 
     def sums_differently(self, leaves: list[Any]) -> bool:
-        """Whether gradients of what a call is given would be summed in another order than autograd
-        sums them: those of several reads in the block first, and then those of others.
+        """Whether the gradient of an input would be summed in another order than autograd's.
+
+        The block sums the gradients of its own reads of a tensor first; the reads outside of the
+        block are added after that.
 
         Args:
             leaves: leaves of the call's inputs; nodes of Dynamo's graph stand for tensors.
@@ -169,16 +175,15 @@ class BlockRegion:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RegionCall:
-    """One call of a block in the forward of a model; in Dynamo's graph, the function that a node
-    calls.
+    """One call of a block in the forward of a model. In Dynamo's graph it is the target of a node.
 
     Attributes:
-        number: its place among the calls of one trace.
+        number: position of the call among the calls of one trace.
         region: kind of the block.
-        block: that is called.
+        block: the block that is called.
         name: the block's name in the model.
-        guards: what must hold for the block to be called like this.
-        refuse: raises, as it cannot be called by itself, for the reason given.
+        guards: guards under which the region is valid for the block.
+        refuse: raises with a reason why the block cannot be captured separately.
     """
 
     number: int
@@ -193,7 +198,7 @@ class RegionCall:
         return f"call_{self.region.name}"
 
     def __call__(self, anchor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the block returns, for a trace."""
+        """Trace the call; the block's result as fake tensors."""
         region = self.region
         leaves, _ = tree_flatten((args, kwargs))
         leaf_by_path = dict(zip(region.capture.inputs, leaves, strict=True))
@@ -204,16 +209,17 @@ class RegionCall:
     def with_traced_strides(
         self, gradient: Tensor | None, result: Tensor, traced: Tensor
     ) -> Tensor:
-        """A gradient of a result with the strides that the block was traced with.
+        """A result's gradient with the strides for which the block was traced.
 
-        Refused is one that is not there, as zeros in its place could become NaN in the block, and
-        one that lies otherwise in memory, as kernels would round otherwise: unless the result does,
-        too, whose operators were decomposed after it was settled how its gradient is to lie.
+        Refuses a missing gradient, because zeros in its place could become NaN in the block.
+        Refuses a gradient of another layout, because kernels would round differently. The exception
+        is a result that itself has another layout, because its operators were decomposed after the
+        layout of its gradient was fixed.
         """
-        # Made anew: the value that the block was traced with is unknown to this trace.
+        # A new tensor, because values of the block's trace do not belong to this trace.
         expected = self.region.empty(traced)
         if gradient is None:
-            self.refuse("nobody computes the gradient of one of its results")
+            self.refuse("the model computes no gradient of one of its results")
         elif gradient.stride() == expected.stride():
             return gradient
         elif gradient.is_contiguous() and traced.is_contiguous():
@@ -221,12 +227,14 @@ class RegionCall:
         elif traced.is_contiguous() and not result.is_contiguous():
             return gradient.contiguous()
         else:
-            self.refuse("the gradient of one of its results is not laid out as that is")
+            self.refuse(
+                "the gradient of one of its results has another memory layout than the result"
+            )
         return expected
 
 
 class _Call(torch.autograd.Function):
-    """F of a block, and I and W behind it."""
+    """A block's F as the forward, and its I and W as the backward."""
 
     @staticmethod
     def forward(ctx: Any, call: RegionCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -240,6 +248,9 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the call's inputs: none for ``call``, one for the anchor, then the
+        others.
+        """
         call: RegionCall = ctx.call
         region = call.region
         grad_by_path = dict(zip(region.result_nodes, grads, strict=True))
@@ -260,15 +271,15 @@ _NO_WORD = re.compile(r"\W+")
 
 
 def expand(joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[int, str]) -> None:
-    """Replace blocks, as they were traced, by calls of the blocks' F, I and W.
+    """Replace the operators that stand for blocks by calls of the blocks' F, I and W.
 
     Args:
         joint: a joint graph with roles; changed in place.
-        calls: by their numbers.
+        calls: the calls, by number.
         names: identity of a parameter or buffer -> its name in the model.
 
     Raises:
-        CaptureError: blocks share a parameter, with each other or with what is around.
+        CaptureError: a block shares a parameter with another block or with the rest of the model.
     """
     graph, expansion = joint.graph, _Expansion(joint.graph, names)
     for node in list(graph.nodes):
@@ -285,9 +296,11 @@ def expand(joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[in
 
 
 class _Expansion:
-    """Attributes:
-    updates: of buffers of blocks, by role.
-    gradients: of parameters of blocks, by role.
+    """The expansion of one joint graph.
+
+    Attributes:
+        updates: role of a block's buffer -> node of its new value.
+        gradients: role of a block's parameter -> node of its gradient.
     """
 
     def __init__(self, graph: fx.Graph, names: Mapping[int, str]) -> None:
@@ -301,13 +314,15 @@ class _Expansion:
         self.gradients: dict[Role, fx.Node] = {}
 
     def forward(self, node: fx.Node, call: RegionCall) -> None:
-        """Put F in place of a node."""
+        """Replace a node by F."""
         region = call.region
         nodes = dict(zip(region.input_roles, node.args[1], strict=True))  # type: ignore[arg-type]
         for role in region.state:
             outer = self._model_role(call, role)
             if outer in self._input_roles:
-                raise CaptureError(f"{outer.name} is used in several places")
+                raise CaptureError(
+                    f"{outer.name} is used by several blocks, or outside of its block"
+                )
             self._input_roles.add(outer)
             nodes[role] = self._placeholder(outer, region, role)
         self._nodes[call] = nodes
@@ -320,7 +335,7 @@ class _Expansion:
         )
 
     def backward(self, node: fx.Node, call: RegionCall) -> None:
-        """Put I and W in place of a node."""
+        """Replace a node by I and W."""
         region, nodes = call.region, self._nodes[call]
         nodes |= zip(region.tangents, node.args[1], strict=True)  # type: ignore[arg-type]
         self._call(node, call, "backward_input")
@@ -331,7 +346,7 @@ class _Expansion:
         self._replace_results(node, [nodes[role] for role in region.input_grads])
 
     def _model_role(self, call: RegionCall, role: Role) -> Role:
-        """What the model calls a parameter or buffer of a block."""
+        """Role in the model of a parameter or buffer of a block."""
         return Role(role.kind, self._names[id(operator.attrgetter(role.name)(call.block))])
 
     def _placeholder(self, role: Role, region: BlockRegion, inner: Role) -> fx.Node:
@@ -343,7 +358,7 @@ class _Expansion:
         return node
 
     def _call(self, node: fx.Node, call: RegionCall, half: str) -> None:
-        """Put a call of F, I or W before a node; what it returns is known from then on."""
+        """Insert a call of F, I or W before a node, and record the nodes of its results."""
         region, nodes = call.region, self._nodes[call]
         part = region.parts[half]
         with self._graph.inserting_before(node):
@@ -361,8 +376,10 @@ class _Expansion:
             nodes[role] = results[place] if isinstance(place, int) else nodes[place]
 
     def _shared(self, of: object, at: Any, traced: Any, region: BlockRegion) -> Any:
-        """A fake tensor of this trace, in memory as large as in the region: one for all calls, as
-        tensors without data are told apart by nodes. What the region counts, by the sizes here.
+        """A fake value of this trace for a value of the region.
+
+        A tensor has a storage of the same size as in the region. All calls share it, because fake
+        tensors are distinguished by their nodes. Numbers are converted to sizes of this trace.
         """
         if not isinstance(traced, Tensor):
             return region.within(traced)
@@ -378,7 +395,7 @@ class _Expansion:
 
     @staticmethod
     def _replace_results(node: fx.Node, values: Sequence[fx.Node]) -> None:
-        """Have what reads results of a node read others, but for the gradient of the anchor."""
+        """Let readers of a node's results read these values; the anchor's gradient has none."""
         for user in list(node.users):
             at: Any = user.args[1] if user.target is operator.getitem else None
             if at is not None and at < len(values):

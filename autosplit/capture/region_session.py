@@ -1,7 +1,7 @@
-"""``RegionSession``: blocks that a model has several of, as opaque calls while Dynamo captures it.
+"""``RegionSession``: a capture of a model in which repeated blocks are opaque calls for Dynamo.
 
-First, which submodules these are, and which of them can be called when they are captured: the
-others are captured with their model.
+``repeated_blocks`` finds the candidates. Blocks that cannot be called as separate graphs are
+refused and captured with their model.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ SWITCH = "AUTOSPLIT_REGIONS"
 
 
 def captures_blocks() -> bool:
-    """Whether blocks are captured by themselves; ``AUTOSPLIT_REGIONS=0`` turns that off."""
+    """Whether blocks are captured separately; ``AUTOSPLIT_REGIONS=0`` turns that off."""
     return os.environ.get(SWITCH) != "0"
 
 
 def refuse_uncallable(region: BlockRegion) -> None:
-    """Check that F, I and W of a block can be operators of other graphs.
+    """Check that other graphs can call F, I and W of a block.
 
     Raises:
-        CaptureError: it depends on more than Dynamo's guards tell, writes into inputs, hands on
-            or returns what it was given, takes or returns what is no tensor.
+        CaptureError: the block depends on state that Dynamo's guards do not check, writes into its
+            inputs, returns an input or a view of one, or takes or returns values that are not
+            tensors.
     """
     capture, graphs = region.capture, region.graphs
     if not capture.guards.has_only_dynamo_guards:
@@ -64,19 +65,19 @@ def refuse_uncallable(region: BlockRegion) -> None:
         if role.name in capture.inputs:
             raise CaptureError(f"it writes into {role.name}")
     if not (region.result_nodes and _is_plain(capture.output_spec)):
-        raise CaptureError("it returns no tensor, or an object that is no tuple or list")
+        raise CaptureError("it returns no tensor, or an object other than a tuple or list")
     boundary = [*inputs(graphs.joint.graph).values(), *region.result_nodes.values()]
     inside = [value for part in region.parts.values() for value in _results(part.module)]
     only_tensors = all(isinstance(node.meta["val"], Tensor) for node in boundary)
     if not (only_tensors and all(map(_crosses, inside))):
-        raise CaptureError("numbers that depend on data go in or out")
+        raise CaptureError("it takes or returns numbers that depend on data")
     if _are_copied(list(region.result_nodes.values())):
-        raise CaptureError("it returns what it was given, or a view of it")
+        raise CaptureError("it returns an input, or a view of an input or of another result")
 
 
 def _are_copied(values: list[fx.Node]) -> bool:
-    """Whether tracing made copies of what a block returns, as that lies in the memory of an input
-    or of another result: around the block, that would not be known.
+    """Whether tracing copied a result of a block, because it shares memory with an input or another
+    result. The surrounding graph could not see that they share memory.
     """
     sources = [
         storage_root(value.args[0])  # type: ignore[arg-type]
@@ -91,28 +92,28 @@ def _results(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _crosses(node: fx.Node) -> bool:
-    """Whether a value may go from F to I, or from I to W: a tensor, or a size of inputs."""
+    """Whether a value may cross from F to I or from I to W: a tensor, or a size of inputs."""
     value = node.meta["val"]
     size = isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
     return size or isinstance(value, Tensor)
 
 
 def _is_plain(spec: Any) -> bool:
-    """Whether results are made up as Dynamo takes them from an operator."""
+    """Whether results have a structure that Dynamo accepts from an operator."""
     return spec.is_leaf() or (spec.type in (tuple, list) and all(map(_is_plain, spec.children())))
 
 
 _HOOKS = re.compile(r"(_global)?_(forward|backward)(_pre)?_hooks")
-_FORWARD_OF = re.compile(r"(L\[.*?)\.forward(?!\w)")  # and no other attribute
+_FORWARD_OF = re.compile(r"(L\[.*?)\.forward(?!\w)")  # not another attribute
 _TABLES = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_TABLES, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> block, for elements of lists, dictionaries and sequences of modules that look alike:
-    the outermost such, none inside of another.
+    """Name -> block, for elements of lists, dictionaries and sequences of modules that look alike.
+    Only outermost blocks: none is inside of another.
 
-    Whether they are alike, guards tell; here is what is worth asking them.
+    These are candidates. Guards decide whether two blocks can have the same graph.
     """
     shared = _shared_state(model)
     kinds = {
@@ -127,7 +128,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _shared_state(model: nn.Module) -> set[int]:
-    """Identities of parameters and buffers that have several names."""
+    """Identities of parameters and buffers with several names."""
     names: Counter[int] = Counter()
     for spaces in (model.named_parameters, model.named_buffers):
         names.update(id(tensor) for _, tensor in spaces(remove_duplicate=False))
@@ -135,10 +136,11 @@ def _shared_state(model: nn.Module) -> set[int]:
 
 
 def has_plain_forward(block: nn.Module) -> bool:
-    """Whether calling the block calls its class's forward and nothing else: hooks, and what a class
-    has in place of ``nn.Module.__call__``, are traced with the model around, and with the block
-    they would be traced a second time. That of older transformers' layers does nothing where it
-    does not recompute, which is no call that a graph has of a block.
+    """Whether calling the block calls only its class's forward.
+
+    Hooks, and a ``__call__`` other than ``nn.Module.__call__``, are traced with the surrounding
+    model; with the block they would be traced a second time. The ``__call__`` of transformers'
+    layers is allowed: it only adds recomputation, and with that a graph has no call of the block.
     """
     call = type(block).__call__
     if call is not nn.Module.__call__ and call.__module__ != "transformers.modeling_layers":
@@ -149,7 +151,7 @@ def has_plain_forward(block: nn.Module) -> bool:
 
 
 def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of all containers, with submodules of their own."""
+    """Elements of all containers that have submodules themselves."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if (
@@ -162,7 +164,7 @@ def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def look_of(block: nn.Module) -> Hashable:
-    """What is equal for blocks that may have the same graph."""
+    """Key of a block: blocks with different keys cannot have the same graph."""
     state = [*block.named_parameters(), *block.named_buffers()]
     layout = tuple(
         (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in state
@@ -182,12 +184,12 @@ class RegionRefusedError(Exception):
 
 
 class RegionSession:
-    """One capture of a model in which blocks are not entered.
+    """One capture of a model in which Dynamo does not trace into repeated blocks.
 
     Args:
-        model: that is captured.
-        split: captures and splits a block for a call of it, given the name of its kind.
-        refused: names of blocks that are entered all the same -> why; added to.
+        model: the model that is captured.
+        split: captures and splits a block for one of its calls; takes the name of its kind first.
+        refused: name of a block that is captured with the model -> the reason; extended here.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class RegionSession:
         self._split = split
         self.refused = refused
         self._regions: dict[Hashable, list[BlockRegion]] = {}
-        # By the first tensor that a call returns.
+        # The key is the first tensor that a call returns.
         self._matches: dict[Tensor, tuple[BlockRegion, BlockGuards]] = {}
         self._block_by_operator: dict[Any, tuple[str, nn.Module]] = {}
         self._blocks = {
@@ -219,12 +221,12 @@ class RegionSession:
 
     @property
     def regions(self) -> list[BlockRegion]:
-        """Kinds of blocks, as they were found."""
+        """Kinds of blocks, in order of their first calls."""
         return [region for regions in self._regions.values() for region in regions]
 
     @contextlib.contextmanager
     def opaque(self) -> Iterator[None]:
-        """While calls of the blocks are operators that Dynamo does not look into."""
+        """Context in which calls of the blocks are operators that Dynamo does not trace into."""
         for name, block in self._blocks.items():
             vars(block)["forward"] = self._stand_ins[name]
         try:
@@ -241,15 +243,15 @@ class RegionSession:
         return caching(block, *argument, plain, partial(self._operator, name))
 
     def _operator(self, name: str, block: nn.Module) -> Callable[..., Any]:
-        """A function that Dynamo takes for an operator. Nodes of the graph name it for as long as
-        they live, and they are not to keep the model.
+        """A function that Dynamo treats as an operator. It refers weakly to the model, because
+        nodes of the graph refer to it for as long as they live.
         """
         session, block_ref = weakref.proxy(self), weakref.ref(block)
         thread = self._thread
 
         def call_block(*args: Any, **kwargs: Any) -> Any:
             block: Any = block_ref()
-            if threading.get_ident() != thread:  # that calls the model meanwhile
+            if threading.get_ident() != thread:  # another thread calls the model meanwhile
                 return type(block).forward(block, *args, **kwargs)
             return session._call_block(name, block, args, kwargs)
 
@@ -258,7 +260,7 @@ class RegionSession:
         return operator
 
     def _call_block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Fake results of a call, as tracing makes it."""
+        """Fake results of a call in the trace."""
         leaves, spec = tree_flatten((args, kwargs))
         try:
             if _modes() != self._modes:
@@ -266,7 +268,7 @@ class RegionSession:
                     "it is called under another grad mode or autocast than the model"
                 )
             if _is_changed(block):
-                raise CaptureError("the forward of the model changes it before it is called")
+                raise CaptureError("the forward of the model changes it before the call")
             with (
                 unset_fake_temporarily(),
                 torch._C._DisablePythonDispatcher(),
@@ -284,7 +286,7 @@ class RegionSession:
         return result
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
-        """Have a block, and all that look like it, captured with the model.
+        """Refuse a block and all blocks that look alike: they are captured with the model.
 
         Raises:
             RegionRefusedError: always.
@@ -296,8 +298,8 @@ class RegionSession:
     def _match(
         self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
     ) -> tuple[BlockRegion, BlockGuards]:
-        """The region of a block's call, and the block's guards: one that is known and fits it, else
-        a new one.
+        """The region of a block's call, and the block's guards: an existing region if its guards
+        hold, else a new one.
         """
         signature = _signature(block, leaves, spec)
         stand_in = vars(self._blocks[name]).pop("forward")
@@ -329,7 +331,7 @@ class RegionSession:
         return region, BlockGuards(region.capture.guards, block, args, kwargs)
 
     def forget_stand_ins(self, captured: CaptureOutput, scope: dict[str, Any]) -> None:
-        """Drop the guards that the functions in place of the blocks' forwards are there."""
+        """Drop guards on the functions that replaced the blocks' forwards during the capture."""
         guards = captured.graph_capture_output.output_graph.guards.inner
         blocks = set(map(id, self._blocks.values()))
         for guard in list(guards):
@@ -341,15 +343,16 @@ class RegionSession:
     def without_blocks(
         self, exported: fx.GraphModule, calls: Sequence[RegionCall]
     ) -> Iterator[None]:
-        """While the blocks that are called are not in Dynamo's graph, which shares the model's
-        submodules, and an anchor is.
+        """Context in which Dynamo's graph has an anchor, and has no submodules for the called
+        blocks. The graph shares its submodules with the model.
         """
         anchor = nn.Parameter(new_anchor(), any(call.region.trained for call in calls))
         exported._parameters = {**exported._parameters, ANCHOR: anchor}
         places = []
         for name in {call.name for call in calls}:
             parent, _, key = name.rpartition(".")
-            # The model's own submodules are also the graph's.
+            # Nested submodules of the model are the very ones of the graph; top-level ones have two
+            # owners.
             owners = [self._model.get_submodule(parent)] if parent else [self._model, exported]
             places += [(owner._modules, key, self._blocks[name]) for owner in owners]
         try:
@@ -361,8 +364,10 @@ class RegionSession:
                 modules[key] = block
 
     def bind(self, exported: fx.GraphModule) -> list[RegionCall]:
-        """Have the captured graph call the regions of its blocks; returns the calls, whose regions
-        must be split before it is traced.
+        """Let the captured graph call the regions of its blocks, and return these calls.
+
+        Raises:
+            RegionRefusedError: a block cannot be called separately.
         """
         graphs = (graph for graph in exported.modules() if isinstance(graph, fx.GraphModule))
         nested = [node for graph in graphs if graph is not exported for node in graph.graph.nodes]
@@ -377,7 +382,7 @@ class RegionSession:
             name, block = self._block_by_operator[node.target]
             region, guards = self._matches[_first_tensor(traced_value(node))]
             if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
-                self._refuse(name, "its gradient of a tensor that is read elsewhere, too, is a sum")
+                self._refuse(name, "its gradient of a tensor that is also read elsewhere is a sum")
             refuse = partial(self._refuse, name)
             call = RegionCall(len(calls), region, block, name, guards, refuse)
             with exported.graph.inserting_before(node):
@@ -389,9 +394,9 @@ class RegionSession:
 
 
 def _is_changed(block: nn.Module) -> bool:
-    """Whether what is being traced has set an attribute of the block, or put other parameters in
-    place of its own (``torch.func.functional_call``): in the trace only, so that a capture of the
-    block would not see it.
+    """Whether the traced forward has set an attribute of the block or replaced its parameters
+    (``torch.func.functional_call``). The change exists only in the trace, so a separate capture of
+    the block would not see it.
     """
     effects = InstructionTranslator.current_tx().output.side_effects
     object_ids = {id(value) for part in block.modules() for value in (part, *vars(part).values())}
@@ -400,7 +405,7 @@ def _is_changed(block: nn.Module) -> bool:
 
 
 def _modes() -> Hashable:
-    """Modes under which a block is captured, and under which its guards hold."""
+    """Grad mode, inference mode and autocast, under which blocks are captured and guards hold."""
     other = accelerator_kind()
     autocast = [
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -414,7 +419,11 @@ def _first_tensor(tree: Any) -> Tensor:
 
 
 def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
-    """What is equal for calls of blocks that may have the same graph."""
+    """Key of a call: calls with different keys cannot have the same graph.
+
+    Raises:
+        CaptureError: the call takes objects other than plain tensors, numbers and text.
+    """
     described = tuple(
         (_sizes(leaf.shape), _sizes(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad)
         if isinstance(leaf, Tensor)
@@ -422,18 +431,18 @@ def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
         for leaf in leaves
     )
     if not all(type(leaf) in _LEAF_TYPES for leaf in leaves):
-        raise CaptureError("it takes objects that are no plain tensors, numbers or text")
+        raise CaptureError("it takes objects other than plain tensors, numbers and text")
     return type(block), torch.is_grad_enabled(), str(spec), described
 
 
 def _sizes(sizes: Sequence[int | torch.SymInt]) -> tuple[int | str, ...]:
-    """Sizes to compare; open ones by their expressions."""
+    """Sizes to compare; symbolic ones as text."""
     return tuple(n if isinstance(n, int) else str(n) for n in sizes)
 
 
 def _blank(leaf: Any) -> Any:
-    """A tensor without memory like a fake one, of an earlier operator where it has a gradient; its
-    sizes are open where those are.
+    """A tensor without memory that is like a fake one: layout, dtype, device, ``requires_grad`` and
+    open sizes. Other leaves are unchanged.
     """
     if not isinstance(leaf, Tensor):
         return leaf
@@ -445,6 +454,6 @@ def _blank(leaf: Any) -> Any:
 
 
 def _computed(tensor: Tensor, trained: bool) -> Tensor:
-    """A fake tensor, which no operator in place may take for a leaf."""
+    """A fake tensor that is not a leaf of autograd, so that in-place operators accept it."""
     with torch.enable_grad():
         return tensor.requires_grad_().clone() if trained else tensor

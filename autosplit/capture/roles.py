@@ -1,8 +1,8 @@
-"""Roles on a joint graph, from the descriptors with which AOTAutograd labels it.
+"""Roles of a joint graph's inputs and outputs, from AOTAutograd's descriptors.
 
-Before these: AOTAutograd's notes on nodes as the origins that passes read; and how DTensors lie
-over ranks. AOTAutograd traces their local tensors: descriptors of their inputs and outputs are
-wrapped in one that names the attribute of the DTensor.
+``note_origins`` turns AOTAutograd's metadata of nodes into the origins that passes read.
+``shardings`` reads the shardings of DTensors. AOTAutograd traces the local tensors of DTensors:
+each descriptor is wrapped in one that names the attribute of the DTensor.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _FORWARD = {"is_forward", "must_be_in_forward"}
 
 
 def _written_in_backward(name: str, value: fx.Node) -> CaptureError:
-    """The error for what a backward writes into, which no graph of ours holds."""
+    """The error for a backward that writes into a tensor, which split graphs do not support."""
     return CaptureError(
-        f"the backward writes into {name!r} (from {source_line(value)}), and graphs of backwards "
-        "do not write. Return the value as a gradient, or have the training loop write it; if it "
-        "is known in the forward, write it there. A model that is split without fullgraph=True "
+        f"the backward writes into {name!r} (from {source_line(value)}), which a backward graph "
+        "cannot do. Return the value as a gradient, write it in the training loop, or write it in "
+        "the forward if it is computed there. A model that is split without fullgraph=True "
         "and not in stages runs such a function by ordinary autograd"
     )
 
 
 def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd tagged the node as an operation of the backward."""
     return node.op == "call_function" and node.meta.get(_TAG) not in _FORWARD
 
 
@@ -49,7 +50,7 @@ _HALVES = {"is_forward": False, "is_backward": True}
 
 
 def note_origins(graph: fx.Graph) -> None:
-    """Say of every node where it comes from, in place of what was said before."""
+    """Write the origin of every node, replacing earlier origins."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta[ORIGIN] = _origin(node.meta)
@@ -67,19 +68,20 @@ def _origin(meta: dict[str, Any]) -> Origin:
 
 _OF_SUBCLASS = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)
 _LOCAL, _MESH = "_local_tensor", "device_mesh"
-_OF_MESHES = "device_mesh."  # how operators that make one mesh of another are called
+_OF_MESHES = "device_mesh."  # prefix of operators that make one mesh from another
 
 
 def whole(desc: Any) -> Any:
-    """The descriptor of the DTensor whose local tensor one is about; others as they are."""
+    """The DTensor's descriptor for the descriptor of its local tensor; others unchanged."""
     local = isinstance(desc, _OF_SUBCLASS) and desc.attr == _LOCAL
     return desc.base if local else desc
 
 
 def drop_meshes(graph: fx.Graph) -> None:
-    """Remove the meshes of DTensors from a joint graph, which takes and returns them besides their
-    local tensors, and computes nothing with them but meshes: one that it returns and did not take
-    as the same object it makes of one that it took.
+    """Remove the meshes of DTensors from a joint graph.
+
+    The graph takes and returns a mesh beside each local tensor, and computes only other meshes from
+    them: a returned mesh that is not one of its inputs is made from an input.
     """
     output = graph.output_node()
     descs, values = output.meta["desc"], output.args[0]
@@ -88,24 +90,24 @@ def drop_meshes(graph: fx.Graph) -> None:
         output.args = ([values[at] for at in kept],)  # type: ignore[index]
         output.meta["desc"] = [descs[at] for at in kept]
     for node in reversed([*graph.nodes]):
-        makes_mesh = str(node.target).startswith(_OF_MESHES)  # an overload, or a packet of them
+        makes_mesh = str(node.target).startswith(_OF_MESHES)  # an overload or an overload packet
         is_mesh_input = node.op == "placeholder" and is_mesh(node.meta["desc"])
         if (makes_mesh or is_mesh_input) and not node.users:
             graph.erase_node(node)
 
 
 def is_mesh(desc: Any) -> bool:
-    """Whether a descriptor is about the mesh of a DTensor."""
+    """Whether a descriptor belongs to the mesh of a DTensor."""
     return isinstance(desc, _OF_SUBCLASS) and desc.attr == _MESH
 
 
 def shardings(joint: Any, module: nn.Module, inputs: Sequence[Any]) -> dict[Any, Sharding]:
-    """Descriptor of what is a DTensor -> how it lies.
+    """Descriptor of each input and output that is a DTensor -> its sharding.
 
     Args:
-        joint: what AOTAutograd exported, whose graph still has all of its inputs and outputs.
-        module: the module, whose parameters and buffers those of the graph are.
-        inputs: leaves of what it was captured for.
+        joint: AOTAutograd's export, whose graph still has all of its inputs and outputs.
+        module: the module with the graph's parameters and buffers.
+        inputs: leaves of the example inputs.
     """
     state = dict(module.named_parameters(remove_duplicate=False))
     state |= dict(module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
@@ -131,14 +133,14 @@ def _described(descs: Sequence[Any], metas: Iterable[Any]) -> Mapping[Any, Shard
 
 
 def _pairs(descs: Sequence[Any], metas: Iterable[Any]) -> Iterator[tuple[Any, Sharding]]:
-    """Each DTensor's descriptor, by the place of its first part among flattened values."""
+    """Descriptor and sharding of each DTensor, found at its first flattened value."""
     for meta in metas:
         if isinstance(meta, SubclassCreationMeta) and is_dtensor(meta.original_subclass):
             yield whole(descs[meta.flat_tensor_start_idx]), Sharding.of(meta.original_subclass)
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the name it has in ``named_parameters()``."""
+    """Every name of a parameter or buffer -> its first name, as in ``named_parameters()``."""
     first: dict[int, str] = {}
     named = [*module.named_parameters(remove_duplicate=False)]
     named += [*module.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
@@ -146,19 +148,19 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
 
 
 class DescriptorRoles(Protocol):
-    """AOTAutograd's descriptors of inputs and outputs -> roles."""
+    """Mapping of AOTAutograd's descriptors of inputs and outputs to roles."""
 
     def primal(self, desc: Any) -> Role | None:
-        """Role of an input of the forward; None for one that cannot be split."""
+        """Role of an input of the forward; None for an unsupported input."""
 
     def result(self, desc: Any) -> str | None:
-        """Name of an output that is no mutated input; None for one that cannot be split."""
+        """Name of an output other than a mutated input; None for an unsupported output."""
 
     def input(self, desc: Any) -> Role:
         """Role of an input of the joint graph.
 
         Raises:
-            CaptureError: it is of a kind that cannot be split.
+            CaptureError: its kind is not supported.
         """
         desc = whole(desc)
         if isinstance(desc, d.TangentAOTInput):
@@ -166,8 +168,8 @@ class DescriptorRoles(Protocol):
         role = self.primal(desc)
         if role is None:
             raise CaptureError(
-                f"the traced graph takes {desc!r}, which autosplit does not know how to split "
-                "(inputs of tensor subclasses other than DTensor, and effect tokens, are such)"
+                f"the traced graph takes {desc!r}, which autosplit cannot split. Supported inputs "
+                "are plain tensors and DTensors, not other tensor subclasses or effect tokens"
             )
         return role
 
@@ -175,7 +177,7 @@ class DescriptorRoles(Protocol):
         """Role of an output of the joint graph.
 
         Raises:
-            CaptureError: it is of a kind that cannot be split.
+            CaptureError: its kind is not supported.
         """
         desc = whole(desc)
         match desc:
@@ -187,14 +189,17 @@ class DescriptorRoles(Protocol):
                 return Role(kind, source.name)
         name = self.result(desc)
         if name is None:
-            raise CaptureError(f"the traced graph returns {desc!r}, which autosplit cannot split")
+            raise CaptureError(
+                f"the traced graph returns {desc!r}, which autosplit cannot split. Supported "
+                "outputs are plain tensors and DTensors"
+            )
         return Role(Kind.OUTPUT, name)
 
     def of(self, desc: Any) -> Role:
         """Role of an input or an output.
 
         Raises:
-            CaptureError: as ``input`` and ``output``.
+            CaptureError: as raised by ``input`` and ``output``.
         """
         return self.input(desc) if isinstance(desc, d.AOTInput) else self.output(desc)
 
@@ -214,6 +219,9 @@ class ModuleRoles(DescriptorRoles):
     outputs: tuple[str, ...]
 
     def primal(self, desc: Any) -> Role | None:
+        """As ``DescriptorRoles.primal``. Attributes of a DTensor parameter, its local tensor
+        excepted, are buffers.
+        """
         match desc:
             case d.ParamAOTInput():
                 return Role(Kind.PARAMETER, self.state.get(desc.target, desc.target))
@@ -234,16 +242,16 @@ class ModuleRoles(DescriptorRoles):
         """As ``DescriptorRoles.output``.
 
         Raises:
-            CaptureError: also for a parameter that is written in place, or a buffer that requires
-                a gradient.
+            CaptureError: also if the forward writes into a parameter, or a buffer requires a
+                gradient.
         """
         match whole(desc):
             case d.InputMutationAOTOutput() as mutation:
                 source = self.input(mutation.mutated_input)
                 if source.kind is Kind.PARAMETER:
                     raise CaptureError(
-                        f"forward writes into parameter {source.name!r} in place; "
-                        "make it a buffer, or update it outside forward"
+                        f"the forward writes into parameter {source.name!r} in place; make it a "
+                        "buffer, or update it outside of the forward"
                     )
             case d.GradAOTOutput() as gradient:
                 source = self.input(gradient.grad_of)
@@ -255,8 +263,14 @@ class ModuleRoles(DescriptorRoles):
 
 
 def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule:
-    """Label the graph; drop unused inputs and gradients that do not exist; give a
-    tied parameter one input and one gradient.
+    """Label a joint graph with roles, in place.
+
+    Unused inputs and absent gradients are dropped. A tied parameter gets one input and one
+    gradient.
+
+    Raises:
+        CaptureError: the backward writes into a tensor, a size depends on data, or an input or
+            output is not supported.
     """
     graph = module.graph
     for node in filter(writes_in_backward, graph.nodes):
@@ -265,8 +279,8 @@ def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule
     drop_meshes(graph)
     seen: dict[Role, fx.Node] = {}
     for node in placeholders(graph):
-        # An output that needs a gradient takes one, though all gradients may be the same whatever
-        # it is (those of ``angle``, of ``sgn``).
+        # Unused tangents stay: an output that requires a gradient takes one, even if no input's
+        # gradient depends on it (``sgn``, for example).
         if not node.users and not isinstance(whole(node.meta["desc"]), d.TangentAOTInput):
             graph.erase_node(node)
             continue
@@ -286,15 +300,15 @@ def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule
 
 
 def _rename(node: fx.Node, role: Role) -> None:
-    """Name the placeholder as the user does: ``primals_3`` says nothing in a dump."""
+    """Name the placeholder by its role, because ``primals_3`` says nothing in a dump."""
     name = re.sub(r"\W+", "_", role.name).strip("_")
     prefix = "grad_" if role.kind is Kind.TANGENT else ""
     node.name = node.target = node.graph._graph_namespace.create_name(prefix + name, None)
 
 
 def _make_sizes_static(role: Role, value: Any) -> None:
-    """Turn sizes of an input or output that depend on data into integers: those of a view whose
-    offset depends on data are symbols, though the symbols may cancel out.
+    """Turn symbolic sizes of an input or output into integers if their symbols cancel out, as in a
+    view whose offset depends on data.
 
     Raises:
         CaptureError: a size depends on the data.
@@ -308,24 +322,24 @@ def _make_sizes_static(role: Role, value: Any) -> None:
     sizes = [size if type(size) is int else size.node.maybe_as_int() for size in shape]
     if None in sizes:
         raise CaptureError(
-            f"the size of {role.name}, {list(tensor.shape)}, depends on the data; a captured "
-            "graph needs sizes that follow from the inputs' sizes"
+            f"the shape of {role.name}, {list(tensor.shape)}, depends on the data; a captured "
+            "graph needs shapes that follow from the inputs' shapes"
         )
     value.meta["val"] = tensor.new_empty_strided(sizes, tensor.stride())
 
 
 def _refuse_unshaped(name: str, graph: fx.Graph) -> None:
-    """Refuse a call that fills a buffer without elements, as the first of an observer does: what
-    shape that gets, tracing does not know.
+    """Refuse a call that fills an empty buffer, as the first call of an observer does: tracing does
+    not know the shape that the buffer gets.
 
     Raises:
-        PythonStateError: it does.
+        PythonStateError: the buffer has no elements.
     """
     buffer = inputs(graph, Kind.BUFFER).get(Role(Kind.BUFFER, name))
     if buffer is not None and not buffer.meta["val"].numel():
         raise PythonStateError(
-            f"the forward fills buffer {name!r}, which has no elements; call the module once "
-            "before it is split"
+            f"the forward fills buffer {name!r}, which has no elements yet; call the module once "
+            "before you split it"
         )
 
 
@@ -342,7 +356,7 @@ def _label_outputs(graph: fx.Graph, names: DescriptorRoles) -> None:
         if role.kind is Kind.UPDATE:
             _refuse_unshaped(role.name, graph)
         _make_sizes_static(role, value)
-        if role in pairs:  # a tied parameter: one accumulator, so one gradient
+        if role in pairs:  # a tied parameter has one accumulator and so one gradient
             with graph.inserting_before(output):
                 total = graph.call_function(torch.ops.aten.add.Tensor, (pairs[role], value))
             total.meta = dict(value.meta)

@@ -1,10 +1,10 @@
 """Side effects of a forward on Python objects: refused, or turned into guards.
 
-Dynamo notes the objects that a forward writes to, and what it leaves in them: what lasts as well as
-what is put back before the call ends (as ``with`` blocks do), attributes that are set to the value
-they have, and buffers written in place, which the graph does carry.
+Dynamo records the objects that a forward writes to, and the values that it leaves in them. These
+include changes that the forward undoes before it returns (as ``with`` blocks do), attributes that
+are set to the value they have, and buffers written in place, whose update is in the graph.
 
-Random numbers of Python's ``random``, which a graph would repeat, are refused.
+Random numbers of Python's ``random`` are refused, because a graph would repeat them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,13 @@ _MISSING, _UNKNOWN = object(), object()
 
 
 class Setter(NamedTuple):
-    """An attribute, or an entry of a dictionary, that the forward sets to the value it has. A graph
-    stands for the forward only while that is so: after it the forward would leave this value.
+    """An attribute, or an entry of a dictionary, that the forward sets to the value it already has.
+    The graph is valid only while it has this value, because the forward would set it again.
+
+    Attributes:
+        target: the object or dictionary.
+        key: name of the attribute, or key of the entry.
+        value: the value that the forward sets.
     """
 
     target: Any
@@ -46,6 +51,7 @@ class Setter(NamedTuple):
     value: Any
 
     def holds(self) -> bool:
+        """Whether the target still has the value."""
         return _same(self.value, _current_value(self.target, self.key))
 
 
@@ -53,10 +59,10 @@ class Written(NamedTuple):
     """An object that a forward writes to.
 
     Attributes:
-        source: where the forward found it, as Python.
-        left: attribute, or key of a dictionary -> what Dynamo knows of the value that the forward
-            leaves there; None where it is neither.
-        frame: the user's code that writes, if Dynamo knows it.
+        source: Python expression by which the forward reached the object.
+        left: attribute, or key of a dictionary -> Dynamo's variable of the value that the forward
+            leaves there; None for writes of another kind.
+        frame: frame of the user's code that writes; None if Dynamo has none.
     """
 
     source: str
@@ -66,7 +72,7 @@ class Written(NamedTuple):
 
 @contextlib.contextmanager
 def record_writes() -> Iterator[list[Written]]:
-    """The objects that the forward writes to which Dynamo traces in here."""
+    """Context that yields the list of objects to which the forward traced inside writes."""
     written: list[Written] = []
     original: Any = SideEffects._get_modified_vars
     kinds = AttributeMutationExisting, ValueMutationExisting
@@ -99,27 +105,27 @@ def _left(effects: Any, variable: Any) -> dict[Any, Any] | None:
         if variable.python_type() is not dict:
             return None
         return {key.vt.as_python_constant(): value for key, value in variable.items.items()}
-    except NotImplementedError:  # a key that is no constant, or a kind of object without a class
+    except NotImplementedError:  # a key is not constant, or Dynamo does not know the object's class
         return None
 
 
 def setters(
     module: nn.Module, captured: CaptureOutput, written: list[Written], scope: dict[str, Any]
 ) -> list[Setter]:
-    """Examine what the forward writes to.
+    """Find the writes of a forward that set values which are already there, and refuse others.
 
     Args:
-        module: captured.
-        captured: what Dynamo made of it.
-        written: objects that existed before.
+        module: the captured module.
+        captured: Dynamo's output for it.
+        written: objects that existed before the call and are written to.
         scope: variables of the forward.
 
     Raises:
-        PythonStateError: one more call would leave something else behind.
-        CaptureError: the forward replaces a buffer by a new tensor; it would be lost.
+        PythonStateError: a call changes Python state.
+        CaptureError: the forward replaces a buffer by a new tensor, which would be lost.
     """
     parameters = inspect.signature(get_traced_fn(module)[0], follow_wrapped=False).parameters
-    # The dictionary behind **kwargs is made for the call and gone after it.
+    # The dictionary of **kwargs exists for the call only.
     keyword_dicts = {f"L['{n}']" for n, p in parameters.items() if p.kind is p.VAR_KEYWORD}
     backend_input = captured.backend_input
     graph_inputs = [] if backend_input is None else placeholders(backend_input.graph_module.graph)
@@ -147,7 +153,7 @@ def setters(
                 if source.endswith("._buffers") and current is not None:
                     raise CaptureError(
                         f"{forward_of(module)} replaces buffer {key!r} by a new tensor; write into "
-                        "it instead, as in self.buffer.copy_(new) or self.buffer += 1"
+                        "the buffer instead, as in self.buffer.copy_(new) or self.buffer += 1"
                     )
                 lasting[place] = frame
     if lasting:
@@ -159,14 +165,14 @@ def setters(
             "every call. Write a tensor into a buffer in place (self.buffer.copy_(x.detach()); a "
             "loss can be an nn.Module with buffers), return it (a loss cannot), or keep the state "
             "outside of the forward. If only the first call changes it, call the model once before "
-            "it is split."
+            "you split it."
         )
     return unchanged
 
 
 def _name_of(value: Any, traced: dict[int, Any]) -> str:
-    """Where the forward found a value; empty where it made it. What an operator in place returns is
-    the tensor that it wrote into.
+    """Source of a value; empty if the forward computed it. The result of an in-place operator has
+    the source of the tensor that it wrote into.
     """
     source = value.source
     if source is None and type(value) is TensorVariable:
@@ -175,10 +181,10 @@ def _name_of(value: Any, traced: dict[int, Any]) -> str:
 
 
 def _value_of(value: Any, name: str, scope: dict[str, Any]) -> Any:
-    """The value itself; nothing known where the forward made it, but for constants."""
+    """The value; ``_UNKNOWN`` if the forward computed it and it is not a constant."""
     try:
         return eval(name, scope) if name else value.as_python_constant()
-    except Exception:  # Dynamo has names by which Python finds nothing
+    except Exception:  # some of Dynamo's names cannot be evaluated in Python
         return _UNKNOWN
 
 
@@ -196,7 +202,7 @@ def _readable(source: str) -> str:
 
 
 def _is_context(value: object) -> bool:
-    """Whether the object is a ``ContextVar`` or alike: set and reset within the call."""
+    """Whether the object is like a ``ContextVar``, which the call sets and resets."""
     return all(callable(getattr(value, name, None)) for name in ("get", "set", "reset"))
 
 
@@ -209,10 +215,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:
-    """Refuse a graph that holds a number drawn from Python's ``random``: it would never change.
+    """Refuse a graph with a number drawn from Python's ``random``: the number would never change.
 
     Raises:
-        CaptureError: there is such a number in the graph.
+        CaptureError: the graph contains such a number.
     """
     sources = (getattr(node, "_dynamo_source", None) for node in exported.graph.nodes)
     if any(isinstance(source, RandomValueSource) for source in sources):
@@ -223,7 +229,7 @@ def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:
 
 
 def refuse_own_generators(module: nn.Module) -> None:
-    """Refuse modules with a ``random.Random``, whose numbers Dynamo takes for constants (seen with
+    """Refuse modules with a ``random.Random``: Dynamo records its numbers as constants (seen with
     torch 2.13).
 
     Raises:

@@ -65,7 +65,7 @@ def test_what_every_call_changes_is_refused_behind_one_call() -> None:
 
 
 def test_without_values_there_is_no_first_call() -> None:
-    with pytest.raises(CaptureError, match="call the model once before it is split"):
+    with pytest.raises(CaptureError, match="call the model once before you split it"):
         WholeModel.capture(meta_model(Classifier), torch.randn(4, 8))
 
 

@@ -163,11 +163,11 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer().step((X.double(), Y.double())),
-            r"addmm of a tensor in torch\.float64 by one in torch\.float32: .*x\.float\(\)",
+            r"addmm of a torch\.float64 tensor and a torch\.float32 tensor: .*x\.float\(\)",
         ),
         (
             lambda: trainer(model=[Doing(lambda stage, x: None), nn.Linear(8, 8)]).step((X, Y)),
-            rf"^stage 0: Doing\.forward \(at {__file__}:\d+\) computes no tensor: let it",
+            rf"^stage 0: Doing\.forward \(at {__file__}:\d+\) computes no tensor and returns",
         ),
         (
             lambda: trainer(model=[Doing(lambda stage, x: (x, -x)), nn.Linear(8, 8)]).step((X, Y)),
@@ -181,7 +181,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         (
             lambda: trainer(model=[nn.Linear(8, 8), hooked()]).step((X, Y)),
             rf"^stage 1: Linear cannot be captured in one graph: Linear has a backward hook .at "
-            rf"{__file__}:.*In a pipeline's stage, hook parameters, or tensors in its forward",
+            rf"{__file__}:.*In a pipeline stage, hook its parameters, or tensors in its forward",
         ),
         (
             lambda: trainer(loss_fn=complex_loss).step((X, Y)),

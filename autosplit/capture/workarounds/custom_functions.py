@@ -1,6 +1,6 @@
-"""Custom autograd functions as Dynamo captures them: refused, mended, or made to be traced again.
+"""Custom autograd functions in Dynamo's graphs: refused, fixed, or made traceable again.
 
-Dynamo writes one as an operator of higher order with a graph for each direction.
+Dynamo records such a function as a higher-order operator with a graph for each direction.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _UNMATERIALISED = FunctionCtx.set_materialize_grads.__code__
 
 
 def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]) -> None:
-    """Refuse functions that ask for None in place of gradients that do not exist: Dynamo traces
-    their backward with a gradient for every output, and the branch for None is lost.
+    """Refuse functions that expect None for absent gradients: Dynamo traces their backward with a
+    gradient for every output, so the branch for None is lost.
 
     Args:
-        module: what Dynamo made.
-        traced: the code that it went through.
+        module: Dynamo's graph.
+        traced: code objects that Dynamo traced through.
 
     Raises:
-        CaptureError: a gradient may be absent where the function is used; names the line.
+        CaptureError: a gradient of the function's outputs may be absent; names the line.
     """
     if _UNMATERIALISED not in traced:
         return
@@ -39,10 +39,10 @@ def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]
     if any(_has_several_outputs(node) or _returns_none(node) for node in applied):
         line = next(filter(None, map(source_line, applied)), "a custom autograd function")
         raise CaptureError(
-            f"ctx.set_materialize_grads(False), at {line}: a graph would hand the backward zeros "
-            "where autograd hands it None. Leave it out if zeros will do; or call the function "
-            "from a method decorated with torch.compiler.disable, around which a model is split "
-            "in parts (without fullgraph=True or a memory setting)"
+            f"ctx.set_materialize_grads(False), at {line}: a graph would pass zeros to a backward "
+            "where autograd passes None. Remove the call if zeros are fine. Otherwise call the "
+            "function from a method decorated with torch.compiler.disable: the model is then split "
+            "with a graph break there (without fullgraph=True or a memory setting)"
         )
 
 
@@ -52,20 +52,20 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _has_several_outputs(node: fx.Node) -> bool:
-    """A loss may leave one of them out."""
+    """Whether the function has several differentiable outputs: a loss may not use all of them."""
     results = traced_value(node)
     constant = node.kwargs.get("non_differentiable_idx", ())
     return not isinstance(results, (tuple, list)) or len(results) - len(_list(constant)) > 1
 
 
 def _returns_none(node: fx.Node) -> bool:
-    """The backward may hand None to the function whose result this one takes."""
+    """Whether the backward may return None as the gradient of an input."""
     body = _body(node, 1)
     return body is None or None in _list(body.graph.output_node().args[0])
 
 
 def _body(node: fx.Node, at: int) -> Any:
-    """The graph of a function's forward (0) or backward (1), where it has one."""
+    """The graph of a function's forward (0) or backward (1); None if it has none."""
     return getattr(node.graph.owning_module, str(getattr(node.args[at], "target", "")), None)
 
 
@@ -76,9 +76,10 @@ def _list(value: Any) -> list[Any]:
 def return_tensors_once(module: fx.GraphModule) -> None:
     """Let the forward of a custom autograd function return each of its tensors once.
 
-    Dynamo of torch 2.11 returns all that a function computes, what it writes in place as often as
-    it does. Autograd hands the gradient of a tensor that is returned twice to its last place, where
-    the function's backward expects none: ``torch.compile`` then has zeros, silently.
+    Dynamo of torch 2.11 returns everything that a function computes, a tensor written in place once
+    for each write. Autograd passes the gradient of a tensor that is returned twice to its last
+    position, where the function's backward expects none: ``torch.compile`` then silently computes
+    zeros.
     """
     for node in _calls(module):
         body = _body(node, 0)
@@ -99,21 +100,21 @@ def return_tensors_once(module: fx.GraphModule) -> None:
 
 
 def _identity(result: Any) -> int:
-    """The same for what is one tensor, whichever operators gave it."""
+    """Identity of a result's tensor, the same for all nodes that have this tensor."""
     value = traced_value(result) if isinstance(result, fx.Node) else None
     return id(result if value is None else value)
 
 
-# With others, such as inputs that are written into, the operator stays and is refused.
+# With other arguments, such as written inputs, the operator is unchanged and is refused later.
 _SUPPORTED_KWARGS = {"non_differentiable_idx", "saved_for_backward_idx"}
 
 
 def make_traceable(module: fx.GraphModule) -> None:
-    """Give nodes that apply custom autograd functions a target that Dynamo can capture again, those
-    in what is checkpointed, too.
+    """Give nodes that apply custom autograd functions a target that Dynamo can capture again,
+    including nodes in checkpointed regions.
 
-    Dynamo (2.13) writes such a function as an operator of higher order with a graph for each
-    direction, and cannot trace that operator itself. A function that runs these graphs it can.
+    Dynamo (2.13) records such a function as a higher-order operator with a graph for each
+    direction, but cannot trace that operator. It can trace a function that runs these graphs.
     """
     for node in _calls(module):
         if node.kwargs.keys() <= _SUPPORTED_KWARGS:
@@ -133,6 +134,8 @@ def _apply(
 
 
 class _Captured(torch.autograd.Function):
+    """A custom autograd function that runs its two captured graphs."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -142,6 +145,7 @@ class _Captured(torch.autograd.Function):
         saved: tuple[int, ...],
         *args: Any,
     ) -> tuple[Tensor, ...]:
+        """Run the forward graph; save its second result as the function itself would."""
         outputs, kept = forward(*args)
         ctx.run = backward
         ctx.count, ctx.places = len(kept), saved

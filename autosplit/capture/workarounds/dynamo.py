@@ -1,4 +1,4 @@
-"""What Dynamo captures otherwise than it compiles it or Python runs it: mended, or refused."""
+"""Forwards that Dynamo captures differently than it compiles them or Python runs them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autosplit.errors import CaptureError
 
 
 def _by_captures() -> bool:
-    """Whether captures do it themselves; twice, modes would be lost."""
+    """Whether captures themselves set function modes aside; done twice, modes would be lost."""
     inner = preserve_global_state.__code__.co_consts
     codes = [constant for constant in inner if isinstance(constant, CodeType)]
     return any("torch_function_mode_stack_state_mgr" in code.co_names for code in codes)
@@ -38,13 +38,14 @@ def _by_captures() -> bool:
 
 @contextlib.contextmanager
 def keep_function_modes() -> Iterator[None]:
-    """Put modes aside for a capture, which knows of them; also inside of a compilation.
+    """Set function modes aside for a capture, which records them; also inside of a compilation.
 
-    ``torch.set_default_device`` and ``with torch.device(...)`` put a mode on a stack that
-    ``torch.compile`` puts aside before it traces, and writes down for the graph and its guards.
-    ``fullgraph_capture`` does not, but in torch 2.11: what it writes down is that there is none,
-    which the guards then find to be wrong where they are made ("Guard failed on the same frame it
-    was created"). A capture inside of another forgets what that one put aside.
+    ``torch.set_default_device`` and ``with torch.device(...)`` push a mode on a stack.
+    ``torch.compile`` sets this stack aside before it traces, and records it for the graph and its
+    guards. ``fullgraph_capture`` does so only in torch 2.11. In later versions it records an empty
+    stack, and its guards then fail when they are built ("Guard failed on the same frame it was
+    created"). A capture inside of another loses the stack that the outer one has set aside, so it
+    is restored here.
     """
     put_aside = torch_function_mode_stack_state_mgr
     outer = put_aside.stack
@@ -56,19 +57,20 @@ def keep_function_modes() -> Iterator[None]:
 
 
 def function_modes_of_the_call() -> AbstractContextManager[None]:
-    """Inside of a capture, the modes that its call is made under, which guards ask for."""
+    """Context, inside of a capture, with the function modes of the captured call, which guards
+    check.
+    """
     return torch_function_mode_stack_state_mgr.temp_restore_stack()
 
 
 @contextlib.contextmanager
 def detach_graph_attributes(module: nn.Module, captured: BackendInput | None) -> Iterator[None]:
-    """The module is without those attributes that make a graph of it, and that the captured graph
-    has its own of.
+    """Context in which a ``GraphModule`` lacks the attributes that the captured graph has itself.
 
-    Modules may be graphs themselves: ``torch.fx``'s, those of ``torch.export``, and stages that
-    ``torch.distributed.pipelining.pipeline`` cuts. Torch gives the graph that it captured the
-    attributes of the module that it captured it from. Of a ``GraphModule`` these are a graph as
-    well, which then stands in for the captured one.
+    Modules may be graphs themselves: graph modules of ``torch.fx`` and ``torch.export``, and stages
+    that ``torch.distributed.pipelining.pipeline`` cuts. torch copies the attributes of the captured
+    module to the captured graph. The attributes of a ``GraphModule`` include its graph, which would
+    replace the captured one.
     """
     attributes: dict[str, Any] = {}
     if captured is not None and isinstance(module, fx.GraphModule):
@@ -82,10 +84,10 @@ def detach_graph_attributes(module: nn.Module, captured: BackendInput | None) ->
 
 @contextlib.contextmanager
 def refuse_lost_hooks() -> Iterator[None]:
-    """Refuse hooks that a forward registers on tensors it did not compute.
+    """Refuse hooks that a forward registers on tensors that it did not compute.
 
-    Dynamo has a hook on what it traced in the graph; one on an input, a parameter or a buffer it
-    registers in code around the graph, which an export leaves out without a word.
+    Dynamo records a hook on a computed tensor in the graph. It registers a hook on an input, a
+    parameter or a buffer in code around the graph, which an export silently drops.
 
     Raises:
         CaptureError: a hook would be lost; names the line that registers it.
@@ -110,38 +112,40 @@ def refuse_lost_hooks() -> Iterator[None]:
         yield
     for line in lines.values():
         raise CaptureError(
-            f"{line} registers a hook on a tensor that the forward did not compute, which no graph "
-            "can hold. Register it on a view of its own, as in x = x.view_as(x), or outside of the "
+            f"{line} registers a hook on a tensor that the forward did not compute, which a graph "
+            "cannot contain. Register it on a view (x = x.view_as(x) first), or outside of the "
             "forward"
         )
 
 
 def current_line() -> str:
-    """Where the user's code is being traced."""
+    """``file:line: code`` of the user's line that is being traced."""
     for frame in reversed(TracingContext.extract_stack()):
         return f"{os.path.basename(frame.filename)}:{frame.lineno}: {(frame.line or '').strip()}"
     return "the forward"
 
 
 LIMIT = 2048
-"""Operators from one line of one call: 512 steps of a state-space model."""
+"""Maximum number of operators from one line in one call: 512 steps of a state-space model."""
 
 
 @contextlib.contextmanager
 def decide_masks_statically() -> Iterator[None]:
-    """Kernels of attention are chosen by what the caller says, not by values of masks.
+    """Decide during tracing, without values of masks, which attention kernels run.
 
-    torch's Transformer layers ask of a mask's values whether it is the causal one, which no graph
-    holds: it is where the caller says so. And transformers leaves out a mask that says no more than
-    ``is_causal=True``, in eager mode and under ``torch.compile``: with one, other kernels run, for
-    which grouped keys and values are repeated. For ``torch.export`` it makes them all, as its
-    graphs are for whatever values; these are for what their guards allow, so it is told otherwise.
-    Without a cache it looks for packed sequences in the values of positions, which no graph holds:
-    it is told that there are none where positions are what it has counted itself.
+    - torch's Transformer layers read a mask's values to find out whether it is causal, which a
+      graph cannot do. Here a mask is causal if the caller says so.
+    - transformers omits a mask that is the same as ``is_causal=True`` in eager mode and under
+      ``torch.compile``; with a mask other kernels run, for which grouped keys and values are
+      repeated. For ``torch.export`` it makes all masks, because exported graphs are for any values.
+      Graphs here have guards, so ``is_torchdynamo_exporting()`` is False in its mask code.
+    - Without a cache, transformers looks for packed sequences in the values of positions, which a
+      graph cannot do. Here there are none if positions are the model's own ``torch.arange``.
     """
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        """Trace a call, with a fixed answer for the three questions above."""
         called = getattr(function, "fn", None)
         name = getattr(called, "__name__", "")
         if called is _detect_is_causal_mask:
@@ -158,7 +162,7 @@ def decide_masks_statically() -> Iterator[None]:
 
 
 def _counts_up(node: Any) -> bool:
-    """Whether a value is rows of ``torch.arange`` by steps of 1, plus a whole number."""
+    """Whether a value is rows of ``torch.arange`` with step 1, plus an integer."""
     while isinstance(node, fx.Node) and (
         node.target == "expand"
         or (node.target, *node.args[1:]) == ("unsqueeze", 0)
@@ -176,8 +180,8 @@ def _is_said_to_be_causal(
 
 @contextlib.contextmanager
 def trace_quantizers() -> Iterator[None]:
-    """Dynamo traces torch's own layers for quantization that is trained for, which it leaves to
-    Python else; their fake quantizers are operators.
+    """Context in which Dynamo traces torch's layers for quantization-aware training, which it
+    leaves to Python otherwise. Their fake quantizers are operators.
     """
     inlined_directories: Any = trace_rules.get_mod_inlinelist
     root = os.path.dirname(torch.__file__)
@@ -189,12 +193,14 @@ def trace_quantizers() -> Iterator[None]:
 
 
 class LongLoopError(TorchDynamoException):
-    """A line is in the graph too often."""
+    """A line was traced more than ``LIMIT`` times in one call."""
 
 
 class UnrollingLimit:
-    """Attributes:
-    line: of a loop that was unrolled too far; None as long as there is none.
+    """Counter of operators for each line of each traced call.
+
+    Attributes:
+        line: ``file:line`` of a loop that was unrolled too far; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -205,25 +211,24 @@ class UnrollingLimit:
         """Count an operator of the line that is being traced.
 
         Raises:
-            LongLoopError: there were too many.
+            LongLoopError: the line has more than ``LIMIT`` operators.
         """
         frame: Any = graph.current_tx
         seen = self._seen.setdefault(frame, Counter())
         seen[frame.lineno] += 1
         if seen[frame.lineno] > LIMIT:
             self.line = f"{frame.f_code.co_filename}:{frame.lineno}"
-            raise LongLoopError(f"{self.line} is in the graph more than {LIMIT} times")
+            raise LongLoopError(f"{self.line} has more than {LIMIT} operators in the graph")
 
 
 @contextlib.contextmanager
 def limit_unrolling() -> Iterator[UnrollingLimit]:
-    """Dynamo stops tracing in here where it unrolls a loop too far.
+    """Context in which Dynamo stops tracing if it unrolls a loop too far.
 
-    Models that scan over a sequence may have a closed form for compilers beside the loop, and ask
-    ``torch.compiler.is_exporting()`` which one to take: transformers' Mamba has
-    ``associative_scan``. Unrolled, a loop over a short sequence runs faster than the closed form
-    and computes what eager mode does, bit for bit; over a long one its graph takes minutes to
-    trace.
+    Models that scan over a sequence may have a closed form for compilers beside the loop, and
+    select it by ``torch.compiler.is_exporting()``: transformers' Mamba has ``associative_scan``.
+    For a short sequence the unrolled loop runs faster than the closed form and equals eager mode
+    bit for bit. For a long sequence its graph takes minutes to trace.
     """
     limit = UnrollingLimit()
     original: Any = OutputGraph.create_proxy
@@ -237,22 +242,24 @@ def limit_unrolling() -> Iterator[UnrollingLimit]:
 
 
 def skip_guard_timing() -> AbstractContextManager[Any]:
-    """Torch times the guards of each capture for a log, behind a flush of the processor's caches,
-    for which it allocates 27 MiB.
+    """Context without torch's timing of guards. For a log, torch times the guards of each capture
+    after it has flushed the processor's caches, for which it allocates 27 MiB.
     """
     return patch.object(guards, "profile_guard_manager", lambda *args: 0.0, create=True)
 
 
 def report_compiling() -> AbstractContextManager[Any]:
-    """Dynamo answers so if a forward asks; in torch 2.11 it has the other answer for all."""
+    """Context in which ``torch.compiler.is_exporting()`` is False in a traced forward, as it is
+    under ``torch.compile``. In torch 2.11 Dynamo evaluates it to False in all captures.
+    """
     return patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False})
 
 
 def inline_compile_regions(module: fx.GraphModule) -> None:
-    """Put the operators of ``torch.compiler.nested_compile_region`` in place of its calls: each
-    would be one operator in the backward, whose weight gradients could not wait.
+    """Inline calls of ``torch.compiler.nested_compile_region``: each would be one operator in the
+    backward, whose weight gradients could not be deferred.
     """
-    # Bodies before what calls them.
+    # Inner bodies come before their callers.
     for graphs in reversed([part for part in module.modules() if isinstance(part, fx.GraphModule)]):
         calls = graphs.graph.find_nodes(op="call_function", target=_REGION)
         for node in calls:

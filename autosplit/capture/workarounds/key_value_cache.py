@@ -1,9 +1,10 @@
-"""Blocks that fill a cache of keys and values, as functions that return what they put there.
+"""Blocks that fill a key-value cache, as functions that return the keys and values.
 
-A model of transformers that is called without a cache makes an empty one, and each layer writes
-its keys and values to the place in it that ``layer_idx`` tells: every layer would be its own kind.
-``CachedBlock`` gives a layer a cache with one place, and returns what it finds there afterwards.
-Layers whose caches are of another kind than ``DynamicLayer`` (windows) are captured with the model.
+A model of transformers that is called without a cache makes an empty one. Each layer writes its
+keys and values to the entry ``layer_idx`` of this cache, so that every layer would be a kind of its
+own. ``CachedBlock`` passes a layer a cache with one entry, and returns the keys and values written
+to it. Layers with another kind of cache than ``DynamicLayer`` (windows) are captured with the
+model.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class CachedBlock(nn.Module):
 
     Args:
         block: the block.
-        name: of the argument that takes the cache.
-        at: its place among positional ones.
-        layer: makes what a cache has for each layer.
+        name: name of the argument for the cache.
+        at: position of this argument.
+        layer: makes the cache's entry for a layer.
     """
 
     def __init__(self, block: nn.Module, name: str, at: int, layer: Callable[[], Any]) -> None:
@@ -45,6 +46,7 @@ class CachedBlock(nn.Module):
         self._name, self._at, self._layer = name, at, layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Results of the block, keys, values."""
         layer = self._layer()
         args, kwargs = _with_cache(_OnePlace(layer), self._name, self._at, args, kwargs)
         results = self.block(*args, **kwargs)
@@ -52,7 +54,7 @@ class CachedBlock(nn.Module):
 
 
 def cache_argument(block: nn.Module) -> tuple[str, int] | None:
-    """Name and place of the argument in which a block may be given a cache that it fills."""
+    """Name and position of a block's argument for a cache that it fills; None if it has none."""
     parameters = [*inspect.signature(block.forward).parameters]
     is_loaded = sys.modules.get("transformers.cache_utils") is not None
     return next(
@@ -67,15 +69,15 @@ def caching(
     plain: Callable[..., Any],
     operator: Callable[[CachedBlock], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """A forward that calls one operator where there is no cache, and another where there is an
-    empty one, which it fills.
+    """Make a forward that calls one operator without a cache, and another with an empty cache,
+    which it fills.
 
     Args:
-        block: whose forward it stands for.
-        name: of the argument that takes the cache.
-        at: its place among positional ones.
+        block: the block that the forward replaces.
+        name: name of the argument for the cache.
+        at: position of this argument.
         plain: the block as an operator.
-        operator: makes a module one.
+        operator: turns a module into an operator.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -86,6 +88,7 @@ def caching(
     cached = operator(CachedBlock(block, name, at, DynamicLayer))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Call the block; fill an empty cache with its keys and values."""
         cache: Any = args[at] if len(args) > at else kwargs.get(name)
         if type(cache) is DynamicCache and len(cache.layers) > place:
             layer = cache.layers[place]
@@ -103,7 +106,7 @@ def caching(
 def _with_cache(
     cache: Any, name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with another cache."""
+    """A call's arguments with this cache."""
     if len(args) > at:
         return (*args[:at], cache, *args[at + 1 :]), kwargs
     return args, {**kwargs, name: cache}

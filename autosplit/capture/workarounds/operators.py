@@ -1,6 +1,6 @@
-"""Operators that AOTAutograd traces otherwise than eager mode runs them.
+"""Operators that AOTAutograd traces differently than eager mode runs them.
 
-``as_eager`` has the settings under which graphs are traced; what cannot be mended is refused.
+``as_eager`` is the context in which graphs are traced. Operators that it cannot fix are refused.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _ARGUMENTS = (
     "bidirectional",
     "batch_first",
 )
-# The fused kernels round to these only what they return; products would round every step.
+# The fused kernels round only their results to these dtypes; traced products would round every
+# step.
 _COARSE = {torch.bfloat16, torch.float16}
 
 
 @contextlib.contextmanager
 def without_fused_recurrence(module: fx.GraphModule) -> Iterator[None]:
-    """Trace without the fused kernel, which returns None where its fake returns a tensor.
-
-    A recurrent layer is then traced as matrix products, whose weight gradients can wait.
+    """Trace recurrent layers without the fused kernel, which returns None where its fake kernel
+    returns a tensor. They are traced as matrix products, whose weight gradients can be deferred.
     """
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(enabled and not _calls(module))
@@ -58,22 +58,22 @@ def without_fused_recurrence(module: fx.GraphModule) -> Iterator[None]:
 
 
 def _calls(module: fx.GraphModule) -> list[fx.Node]:
-    """Of recurrent layers on padded sequences, bodies of checkpoints included. Packed ones read
-    their lengths from data, which Dynamo leaves outside of graphs.
+    """Calls of recurrent layers on padded sequences, including calls in checkpointed regions.
+    Packed sequences read their lengths from data, which Dynamo leaves outside of graphs.
     """
     return [node for node in _nodes(module) if node.target in _CELLS]
 
 
-# Keys of kernels that tracing does not run: those of devices, and of vmap, which torch registers in
-# Python when it is first used; and many meta kernels are torch's own in Python.
+# Dispatch keys of kernels that tracing does not run: of devices, and of vmap, which torch registers
+# in Python on first use. Many meta kernels are torch's own, in Python.
 _UNTRACED = {"CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1", "Meta", "FuncTorchBatched"}
 
 
 def _overridden() -> set[str]:
-    """Names of the operators that have kernels of users."""
+    """Names of torch's operators for which users have registered kernels."""
     names = set(filter(None, map(_traced, torch.library._impls.copy())))
-    # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
-    # one device are found where they come from C++, too.
+    # torch itself registers autograd kernels for all devices at once, except for some operators of
+    # its tests. So kernels for one device are users', including those from C++.
     for device in ("CPU", "CUDA"):
         registrations = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autograd{device}")
         names |= {op for op in registrations if op.startswith("aten::") and "::_test_" not in op}
@@ -82,15 +82,17 @@ def _overridden() -> set[str]:
 
 @functools.cache  # thousands of names, the same at each capture
 def _traced(registered: str) -> str | None:
-    """The operator of ``library/operator/key``, if it is torch's and tracing runs its kernel."""
+    """The operator of ``library/operator/key``; None if it is not torch's or tracing skips its
+    kernel.
+    """
     library, operator, key = registered.split("/")
     return f"aten::{operator}" if library == "aten" and key not in _UNTRACED else None
 
 
 @contextlib.contextmanager
 def trace_registered_kernels() -> Iterator[None]:
-    """Trace through the kernels that users registered for torch's own operators: clear these
-    operators' dispatch caches, which would keep tracing on the kernel that was registered before.
+    """Trace through kernels that users registered for torch's own operators: clear the dispatch
+    caches of these operators, which still refer to torch's kernels.
     """
     operators = [_overload(name) for name in _overridden()]
     for operator in operators:
@@ -109,10 +111,11 @@ def _overload(name: str) -> Any:
 
 @contextlib.contextmanager
 def allow_overlapping_outputs() -> Iterator[None]:
-    """torch expects the gradient of an output to lie as the output does, and copies it there. Of
-    an output whose elements share memory (``unfold``, ``as_strided``) elements of the gradient
-    would then overwrite each other, so that is expected to be contiguous. (torch 2.13 does the
-    same by itself for ``expand`` only.)
+    """Trace with contiguous gradients of outputs that overlap themselves.
+
+    torch expects the gradient of an output to have the output's strides, and copies it to this
+    layout. If elements of the output share memory (``unfold``, ``as_strided``), elements of the
+    gradient would overwrite each other. torch 2.13 does the same by itself for ``expand`` only.
     """
     guess = MemoryFormatMeta.from_tensor
 
@@ -131,13 +134,12 @@ _KEPT: set[Any] = _side_effectful_functions
 
 @contextlib.contextmanager
 def without_tokens() -> Iterator[None]:
-    """While a graph is traced, checks of linear algebra are operators without results that dead
-    code elimination leaves alone.
+    """Trace checks of linear algebra as operators without results, which dead code elimination
+    keeps.
 
-    ``torch.linalg.inv`` and its like compute first and then look whether they could, and raise
-    where they could not. Tracing threads a token through such checks, so that nothing reorders
-    them, and a graph with tokens cannot be divided. A check needs none: it reads a result and
-    writes nothing.
+    ``torch.linalg.inv`` and similar functions compute first, then check for success, and raise on
+    failure. Tracing threads a token through such checks, so that nothing reorders them, and a graph
+    with tokens cannot be split. A check needs no token: it reads a result and writes nothing.
     """
     original = effects.has_effects
 
@@ -158,9 +160,11 @@ _NAME = "_build_proxy_for_sym_expr"
 
 @contextlib.contextmanager
 def multiply_sizes_pairwise() -> Iterator[None]:
-    """While a graph is traced, a size that was computed out of its sight, as DTensor computes
-    those of local tensors, is a product of two others, not a call of ``operator.mul`` with as many
-    arguments as the product has factors, which fails where it runs (seen with torch 2.13).
+    """Trace products of sizes as products of two factors.
+
+    A size computed outside of the trace, as DTensor computes sizes of local tensors, is traced as a
+    call of ``operator.mul`` with as many arguments as the product has factors, which fails when it
+    runs (seen with torch 2.13).
     """
     original = getattr(proxy_tensor, _NAME, None)
     if original is None:
@@ -181,19 +185,19 @@ def multiply_sizes_pairwise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def allow_grouped_products() -> Iterator[None]:
-    """While something is traced, grouped products (``torch._grouped_mm``) are there for float32 and
-    float16, too, as their kernels are; torch's meta function has bfloat16 only (to torch 2.13).
+    """Trace grouped products (``torch._grouped_mm``) of float32 and float16, for which kernels
+    exist. torch's meta function accepts bfloat16 only (up to torch 2.13).
     """
     registered: Any = _meta_registrations
     original = registered._meta_grouped_mm_common
 
     def common(mat_a: Tensor, mat_b: Tensor, **options: Any) -> Any:
         other = options["scale_a"] is None and mat_a.dtype == mat_b.dtype != torch.bfloat16
-        # Else the kernel pads its rows, but torch's function not in builds for CPUs.
+        # Otherwise the kernel pads its rows, which torch's meta function does not do in CPU builds.
         is_aligned = mat_b.shape[-1] * mat_b.element_size() % 16 == 0
         if not (other and is_aligned):
             return original(mat_a, mat_b, **options)
-        # The kernel checks the rest where it runs.
+        # The kernel checks the other conditions when it runs.
         create_output = registered._create_grouped_mm_output_tensor
         return create_output(mat_a, mat_b, options["offs"], options["out_dtype"])
 
@@ -203,8 +207,8 @@ def allow_grouped_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def pad_sparse_gradients() -> Iterator[None]:
-    """While a graph is traced, the sparse gradient of an embedding with ``padding_idx`` has rows of
-    zeros for the padding. Eager mode leaves these rows out, and so asks how many there are.
+    """Trace the sparse gradient of an embedding with ``padding_idx`` with rows of zeros for the
+    padding. Eager mode omits these rows, so that the size of its gradient depends on data.
     """
     operator: Any = torch.ops.aten.embedding_sparse_backward.default
     key = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -227,17 +231,17 @@ _sparse: Callable[..., Tensor] = torch.ops.aten._sparse_coo_tensor_unsafe.defaul
 
 
 AS_IN_EAGER: dict[str, Any] = {
-    # Recurrent layers are traced into.
+    # Trace into recurrent layers.
     "allow_rnn": True,
-    # A hook that is added later must be noticed.
+    # Guard against hooks that are added later.
     "skip_nnmodule_hook_guards": False,
-    # numpy.random draws what it draws in eager; torch's generator would draw instead.
+    # numpy.random draws the same numbers as in eager mode; otherwise torch's generator draws.
     "use_numpy_random_stream": True,
 }
-"""Settings of Dynamo."""
+"""Settings of Dynamo for graphs that behave as eager mode does."""
 
 if TORCH < (2, 12):
-    # A parameter that is frozen or thawed is noticed, though it stays where it was in its module.
+    # Guard against parameters that are frozen or thawed in place.
     AS_IN_EAGER |= {
         "use_recursive_dict_tags_for_guards": False,
         "skip_tensor_guards_with_matching_dict_tags": False,
@@ -246,19 +250,19 @@ if TORCH < (2, 12):
 
 @contextlib.contextmanager
 def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[None]:
-    """While a graph of Dynamo is traced by AOTAutograd:
+    """Context in which AOTAutograd traces a graph of Dynamo as eager mode runs it.
 
-    - random operators stay though nobody reads them. They move the generator; without them all
-      that is drawn later would differ from eager's for the same seed. Not so where operators are
-      decomposed for a backend, which draws in a way of its own;
-    - the backward runs outside of the autocast that its forward ran in;
-    - checks of linear algebra are operators like others, without tokens;
-    - recurrent layers are traced without the fused kernel, which its fake does not match;
-    - gradients of outputs that overlap themselves do not;
-    - sizes that are symbols are multiplied by twos;
-    - grouped products are there for float32;
-    - sparse gradients have rows for padding;
-    - kernels that somebody registered for torch's operators are traced through.
+    - Unused random operators stay. They advance the generator; without them, later numbers would
+      differ from eager mode's for the same seed. If operators are decomposed for a backend, they
+      may go, because such a backend draws other numbers.
+    - The backward runs outside of the forward's autocast.
+    - Checks of linear algebra are operators without tokens.
+    - Recurrent layers are traced without the fused kernel, whose fake kernel does not match it.
+    - Gradients of outputs that overlap themselves are contiguous.
+    - Symbolic sizes are multiplied two at a time.
+    - Grouped products accept float32.
+    - Sparse gradients have rows for padding.
+    - Kernels that users registered for torch's operators are traced through.
     """
     drawing = {} if decompositions is not None else {"fallback_random": True}
     with (
@@ -287,35 +291,36 @@ _MARGIN_LOSSES = {
 
 
 def refuse_traced_otherwise(module: fx.GraphModule) -> None:
-    """Refuse what torch traces as something else than it runs: it takes these apart by Python
-    decompositions.
+    """Refuse operators that torch traces differently than it runs them, by Python decompositions.
 
-    Two losses: one gets other gradients and has shape [1] for an unbatched input where the kernel
-    has []. Recurrent layers: the dropout between layers is left out; in coarse dtypes, every step
-    is rounded; the last states of an LSTM have a dimension too many before torch 2.13.
+    - Margin losses: one gets other gradients and, for an unbatched input, shape [1] instead of [].
+    - Recurrent layers: dropout between layers is omitted; in bfloat16 and float16 every step is
+      rounded; before torch 2.13 the last states of an LSTM have an extra dimension.
 
     Raises:
-        CaptureError: one of them is in Dynamo's graph, or in the body of a checkpoint.
+        CaptureError: such an operator is in Dynamo's graph or in a checkpointed region.
     """
     for node in _nodes(module):
         if node.op == "call_function" and _is_traced_otherwise(node):
             name = getattr(node.target, "__name__", str(node.target))
             raise CaptureError(
-                f"{name}, at {source_line(node) or 'a line'}: torch traces it as something else "
-                "than it runs. Compute it outside of the split module; without fullgraph=True, "
-                "such a model is split in parts around it" + _OTHERWISE * (node.target in _CELLS)
+                f"{name}, at {source_line(node) or 'a line'}: torch traces a different operator "
+                "than eager mode runs. Compute it outside of the split module; without "
+                "fullgraph=True, the model is split with a graph break there"
+                + _RECURRENT_ADVICE
+                * (node.target in _CELLS)
             )
 
 
-# Where the first of two factors is.
+# Product -> position of the first of its two factors.
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "convolution": 0}
 
 
 def refuse_mixed_dtypes(graph: fx.Graph) -> None:
-    """Refuse products of tensors of different dtypes, which fail when they run, not when traced.
+    """Refuse products of tensors of different dtypes: they can be traced, but fail when they run.
 
     Raises:
-        FailingCallError: one of them is in the graph.
+        FailingCallError: the graph has such a product.
     """
     for name, first in _PRODUCTS.items():
         target = getattr(torch.ops.aten, name).default
@@ -324,14 +329,14 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
             if one != other:
                 line = source_line(node)
                 raise FailingCallError(
-                    f"{name} of a tensor in {one} by one in {other}{line and f', at {line}'}: "
-                    "torch multiplies tensors of one dtype. Convert the inputs (arrays of NumPy "
-                    "are float64 as a rule: x.float()), or the model"
+                    f"{name} of a {one} tensor and a {other} tensor{line and f', at {line}'}: "
+                    "torch multiplies tensors of one dtype. Convert the inputs (NumPy arrays are "
+                    "usually float64: x.float()) or the model"
                 )
 
 
-_OTHERWISE = (
-    ". Recurrent layers are traced as they run in float32 or float64, with nn.Dropout between "
+_RECURRENT_ADVICE = (
+    ". Recurrent layers are supported in float32 and float64, with nn.Dropout between "
     "single layers in place of dropout= (an nn.LSTM with torch 2.13 or later)"
 )
 

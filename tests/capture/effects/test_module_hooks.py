@@ -52,8 +52,8 @@ def test_backward_hook_of_a_submodule(kind: str) -> None:
     REGISTER[kind](model[2])
     reason = f"2 (Linear) has a backward hook (at {FILE}:{note.__code__.co_firstlineno})"
     warned = warning_of(model)
-    assert f"because {reason}, which no graph holds. Split the submodules" in warned
-    assert "instead of the whole. In a pipeline's stage, hook parameters, or tensors in" in warned
+    assert f"because {reason}, which a graph cannot contain. Split the submodules" in warned
+    assert "instead of the whole module. In a pipeline stage, hook its parameters, or " in warned
     for options in ({"fullgraph": True}, {"memory": "lean"}):
         with pytest.raises(CaptureError) as caught:
             autosplit.split(model, **options)(batch())  # type: ignore[arg-type]
