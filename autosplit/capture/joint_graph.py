@@ -130,9 +130,9 @@ def _refuse_values_read(module: nn.Module, exported: fx.GraphModule) -> Iterator
         yield
     if values.read:
         raise CaptureError(
-            f"{forward_of(module)} reads the value (.item(), float()) of a tensor that is neither an "
-            "input, a parameter nor a buffer, and may change: register it as a buffer, or store a "
-            "number"
+            f"{forward_of(module)} reads the value (.item(), float()) of a tensor that is neither "
+            "an input, a parameter nor a buffer, and may change: register it as a buffer, or store "
+            "a number"
         )
 
 

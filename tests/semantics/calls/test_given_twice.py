@@ -94,7 +94,7 @@ def test_written_into(same_first: bool) -> None:
 
 def test_written_into_one_of_two_views() -> None:
     x = one()
-    with pytest.raises(CaptureError, match="shares memory with another input. Pass a clone"):
+    with pytest.raises(CaptureError, match=r"shares memory with another input\. Pass a clone"):
         autosplit.split(Writing(), fullgraph=True)(x, x[:])
 
     def drive(call: Any, _: nn.Module) -> Tensor:
