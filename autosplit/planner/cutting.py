@@ -265,7 +265,7 @@ def cut_model(
     costs: str | ModelCosts | Mapping[str, Any] = "profile",
     seconds: float = 10.0,
     cut_at: Sequence[str] | None = None,
-    cap: float = math.inf,
+    memory_limit: float = math.inf,
 ) -> tuple[WholeModel, Solution]:
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
@@ -279,7 +279,7 @@ def cut_model(
         costs: see ``partition``.
         seconds: see ``partition``.
         cut_at: see ``partition``.
-        cap: the most bytes of a rank; ignored if no cuts keep it.
+        memory_limit: the most bytes of a rank; ignored if no cuts keep it.
 
     Returns:
         the captured model, and the best cuts with their schedule.
@@ -315,7 +315,7 @@ def cut_model(
         block_costs = _costs(costs, seconds, whole, options)
         with working(f"searching where to cut into {stages} stages"):
             try:
-                return solve(block_costs, stages, request, cap=cap, firsts=firsts)
+                return solve(block_costs, stages, request, cap=memory_limit, firsts=firsts)
             except CapError:  # a trainer offloads or recomputes the excess
                 return solve(block_costs, stages, request, firsts=firsts)
 

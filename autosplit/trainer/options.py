@@ -1,4 +1,4 @@
-"""Options of a trainer, and what of them is refused: one table."""
+"""The options of a trainer, and one table of the combinations that are refused."""
 
 from __future__ import annotations
 
@@ -30,30 +30,33 @@ from autosplit.trainer.tuning import first_schedule, usual_times
 MEMORY = "memory"
 
 Record: TypeAlias = "bool | Literal['memory']"
-"""What a trainer records of a step: nothing, when what ran, or with that what ranks held."""
+"""The record of a step: none, the times of its actions (True), or times and memory."""
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
-"""What becomes of a step whose gradients are not all finite."""
+"""The treatment of a step whose gradients are not all finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """How a trainer's stages are made.
+    """How a trainer builds and compiles its stages.
 
     Attributes:
-        backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
-        memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
-        grad_dtype: in which dtype weight gradients are added up, see ``autosplit.Stage``; None
-            means each parameter's.
-        overlap: what collectives take in stages whose ranks exchange what they compute, see
-            ``autosplit.split``. The same on all ranks.
-        autocast: ``torch.bfloat16`` runs modules and loss under autocast.
-        shared_parameters: groups of (stage, name) that are one parameter of the model. They start
-            with the values of the first holder, and each gets the sum of the gradients. Those that
-            modules of a list, or a model that is cut, have in common are found.
-        planning: further options of ``autosplit.partition`` for a whole model, such as ``{"costs":
-            "estimate", "cut_at": ["layers.8"]}``; what the trainer knows, it hands on itself.
-        stage_factory: makes stages in place of ``autosplit.Stage``.
+        backend: the compiler of the stages' graphs, see ``autosplit.Stage``; None: ``"eager"``.
+        memory: how many bytes a microbatch may keep for its backward, see ``autosplit.split``;
+            None: ``"balanced"``.
+        grad_dtype: the dtype in which weight gradients are summed, see ``autosplit.Stage``; None:
+            each parameter's dtype.
+        overlap: the costs of collectives inside stages, which the split then overlaps with weight
+            gradients, see ``autosplit.split``. It must be equal on all ranks.
+        autocast: ``torch.bfloat16`` runs modules and loss under autocast; None: no autocast.
+        shared_parameters: groups of (stage, name) that are one parameter of the model. Each group
+            starts with the values of its first holder, and each holder gets the sum of the
+            gradients. Parameters that the modules of a list share, or the stages of a model that
+            is cut, are found without this option.
+        planning: further arguments of ``autosplit.partition`` for a whole model, such as
+            ``{"costs": "estimate", "cut_at": ["layers.8"]}``. The trainer sets the others.
+        stage_factory: builds stages in place of ``autosplit.Stage``; excludes ``backend``,
+            ``memory``, ``grad_dtype`` and ``overlap``.
     """
 
     backend: str | None = None
@@ -66,8 +69,8 @@ class StageOptions:
     stage_factory: StageFactory | None = None
 
     @property
-    def of_stage(self) -> dict[str, Any]:
-        """Those of ``autosplit.Stage`` that are given."""
+    def stage_arguments(self) -> dict[str, Any]:
+        """The arguments of ``autosplit.Stage`` that are not None."""
         names = ("backend", "memory", "grad_dtype", "overlap")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -77,23 +80,24 @@ class RunOptions:
     """How a trainer's steps run.
 
     Attributes:
-        split_backward: run input and weight gradients as separate actions.
-        weights: where the weight gradients go, see ``autosplit.pipeline.build``.
-        timeout: seconds to wait for another rank, and for each stage to be built.
-        store: the folder of the file in which stages on the CPU keep what the schedule offloads;
-            None means that of temporary files. The file has no name there and ends with the
-            process. On a GPU it is pinned memory.
-        record: what to record of each step; ``trainer.record`` may be changed between steps. True:
-            when what ran, for ``timeline``. ``"memory"``: what each rank holds as well, for
-            ``memory``; on the CPU by torch's profiler, which makes such a step slower and cannot
-            run twice at once.
-        nonfinite: what becomes of a step in which a gradient on any rank has an infinite number or
-            a NaN; the same on all ranks. ``"raise"`` ends the trainer in an error that names
-            stages, ranks and the microbatches whose loss is not finite. ``"skip"`` drops the
-            gradients, those of earlier calls of ``forward_backward`` included, and counts the step
-            in ``metrics()``. Under both no optimizer moves, on any rank. ``"ignore"`` does not
-            look. A loss that is not finite is no reason if all gradients are finite, as of a
-            microbatch whose targets are all ignored.
+        split_backward: run input gradients (I) and weight gradients (W) as separate actions;
+            False: full backwards.
+        weights: the placement of the weight gradients, see ``autosplit.pipeline.build``.
+        timeout: seconds after which a wait for another rank fails; also for the build of a stage.
+        store: the folder of the file to which stages on the CPU offload tensors; None: the folder
+            of temporary files. The file has no name there and is gone when the process ends. A GPU
+            offloads to pinned memory instead.
+        record: the record of each step; ``trainer.record`` may be set between steps. True: the
+            times of actions, for ``timeline()``. ``"memory"``: also the bytes that each rank holds,
+            for ``memory()``. On the CPU torch's profiler measures them, which makes a step slower
+            and excludes another profiler.
+        nonfinite: the treatment of a step in which a gradient on any rank has an infinity or a NaN;
+            equal on all ranks. ``"raise"``: end the trainer with an error that names the stages,
+            the ranks, and the microbatches whose loss is not finite. ``"skip"``: drop the
+            gradients, those of earlier calls of ``forward_backward`` included, and count the step
+            in ``metrics()``. With both, no optimizer moves on any rank. ``"ignore"``: do not check.
+            Only gradients are checked: a loss may be NaN if all gradients are finite, as for a
+            microbatch without targets.
     """
 
     split_backward: bool = True
@@ -109,11 +113,14 @@ def _is_path(store: object) -> bool:
 
 
 def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
-    """What no trainer is made with, and what is said of it; the schedule is None before it is
-    built.
+    """The errors of all options and combinations that no trainer supports.
+
+    Args:
+        o: the options.
+        schedule: the schedule; None before it is built.
     """
     if o.stages.autocast not in (None, torch.bfloat16):
-        text = f"autocast is None or torch.bfloat16; got {o.stages.autocast}"
+        text = f"autocast must be None or torch.bfloat16; got {o.stages.autocast}"
         if o.stages.autocast == torch.float16:
             text += (
                 ", whose small gradients become zeros without loss scaling, which trainers do not "
@@ -122,45 +129,50 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
         yield text
     norm = o.max_grad_norm
     if norm is not None and not is_positive(norm):
-        yield f"max_grad_norm is a positive number or None; got {norm!r}"
+        yield f"max_grad_norm must be a positive number or None; got {norm!r}"
     if not (o.run.store is None or _is_path(o.run.store)):
         yield (
-            "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "
-            f"that of temporary files; got {o.run.store!r}"
+            "store must be a folder for offloaded tensors, such as '/mnt/fast', or None for the "
+            f"folder of temporary files; got {o.run.store!r}"
         )
     if o.run.nonfinite not in get_args(NonFinite):
-        known = ", ".join(map(repr, get_args(NonFinite)))
-        yield f"nonfinite is one of {known}; got {o.run.nonfinite!r}"
+        choices = ", ".join(map(repr, get_args(NonFinite)))
+        yield f"nonfinite must be one of {choices}; got {o.run.nonfinite!r}"
     wait_limit(o.run.timeout)
-    if o.stages.stage_factory is not None and (given := o.stages.of_stage):
-        names = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        yield f"{names} has no effect beside stage_factory; pass one of the two"
+    if o.stages.stage_factory is not None and (arguments := o.stages.stage_arguments):
+        names = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        yield f"{names} has no effect together with stage_factory: pass one of the two"
     if o.mesh is not None and o.schedule.ranks is not None:
-        yield f"ranks={o.schedule.ranks} has no effect beside mesh, which says who takes part"
+        yield f"ranks={o.schedule.ranks} has no effect together with mesh, which defines the ranks"
     if o.memory_limit is None:
         return
-    if o.of_mesh is not None and o.of_mesh.shards > 1:
+    if o.mesh_layout is not None and o.mesh_layout.shards > 1:
         yield (
-            "memory_limit counts parameters as each rank holds them between steps, and those that "
-            "are sharded along 'dp_shard' are gathered in a step: leave one of the two out"
+            "memory_limit counts parameters as each rank holds them between steps, but parameters "
+            "sharded along 'dp_shard' are gathered in a step: leave one of the two out"
         )
     if schedule is not None and (not schedule.split_backward or has_moves(schedule)):
         yield (
-            "memory_limit searches a schedule of I and W, for which it chooses the moves itself; "
-            f"{schedule.name!r} is another: name one such as '1f1b'"
+            "memory_limit searches a schedule with separate I and W, and chooses its moves itself; "
+            f"{schedule.name!r} has {'moves' if schedule.split_backward else 'full backwards'}: "
+            "pass a schedule such as '1f1b'"
         )
 
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """All of a trainer's options; ``PipelineTrainer`` says what each means.
+    """All options of a trainer, see ``PipelineTrainer``.
 
     Attributes:
-        schedule: the schedule that is asked for.
-        memory_limit: in bytes.
+        schedule: the requested schedule.
+        stages: how stages are built.
+        run: how steps run.
+        max_grad_norm: the largest norm of the gradient; None: gradients are not clipped.
+        memory_limit: the most bytes of a rank; None: no limit.
+        mesh: the mesh of the ranks; None: one pipeline.
 
     Raises:
-        PipelineError: a value that cannot be, or an option without effect.
+        PipelineError: a wrong value, or an option without effect.
     """
 
     schedule: ScheduleRequest
@@ -178,47 +190,47 @@ class TrainerOptions:
             raise PipelineError(text)
 
     @cached_property
-    def of_mesh(self) -> RankLayout | None:
-        """Which ranks are where; None without a mesh."""
+    def mesh_layout(self) -> RankLayout | None:
+        """The layout of the mesh's ranks; None without a mesh."""
         return None if self.mesh is None else RankLayout.of(self.mesh)
 
     def layout(self, stages: int) -> RankLayout:
-        """Which ranks hold so many stages.
+        """The layout of the ranks that hold ``stages`` stages.
 
         Raises:
-            PipelineError: no process group, or a count that does not fit.
+            PipelineError: there is no process group, or the count does not fit.
         """
-        if self.of_mesh is None:
+        if self.mesh_layout is None:
             return RankLayout.alone(process_count(self.schedule.ranks, stages))
-        ranks = len(self.of_mesh.pipeline)
+        ranks = len(self.mesh_layout.pipeline)
         if ranks > stages:
             raise PipelineError(
                 f"the mesh has {ranks} ranks along 'pp' for {stages} stages: each needs at least "
-                "one stage; take a shorter 'pp' or cut the model into more stages"
+                "one stage; use a shorter 'pp', or cut the model into more stages"
             )
-        return self.of_mesh
+        return self.mesh_layout
 
     @property
     def exchanges(self) -> bool:
-        """Whether graphs of several ranks exchange what they compute."""
-        return self.of_mesh is not None and self.of_mesh.exchanges
+        """Whether the graphs of several ranks exchange tensors with each other."""
+        return self.mesh_layout is not None and self.mesh_layout.exchanges
 
     @property
     def tunes(self) -> bool:
-        """Whether the trainer measures its first steps and searches a schedule for them."""
+        """Whether the trainer measures its first steps, and searches a schedule for their times."""
         return self.schedule.name == AUTO or self.memory_limit is not None
 
     def schedule_for(self, stages: int, ranks: int) -> Schedule:
-        """The schedule for so many stages and processes, before it is known what stages take.
+        """The schedule for these numbers of stages and processes, built for usual times.
 
         Raises:
-            ScheduleError: an unknown name, or a schedule that is not legal.
-            PipelineError: a schedule that does not fit the other options.
+            ScheduleError: the name is unknown, or the schedule is not valid.
+            PipelineError: the schedule does not fit the other options.
         """
         if self.schedule.name == AUTO:
             schedule = first_schedule(stages, self.schedule.microbatches, ranks)
         else:
-            with asked():
+            with as_pipeline_error():
                 request = replace(self.schedule, ranks=ranks)
                 request.check_fits(stages)
             schedule = request.build(stages, usual_times(stages))
@@ -226,31 +238,28 @@ class TrainerOptions:
         return schedule
 
     def factory(self, *, cut: bool) -> StageFactory:
-        """What makes a stage: the user's, or ``autosplit.Stage`` with these options, told whether W
-        of a stage that nobody waits for is its whole backward.
+        """The factory of stages: the user's, or ``autosplit.Stage`` with these options.
 
-        Where Ws fill waits, the step is never longer for that, and forwards come earlier. 2BP's
-        own placement has most Ws at the end, whatever they take: there the stage has an I of its
-        own, as in the paper.
+        If no stage waits for a stage's input gradient, W is its whole backward. Where Ws fill
+        waits, the step is never longer for that, and forwards come earlier. The placement of 2BP
+        puts most Ws at the end, whatever their times; there each stage has an I, as in the paper.
 
         Args:
-            cut: whether the stages were cut from a whole model, which balances them for that.
+            cut: whether the trainer has cut the stages from a whole model, which balances them for
+                such a W.
 
         Raises:
             SplitError: see ``SplitStage``.
         """
-        late = cut or self.schedule.weights != "2bp"
-        given = self.stages.stage_factory
-        return (
-            SplitStage(**self.stages.of_stage, defer_whole_backward=late)
-            if given is None
-            else given
-        )
+        if self.stages.stage_factory is not None:
+            return self.stages.stage_factory
+        defers = cut or self.schedule.weights != "2bp"
+        return SplitStage(**self.stages.stage_arguments, defer_whole_backward=defers)
 
 
 @contextlib.contextmanager
-def asked() -> Iterator[None]:
-    """Where options ask for a schedule, what does not go together is an error of theirs."""
+def as_pipeline_error() -> Iterator[None]:
+    """Raise a ScheduleError inside as a PipelineError: the options request the schedule."""
     try:
         yield
     except ScheduleError as error:
@@ -258,45 +267,47 @@ def asked() -> Iterator[None]:
 
 
 def choose_device(device: torch.device | str | None, layout: RankLayout) -> torch.device:
-    """The device that the user named, else this process's GPU if the process group has NCCL, and
-    torch's default device where there is one rank.
+    """The device of this process's stages.
+
+    Args:
+        device: the user's choice; None: the mesh's or the process group's device, or torch's
+            default device on one rank.
+        layout: the layout of the ranks.
 
     Raises:
-        PipelineError: the mesh is of another kind of device, or this one holds no tensors here.
+        PipelineError: the device cannot hold tensors, or has another type than the mesh.
     """
     if device is not None:
         try:
-            found = torch.device(device)
-            torch.empty(0, device=found).cpu()
+            chosen = torch.device(device)
+            torch.empty(0, device=chosen).cpu()
         except (RuntimeError, AssertionError) as error:
-            raise PipelineError(
-                f"device={device!r} is none that stages can be on here: {error}"
-            ) from error
-        # Tensors have a number there, and are compared with this.
-        if found.index is None and (found.type == "cuda" or has_streams(found)):
-            found = torch.device(found.type, torch.get_device_module(found).current_device())
+            raise PipelineError(f"device={device!r} cannot hold stages here: {error}") from error
+        # Tensors on such a device have its index, and are compared with this device.
+        if chosen.index is None and (chosen.type == "cuda" or has_streams(chosen)):
+            chosen = torch.device(chosen.type, torch.get_device_module(chosen).current_device())
     elif layout.device_type == "cpu":
-        found = torch.device("cpu")
+        chosen = torch.device("cpu")
     elif len(layout.ranks) > 1:
-        found = device_of_group()
-    else:  # but for models that are built without memory
-        found = torch.get_default_device()
-        found = torch.device("cpu") if found.type == "meta" else found
-    if layout.device_type not in ("", found.type):
+        chosen = device_of_group()
+    else:  # torch's default device is "meta" while a model is built without memory
+        chosen = torch.get_default_device()
+        chosen = torch.device("cpu") if chosen.type == "meta" else chosen
+    if layout.device_type not in ("", chosen.type):
         raise PipelineError(
-            f"the mesh is one of {layout.device_type!r} devices, but the stages go to {found}: "
-            f"init_device_mesh({found.type!r}, ...)"
+            f"the mesh has devices of type {layout.device_type!r}, but the stages go to {chosen}: "
+            f"use init_device_mesh({chosen.type!r}, ...)"
         )
-    return found
+    return chosen
 
 
 def store_for(
     options: TrainerOptions, schedule: Schedule, device: torch.device
 ) -> OffloadTarget | None:
-    """The host's store of a rank; None where nothing is or may be offloaded.
+    """The host store of a rank; None if the schedule cannot offload.
 
     Raises:
-        OutputError: there can be no file in the folder.
+        OutputError: the folder cannot hold the file.
         PipelineError: the option ``store`` has no effect.
     """
     folder = options.run.store
@@ -310,13 +321,13 @@ def store_for(
 
 
 def check_record(record: object) -> None:
-    """Refuse what is no ``Record``.
+    """Check a value of ``Record``.
 
     Raises:
-        PipelineError: lists what is.
+        PipelineError: the value is none; lists the valid ones.
     """
     if not isinstance(record, bool) and record != MEMORY:
         raise PipelineError(
-            f"record is False, True (for timeline()) or {MEMORY!r} (for memory() too); "
+            f"record must be False, True (for timeline()) or {MEMORY!r} (for memory() too); "
             f"got {record!r}"
         )

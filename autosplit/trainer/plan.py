@@ -1,7 +1,4 @@
-"""A plan: a whole model cut for a schedule, and what a step of it is predicted to take.
-
-And ``partition``, which makes one.
-"""
+"""``partition`` cuts a whole model for a schedule; the result is a ``Plan`` with predictions."""
 
 from __future__ import annotations
 
@@ -35,47 +32,49 @@ _LONGEST = 40  # characters of the name of a block
 
 
 class Plan(Partition):
-    """A whole model, cut for a schedule. A trainer takes it as a model, see ``trainer``.
+    """A whole model that is cut for a schedule, with predictions; ``partition`` returns one.
+
+    ``PipelineTrainer`` accepts a plan as its model; ``trainer`` builds one with the plan's options.
 
     Args:
-        whole: the model.
-        found: its stages, and what a step of them is predicted to take.
-        options: how stages are made.
-        memory_limit: bytes that no rank is to hold more than, which a trainer is given: it moves or
-            makes again what the schedule holds beyond it; None: any.
+        whole: the captured model.
+        solution: the cuts, and the predicted times and memory of a step.
+        options: how the stages are compiled.
+        memory_limit: the most bytes of a rank, which ``trainer`` passes on; None: no limit.
 
     Attributes:
-        schedule: what the stages run.
-        stage_times: per stage, seconds of F, I and W of a microbatch.
-        predicted_step: seconds.
-        bubble: predicted idle time over total time.
-        peak_memory: per rank, the most bytes that it holds.
-        batch: samples in a step.
+        schedule: the schedule of the stages.
+        stage_times: per stage, the seconds of F, I and W of one microbatch.
+        predicted_step: the predicted seconds of a step.
+        bubble: the predicted idle time of all ranks over their total time, 0 to 1.
+        peak_memory: per rank, the predicted peak in bytes.
+        batch: the number of samples in a step.
     """
 
     def __init__(
         self,
         whole: WholeModel,
-        found: Solution,
+        solution: Solution,
         options: BlockOptions,
         memory_limit: int | None = None,
     ) -> None:
-        super().__init__(whole, found.firsts)
-        self.schedule: Schedule = found.schedule
-        self.stage_times = tuple(found.costs.times)
-        self.predicted_step = found.step
-        self.bubble = found.bubble
-        self.peak_memory = found.peaks
+        super().__init__(whole, solution.firsts)
+        self.schedule: Schedule = solution.schedule
+        self.stage_times = tuple(solution.costs.times)
+        self.predicted_step = solution.step
+        self.bubble = solution.bubble
+        self.peak_memory = solution.peaks
         leaves = tree_flatten((whole.args, whole.kwargs))[0]
         sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
-        self.batch: int = found.schedule.microbatches * next(sizes, 1)
-        self._found, self._limit = found, memory_limit
+        self.batch: int = solution.schedule.microbatches * next(sizes, 1)
+        self._solution, self._memory_limit = solution, memory_limit
         self._split, self._autocast = options.split, options.autocast
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``partition``, as plain values, that give this plan again: nothing is
-        measured then, and the schedule is built for the same times.
+        """Arguments of ``partition``, as plain values, that make this plan again.
+
+        They hold the costs, so nothing is measured, and the schedule is built for the same times.
         """
         dtype = self._autocast
         return {
@@ -84,16 +83,16 @@ class Plan(Partition):
             "schedule": self.schedule.name,
             "ranks": len(self.schedule.ranks),
             "split_backward": self.schedule.split_backward,
-            "weights": self._found.request.weights,
+            "weights": self._solution.request.weights,
             "memory": self._split.memory,
             "backend": self._split.backend,
             "autocast": None if dtype is None else str(dtype).removeprefix("torch."),
-            "memory_limit": self._limit,
-            "costs": self._found.blocks.plain,
+            "memory_limit": self._memory_limit,
+            "costs": self._solution.blocks.plain,
         }
 
     def __repr__(self) -> str:
-        """What is cut where and runs how, in one line."""
+        """The model, its cuts and its schedule, in one line."""
         return (
             f"Plan({type(self.whole.model).__name__} cut at {few(self.cuts, 2) or 'nothing'}, "
             f"{len(self.schedule.ranks)} ranks, {self.schedule.name!r}, "
@@ -101,23 +100,23 @@ class Plan(Partition):
         )
 
     def report(self) -> str:
-        """The stages with their times and sizes as a table, and the step in a line, as ``autosplit
-        plan`` prints them.
+        """A table of the stages with times and sizes, and a line on the step, as ``autosplit plan``
+        prints them.
         """
         line = (
             f"plan: {self.schedule.name}, N={self.stages}, M={self.schedule.microbatches}, a step "
             f"of {milliseconds(self.predicted_step)} ms, bubble {self.bubble:.1%}, "
             f"{size_text(round(max(self.peak_memory)))} on the fullest rank"
         )
-        if self._limit is not None:
-            line += ", with what operators take for themselves, messages and the batch on top"
+        if self._memory_limit is not None:
+            line += ", without messages, the batch and the temporary memory of operators"
         return f"{self._table()}\n\n{line}"
 
     def _table(self) -> str:
-        """A row a stage: its blocks, times, parameters and what it sends."""
+        """One row per stage: its blocks, times, parameters and messages."""
         mean = sum(map(sum, self.stage_times)) / self.stages
         names = [block.name for block in self.whole.blocks]
-        sent: Any = self._found.costs.transfer.message_bytes
+        sent: Any = self._solution.costs.transfer.message_bytes
         rows = [
             [
                 str(stage),
@@ -126,10 +125,10 @@ class Plan(Partition):
                 _short(names[last - 1]),
                 *map(milliseconds, self.stage_times[stage]),
                 f"{sum(self.stage_times[stage]) / mean:.3f}x" if mean else "",
-                size_text(round(self._found.parameters[stage])),
+                size_text(round(self._solution.parameters[stage])),
                 size_text(round(sent[stage])) if stage in sent else "",
             ]
-            for stage, (first, last) in enumerate(pairwise([0, *self._found.firsts, len(names)]))
+            for stage, (first, last) in enumerate(pairwise([0, *self._solution.firsts, len(names)]))
         ]
         headers = ["stage", "rank", "first block", "last block", "F ms", "I ms", "W ms", "of mean"]
         headers += ["parameters", "sends"]
@@ -139,15 +138,16 @@ class Plan(Partition):
     def trainer(
         self, loss_fn: LossFunction, optimizer_fn: OptimizerFunction, **options: Any
     ) -> PipelineTrainer:
-        """The trainer that runs this plan.
+        """Build the trainer that runs this plan; collective over the plan's ranks.
 
         Args:
             loss_fn: see ``PipelineTrainer``.
             optimizer_fn: see ``PipelineTrainer``.
-            options: further ones of ``PipelineTrainer``.
+            options: further arguments of ``PipelineTrainer``, which override those of the plan.
 
         Raises:
-            PlanError: there are not as many processes as the plan has ranks.
+            PlanError: the number of processes is not the plan's number of ranks.
+            PipelineError: see ``PipelineTrainer``.
         """
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         ranks = len(self.schedule.ranks)
@@ -158,20 +158,24 @@ class Plan(Partition):
                 f"--nproc-per-node {ranks}' inside autosplit.pipeline.process_group(), or "
                 f"through autosplit.pipeline.launch; or partition the model with ranks={world}"
             )
-        made = options.pop("stage_options", None) or StageOptions()
-        given = {
+        stage_options = options.pop("stage_options", None) or StageOptions()
+        arguments = {
             "microbatches": self.schedule.microbatches,
             "schedule": self.schedule,
             "ranks": ranks,
-            "memory_limit": self._limit,
+            "memory_limit": self._memory_limit,
             "stage_options": replace(
-                made,
-                memory=self._split.memory if made.memory is None else made.memory,
-                backend=self._split.backend if made.backend is None else made.backend,
-                autocast=self._autocast if made.autocast is None else made.autocast,
+                stage_options,
+                memory=_default(stage_options.memory, self._split.memory),
+                backend=_default(stage_options.backend, self._split.backend),
+                autocast=_default(stage_options.autocast, self._autocast),
             ),
         }
-        return PipelineTrainer(self, loss_fn, optimizer_fn, **{**given, **options})
+        return PipelineTrainer(self, loss_fn, optimizer_fn, **{**arguments, **options})
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _short(text: str) -> str:
@@ -197,62 +201,69 @@ def partition(
     seconds: float = 10.0,
     memory_limit: int | str | None = None,
 ) -> Plan:
-    """Cut a model into stages, so that a step of a schedule is short.
+    """Cut a model into pipeline stages, so that a step of the schedule is short.
 
-    Where a process group is up, all ranks must call it, but for ``ranks=1``: they measure at the
-    same time, as they will run, and all cut alike. The model stays as it is.
+        plan = partition(model, example, stages=4, microbatches=8)
+        print(plan.report())
+        trainer = plan.trainer(loss_fn, optimizer_fn)
 
-    Training and evaluation are captured each. What the forward reads besides, such as an attribute
-    or the rate of a dropout, stays in the stages as it was: cut the model again after changing it.
+    With a process group, all ranks must call it (except with ``ranks=1``): they measure at the same
+    time, as the stages will run, and all get the same cuts. The model is not changed.
+
+    Training and evaluation are captured separately. Everything else that the forward reads, such as
+    an attribute or the rate of a dropout, is fixed in the stages: cut the model again after a
+    change of it.
 
     Args:
-        model: what to cut; its parameters may be on the meta device.
-        args: example positional inputs of one microbatch, a tuple or one tensor; a dictionary is
-            keyword inputs.
-        kwargs: example keyword inputs.
-        stages: how many stages.
-        cut_at: the modules with which the stages after the first begin, as ``model.layers.8``.
-            None: where it makes the step shortest.
-        microbatches: M; None: two for each stage.
-        schedule: a key of ``pipeline.SCHEDULES``, or a schedule that is to be run as it is.
-        ranks: processes, see ``pipeline.build``.
-        split_backward: False for full backwards.
-        weights: where the weight gradients go, see ``pipeline.build``.
+        model: the model; its parameters may be on the meta device.
+        args: example positional inputs of one microbatch: a tuple of tensors or one tensor. A
+            dictionary stands for keyword inputs.
+        kwargs: example keyword inputs of one microbatch.
+        stages: the number of stages; None: one more than ``cut_at`` has names.
+        cut_at: the names of the modules that begin the stages after the first, such as
+            ``model.layers.8``. None: the cuts that make the step shortest.
+        microbatches: M, the number of microbatches in a step; None: two for each stage.
+        schedule: a key of ``pipeline.SCHEDULES``, which is built for the stages' times, or a
+            Schedule, which is used unchanged.
+        ranks: the number of processes, see ``pipeline.build``.
+        split_backward: False: full backwards instead of separate I and W.
+        weights: the placement of the weight gradients, see ``pipeline.build``.
         memory: see ``autosplit.split``.
         backend: see ``autosplit.split``.
-        autocast: the dtype of autocast under which the stages are to run, or its name, or None.
-        costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
-            costs themselves, if they are known, as in ``Plan.arguments``.
-        seconds: how long to measure blocks.
-        memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Cuts that
-            keep it win; where the schedule holds more however the model is cut, those with the
-            shortest step do. The plan's ``trainer`` is given the limit: it has microbatches' state
-            kept elsewhere or made again, counts what operators take for themselves, messages and
-            the batch, too, and refuses a limit that it finds no way to keep before it trains.
+        autocast: the dtype of the autocast under which the stages run, or its name, such as
+            ``"bfloat16"``; None: no autocast.
+        costs: ``"profile"``: measure the blocks. ``"estimate"``: derive their times from FLOPs and
+            bytes. Or known costs, as in ``Plan.arguments``.
+        seconds: the time to measure the blocks.
+        memory_limit: the most bytes that a rank may hold, or a text such as ``"12GiB"``. Cuts that
+            keep it are preferred. If no cuts keep it, the cuts with the shortest step are taken,
+            and the plan's ``trainer``, which gets the limit, looks for offloads and recomputation
+            that do. The trainer also counts messages, the batch and the temporary memory of
+            operators. It raises before the first step if it finds no schedule within the limit.
 
     Returns:
-        The plan: a trainer takes it in place of stages.
+        The plan, which ``PipelineTrainer`` accepts as its model.
 
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
-        PlanError: more stages than blocks, a name in ``cut_at`` that cannot be cut at, an
-            unknown option.
-        ScheduleError: an unknown schedule, or one that refuses the counts.
+        PlanError: there are more stages than blocks, the model cannot be cut at a name of
+            ``cut_at``, or an option is unknown.
+        ScheduleError: the schedule is unknown, or does not support these numbers of stages, ranks
+            and microbatches.
     """
     if stages is None:
         if cut_at is None:
-            raise PlanError("say how many stages: stages=N, or where they begin: cut_at=[...]")
-        stages = len(cut_at) + 1
-    limit = None
-    if memory_limit is not None:
-        limit = parse_size(memory_limit, "memory_limit", PlanError)
-        if not split_backward:
             raise PlanError(
-                "memory_limit searches a schedule of I and W: leave split_backward=False out"
+                "pass the number of stages, stages=N, or the modules where they begin, cut_at=[...]"
             )
+        stages = len(cut_at) + 1
+    if memory_limit is not None:
+        memory_limit = parse_size(memory_limit, "memory_limit", PlanError)
+        if not split_backward:
+            raise PlanError("memory_limit needs separate I and W: leave split_backward=False out")
     count = 2 * stages if microbatches is None else microbatches
     options = BlockOptions(SplitOptions(backend, memory), _dtype(autocast))
-    whole, found = cut_model(
+    whole, solution = cut_model(
         model,
         args,
         kwargs,
@@ -262,18 +273,18 @@ def partition(
         costs=costs,
         seconds=seconds,
         cut_at=cut_at,
-        cap=math.inf if limit is None else limit,
+        memory_limit=math.inf if memory_limit is None else memory_limit,
     )
-    return Plan(whole, found, options, limit)
+    return Plan(whole, solution, options, memory_limit)
 
 
 def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of autocast, which arguments of plain values name.
+    """The dtype of autocast, from the dtype itself or from its name.
 
     Raises:
         PlanError: there is no such dtype.
     """
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if name is not None and not isinstance(dtype, torch.dtype):
-        raise PlanError(f"autocast is a dtype, such as 'bfloat16', or None; got {name!r}")
+        raise PlanError(f"autocast must be a dtype, such as 'bfloat16', or None; got {name!r}")
     return dtype

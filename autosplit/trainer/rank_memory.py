@@ -1,4 +1,4 @@
-"""What one rank of a trainer holds in a step: predicted, recorded, and told to a search."""
+"""The memory of one rank in a step: predicted for a search, and recorded."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ if TYPE_CHECKING:
 
 
 class RankMemory:
-    """Bytes of a rank, fixed and in a step, and how fast its store is.
+    """The bytes of a rank, fixed and in a step, and the bandwidth of its store.
+
+    Fixed bytes are those of parameters, gradients and optimizer state.
 
     Args:
-        model: what the rank holds.
+        model: the rank's modules and optimizer.
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
-        device: where the stages run.
-        store: where the rank offloads, if it does.
-        grad_dtype: of the sums of gradients; None for that of each parameter.
+        device: the device of the stages.
+        store: the host store for offloads; None if the rank has none.
+        grad_dtype: the dtype of summed gradients; None for each parameter's dtype.
 
     Attributes:
-        step: runs the last batch.
-        recorder: what recorded the last step; None where nothing did.
-        batch_bytes: of the batch of the step that is known here.
+        step: the plan of the last step; None before the first.
+        recorder: the recorder of the last step; None if it was not recorded.
+        batch_bytes: the bytes of the last step's batch.
     """
 
     def __init__(
@@ -67,12 +69,12 @@ class RankMemory:
         self.batch_bytes = 0
         self.recorder: MemoryRecorder | None = None
 
-    def know(self, step: StepPlan, batch: Sequence[Tensor | None]) -> None:
-        """Get to know a step.
+    def set_step(self, step: StepPlan, batch: Sequence[Tensor | None]) -> None:
+        """Set the step that is predicted and recorded.
 
         Args:
-            step: runs it; its stages are built.
-            batch: the tensors of the batch, None for what the rank does not take.
+            step: the plan of the step, with its stages built.
+            batch: the tensors of the batch; None for tensors that the rank does not take.
         """
         self.step = step
         self._schedule = None if step.executor is None else step.executor.schedule
@@ -80,12 +82,12 @@ class RankMemory:
 
     @property
     def _traffic(self) -> tuple[Transport | None, Moves | None]:
-        """What carries messages and moves in the last step."""
+        """The transport of messages and of moves in the last step."""
         executor = None if self.step is None else self.step.executor
         return (None, None) if executor is None else (executor.messages, executor.moves)
 
     def fixed_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state."""
+        """The bytes of parameters, gradients and optimizer state."""
         state = distinct_storage_bytes(state_of(self._model.modules.values()))
         trained = [p for p in self._model.parameters if p.requires_grad]
         gradients = sum(
@@ -96,36 +98,40 @@ class RankMemory:
     # --- predicted --------------------------------------------------------------------------------
 
     def levels(self, schedule: Schedule) -> list[int] | None:
-        """For each action of this rank's row of a schedule, the most that it is to hold while it
-        runs, beside fixed ones and the batch; None where a stage's graphs are not known. Collective
-        over the pipeline.
+        """Predict the bytes during each action of this rank's row; collective over the pipeline.
+
+        Returns:
+            Per action of the row, the peak in bytes, without fixed bytes and the batch; None if the
+            graphs of a stage are not known.
         """
         step, rank, dataflow = self.step, self._groups.rank, self._dataflow
-        row, known = schedule.ranks[rank], dict[int, StageBytes]()
+        row, sizes = schedule.ranks[rank], dict[int, StageBytes]()
         stages = {} if step is None else traced(step.stages)
         if step is not None and len(stages) == len(step.stages):
             kinds = {action.kind for action in row}
             for index, stage in stages.items():
                 received = received_bytes(stage, dataflow, step.boundaries)
-                known[index] = StageBytes(stage, self._calls, received, kinds)
-        sizes = [StageMemory(0.0, 0.0)] * schedule.stages  # of which nothing moves here
-        for part in self._groups.gather({index: each.memory for index, each in known.items()}):
-            for index, size in part.items():
-                sizes[index] = size
-        if step is None or not known:
+                sizes[index] = StageBytes(stage, self._calls, received, kinds)
+        memory = [StageMemory(0.0, 0.0)] * schedule.stages  # zero if the graphs are unknown
+        for part in self._groups.gather({index: size.memory for index, size in sizes.items()}):
+            for index, stage_memory in part.items():
+                memory[index] = stage_memory
+        if step is None or not sizes:
             return None
-        lent = {index: each.borrowed_outputs for index, each in known.items()}
-        messages = message_levels(schedule, rank, dataflow, step.boundaries, lent)
-        found = []
-        for action, own, sent in zip(row, levels_of(schedule, sizes)[rank], messages, strict=True):
-            # The first to make gradients adds to none.
-            less = known[action.stage].fresh.pop(action.kind, 0) if action.kind.is_compute else 0
-            found.append(math.ceil(own) + sent - less)
-        return found
+        borrowed = {index: size.borrowed_outputs for index, size in sizes.items()}
+        messages = message_levels(schedule, rank, dataflow, step.boundaries, borrowed)
+        levels = []
+        state = levels_of(schedule, memory)[rank]
+        for action, kept, sent in zip(row, state, messages, strict=True):
+            # The first action that makes gradients needs no sum beside them.
+            saved = sizes[action.stage].fresh.pop(action.kind, 0) if action.kind.is_compute else 0
+            levels.append(math.ceil(kept) + sent - saved)
+        return levels
 
     def predicted(self) -> int | None:
-        """The most bytes that the step that is known here holds beside fixed ones; None where
-        nothing is known of a stage. Collective.
+        """Predict the peak of the set step in bytes, without fixed bytes; collective.
+
+        None if no step is set, or the graphs of a stage are not known.
         """
         if self._schedule is None:
             return None
@@ -138,25 +144,25 @@ class RankMemory:
     def recording(
         self, step: StepPlan, batch: Sequence[Tensor | None], times: Recorder
     ) -> Iterator[MemoryRecorder]:
-        """Around a step, which the recorder is for.
+        """Record the memory of the step that runs inside the context.
 
         Args:
-            step: see ``know``.
-            batch: likewise.
-            times: records when what ran.
+            step: see ``set_step``.
+            batch: see ``set_step``.
+            times: the recorder of the actions' times.
         """
-        self.know(step, batch)
+        self.set_step(step, batch)
         (messages, moves), model = self._traffic, self._model
         stages = traced(step.stages).values()
         state = storage_sizes([*state_of(model.modules.values()), *model.optimizer_state])
 
         def holdings() -> tuple[int, int]:
-            sums = (each for stage in stages for each in stage.gradients.values())
+            sums = (gradient for stage in stages for gradient in stage.gradients.values())
             gradients = [*(parameter.grad for parameter in model.parameters), *sums]
             kept = [
                 *batch,
-                *(each for stage in stages for each in stage.saved_tensors),
-                *(each for stage in stages for each in stage.deferred_tensors),
+                *(tensor for stage in stages for tensor in stage.saved_tensors),
+                *(tensor for stage in stages for tensor in stage.deferred_tensors),
                 *([] if messages is None else messages.tensors),
                 *([] if moves is None else moves.storages_in_transit),
             ]
@@ -172,13 +178,14 @@ class RankMemory:
     # --- the store --------------------------------------------------------------------------------
 
     def host_link(self) -> Link:
-        """The slowest rank's link to its store; collective.
+        """Measure the slowest rank's link to its store; collective.
 
         Raises:
             PipelineError: no rank has a store.
         """
-        own = None if self._store is None else measure_offload(self._store)
-        known = [each for each in self._groups.everybody.gather(own) if each is not None]
-        if not known:
+        measured = None if self._store is None else measure_offload(self._store)
+        gathered = self._groups.everybody.gather(measured)
+        links = [link for link in gathered if link is not None]
+        if not links:
             raise PipelineError("no rank has a store that could be measured: nothing is offloaded")
-        return Link(max(each.latency for each in known), min(each.bandwidth for each in known))
+        return Link(max(link.latency for link in links), min(link.bandwidth for link in links))

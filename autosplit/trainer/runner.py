@@ -80,7 +80,7 @@ from autosplit.trainer.stage_modules import (
     StageSource,
     WithLoss,
     check_trained,
-    explain,
+    explain_failed_capture,
 )
 from autosplit.trainer.tuning import Tuner
 
@@ -268,7 +268,7 @@ class Runner:
         """
         plan, _, inputs, targets = self._prepare_batch(batch)
         self.memory.recorder = None
-        self.memory.know(plan, _tensors(inputs + targets))
+        self.memory.set_step(plan, _tensors(inputs + targets))
         return self.memory
 
     def _prepare_batch(
@@ -279,10 +279,10 @@ class Runner:
         plan, inputs, targets = self._agree_on_plan(batch, evaluates=False, waits=waits)
         executor = plan.executor or self._build(plan, batch, inputs, targets)
         self.stages, self.memory.step = plan.stages, plan
-        if self._tuner is not None and self._tuner.limit is not None and not self._limited:
+        if self._tuner is not None and self._tuner.memory_limit is not None and not self._limited:
             self._limited = True
-            self.memory.know(plan, _tensors(inputs + targets))
-            self._change_schedule(self._tuner.found(self.stages))
+            self.memory.set_step(plan, _tensors(inputs + targets))
+            self._change_schedule(self._tuner.search_schedule(self.stages))
             executor = plan.executor or executor
         return plan, executor, inputs, targets
 
@@ -373,7 +373,7 @@ class Runner:
             except CaptureError:
                 # The module is not called to explain the error if it has collectives: the ranks
                 # that share its tensors would have to call it, too.
-                explain(index, module, args, called=not self._shares_tensors)
+                explain_failed_capture(index, module, args, called=not self._shares_tensors)
                 raise
         if isinstance(new_stage, Stage):
             self._check_buffers(index, module, new_stage)

@@ -1,4 +1,4 @@
-"""The stages that a trainer is given, and their modules completed with loss and autocast."""
+"""The source of a trainer's stages, and the wrapper that adds the loss to the last stage."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from autosplit.runtime.refusals import misfit
 from autosplit.torch_internals.dtensor import dtensor_class
 
 Holder: TypeAlias = "tuple[int, str]"
-"""A stage and the name of the parameter within it."""
+"""A stage and the name of a parameter within it."""
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 Observer: TypeAlias = Callable[[Any, Any], None]
-_NUMBERS = (Number, torch.SymInt, torch.SymFloat, torch.SymBool)  # the latter in a capture
+_NUMBERS = (
+    Number,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+)  # a capture has symbolic ones
 StageList: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned"
 
 
 @runtime_checkable
 class Partitioned(Protocol):
-    """A model that is cut into stages, as ``autosplit.partition`` returns one."""
+    """A model that is cut into stages, such as the ``Plan`` of ``autosplit.partition``."""
 
     @property
     def wiring(self) -> Wiring:
@@ -39,12 +44,12 @@ class Partitioned(Protocol):
 
     @property
     def shared(self) -> Sequence[Sequence[Holder]]:
-        """Parameters that several stages hold: groups of (stage, name)."""
+        """Parameters of which several stages hold a copy: groups of (stage, name)."""
         ...
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         ...
 
     def build(self, index: int) -> nn.Module:
@@ -54,15 +59,15 @@ class Partitioned(Protocol):
 
 @dataclass(frozen=True)
 class StageSource:
-    """The stages that a trainer trains, none of them built yet.
+    """The stages of a trainer, before any of them is built.
 
     Attributes:
-        count: how many there are.
-        build: makes stage ``index``.
+        count: the number of stages.
+        build: ``build(index)`` returns the module of stage ``index``.
         wiring: the dataflow between stages; None: a chain.
-        shared: parameters that several stages hold.
-        shared_buffers: likewise.
-        cut: whether they were cut from a whole model by the trainer itself.
+        shared: parameters of which several stages hold a copy, as groups of (stage, name).
+        shared_buffers: buffers of which several stages hold a copy.
+        cut: whether the trainer itself has cut the stages from a whole model.
     """
 
     count: int
@@ -74,10 +79,10 @@ class StageSource:
 
     @classmethod
     def of(cls, model: StageList, count: int | None = None) -> StageSource:
-        """The stages of whatever was given.
+        """The stages of a list, a function or a model that is cut.
 
         Raises:
-            PipelineError: nothing says how many stages there are, or two things say different.
+            PipelineError: the number of stages is missing, less than one, or not ``count``.
         """
         stages = _stages_of(model, count)
         if count not in (None, stages.count):
@@ -95,55 +100,57 @@ def _stages_of(model: Any, count: int | None) -> StageSource:
         tied = _tied(modules, nn.Module.named_parameters), _tied(modules, nn.Module.named_buffers)
         return StageSource(len(modules), modules.__getitem__, None, *tied)
     if count is None:
-        raise PipelineError("with a function for stages, say how many: stages=N")
+        raise PipelineError("a function that builds stages needs their number: pass stages=N")
     return StageSource(count, model)
 
 
 def _tied(
     modules: Sequence[Any], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 ) -> Sequence[Sequence[Holder]]:
-    """Tensors that several of the modules hold, each of which may go to a rank of its own."""
+    """Groups of (stage, name) that are one tensor; its modules may be on different ranks."""
     holders: dict[int, list[Holder]] = {}
     for stage, module in enumerate(modules):
         if isinstance(module, nn.Module):
             for name, tensor in named(module):
                 holders.setdefault(id(tensor), []).append((stage, name))
-    return [held for held in holders.values() if len(held) > 1]
+    return [group for group in holders.values() if len(group) > 1]
 
 
 def union_of_groups(
-    found: Sequence[Sequence[Holder]], given: Sequence[Sequence[Holder]]
+    detected: Sequence[Sequence[Holder]], declared: Sequence[Sequence[Holder]]
 ) -> tuple[Sequence[Holder], ...]:
-    """The groups that were found in the model and those that the user gave, equal ones once."""
-    said = [set(map(tuple, holders)) for holders in given]
-    return (*(holders for holders in found if set(holders) not in said), *given)
+    """The groups detected in the model and those that the user declared; equal groups once."""
+    declared_sets = [set(map(tuple, holders)) for holders in declared]
+    return (*(holders for holders in detected if set(holders) not in declared_sets), *declared)
 
 
 def check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
-    """Refuse a loss with parameters of its own, which nobody would train.
+    """Refuse a loss with parameters that ``module`` does not have: no optimizer would train them.
 
     Raises:
-        PipelineError: names one.
+        PipelineError: names such a parameter.
     """
     if not isinstance(loss_fn, nn.Module):
         return
-    known = set(map(id, module.parameters()))
+    module_parameters = set(map(id, module.parameters()))
     for name, parameter in loss_fn.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
+        if parameter.requires_grad and id(parameter) not in module_parameters:
             raise PipelineError(
                 f"loss_fn ({type(loss_fn).__name__}) has a parameter {name!r}, which no optimizer "
-                "of the trainer moves: let the last stage hold it and put it out beside the "
+                "of the trainer updates: move it into the last stage, which returns it with its "
                 "output, or freeze it (requires_grad_(False))"
             )
 
 
 class WithLoss(Wrapper):
-    """The last stage with the loss: takes its inputs, then the targets, and returns the loss.
+    """The last stage with the loss: takes the stage's inputs, then the targets; returns the loss.
 
     Args:
-        targets: how many of the arguments are targets; None if the target is one plain tensor,
-            which ``loss_fn`` then gets as it is rather than in a tuple.
-        observer: is shown what ``loss_fn`` is given.
+        module: the last stage.
+        loss_fn: ``loss_fn(output, targets)`` returns the loss.
+        targets: the number of arguments that are targets; None for a single target, which
+            ``loss_fn`` gets as a tensor rather than in a tuple.
+        observer: ``observer(output, targets)`` is called before each call of ``loss_fn``.
     """
 
     def __init__(
@@ -160,70 +167,75 @@ class WithLoss(Wrapper):
         self._dtensor = dtensor_class()
         self._observer = observer
 
-    def outputs(self, args: Sequence[Tensor]) -> tuple[Any, Any]:
-        """What the loss is given: the module's output, and the targets."""
+    def loss_inputs(self, args: Sequence[Tensor]) -> tuple[Any, Any]:
+        """The arguments of the loss: the module's output, and the targets."""
         targets = args[len(args) - self._targets :]
-        return self.module(*self.taken(args)), targets[0] if self._plain else targets
+        return self.module(*self.module_inputs(args)), targets[0] if self._plain else targets
 
-    def taken(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the module is given of the arguments."""
+    def module_inputs(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The arguments of the module: all but the targets."""
         return args[: len(args) - self._targets]
 
     def forward(self, *args: Tensor) -> Any:
-        output, targets = self.outputs(args)
+        output, targets = self.loss_inputs(args)
         if self._observer is not None:
             self._observer(output, targets)
         loss: Any = self.loss_fn(output, targets)
-        if self._dtensor is not None and isinstance(loss, self._dtensor):  # of loss_parallel
+        # A loss under loss_parallel is a DTensor.
+        if self._dtensor is not None and isinstance(loss, self._dtensor):
             loss = loss.full_tensor()
-        # An error raised here would come out as one of tracing: ``check_loss`` sees no tensor.
+        # An error raised here would be reported as one of tracing; ``check_loss`` refuses
+        # the empty result.
         if torch.compiler.is_compiling() and (loss is None or isinstance(loss, _NUMBERS)):
             return ()
         return loss
 
 
-def explain(index: int, module: nn.Module, args: Sequence[Tensor], *, called: bool) -> None:
-    """Where a stage cannot be captured because it takes another number of inputs, or because its
-    loss fails in eager mode too, say so.
+def explain_failed_capture(
+    index: int, module: nn.Module, args: Sequence[Tensor], *, called: bool
+) -> None:
+    """Raise the cause of a failed capture, if it is a wrong number of inputs or the loss.
 
     Args:
-        index: of the stage.
-        module: that could not be captured.
-        args: for these.
-        called: whether the loss may be called.
+        index: the index of the stage.
+        module: the module of the stage.
+        args: the arguments of the capture.
+        called: whether module and loss may be called in eager mode.
 
     Raises:
-        PipelineError: it is so; of a loss that fails, names its line, and what it was given.
+        PipelineError: the stage takes another number of inputs, or its loss fails in eager mode,
+            too; names the line of the loss and its arguments.
     """
     module = module.module if isinstance(module, WithAutocast) else module
     last = module if isinstance(module, WithLoss) else None
-    own, given = (last.module, last.taken(args)) if last else (module, args)
-    if text := misfit(own, given):
+    stage, inputs = (last.module, last.module_inputs(args)) if last else (module, args)
+    if text := misfit(stage, inputs):
         raise PipelineError(
-            f"stage {index} ({type(own).__name__}) {text}; the stage before it puts out "
-            f"{len(given)} tensor(s)"
+            f"stage {index} ({type(stage).__name__}) {text}; the previous stage returns "
+            f"{len(inputs)} tensor(s)"
         )
     if last is None or not called:
         return
     try:
-        output, targets = last.outputs(tuple(args))
-    except Exception:  # not of the loss, and told by capture
+        output, targets = last.loss_inputs(tuple(args))
+    except Exception:  # the module fails, which the error of the capture reports
         return
     try:
         last.loss_fn(output, targets)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        lines = [f"{at.filename}:{at.lineno}" for at in frames if not is_library_file(at.filename)]
+        user_frames = [frame for frame in frames if not is_library_file(frame.filename)]
+        lines = [f"{frame.filename}:{frame.lineno}" for frame in user_frames]
         raise PipelineError(
             f"loss_fn(output, targets) raised {describe_error(error)}\n  "
-            f"{f'at {lines[-1]}, ' if lines else ''}output: {_told(output)}, "
-            f"targets: {_told(targets)}"
+            f"{f'at {lines[-1]}, ' if lines else ''}output: {_describe(output)}, "
+            f"targets: {_describe(targets)}"
         ) from error
 
 
-def _told(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return str(TensorMeta.of(value))
     if isinstance(value, tuple):
-        return f"({', '.join(map(_told, value))})"
+        return f"({', '.join(map(_describe, value))})"
     return f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Trains a model that is cut into stages, over any number of processes."""
+"""The trainer: runs a schedule of pipeline stages over one or more processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from autosplit.trainer.options import (
     RunOptions,
     StageOptions,
     TrainerOptions,
-    asked,
+    as_pipeline_error,
     check_record,
     choose_device,
     store_for,
@@ -48,70 +48,94 @@ from autosplit.trainer.stage_modules import (
     StageSource,
     union_of_groups,
 )
-from autosplit.trainer.whole_model import Example, Model, cut, is_whole, refuse_beside_stages
+from autosplit.trainer.whole_model import (
+    Example,
+    Model,
+    cut_whole_model,
+    is_whole,
+    refuse_whole_model_options,
+)
 
 
 class PipelineTrainer:
-    """Trains a pipeline of stages: one process per stage, or several stages per process.
+    """Trains a model that is cut into pipeline stages, over one or more processes.
 
-    Every process makes the same calls. Start them with torchrun or ``autosplit.pipeline.launch``.
-    A batch that one rank refuses all refuse (``BatchError``). Whatever else goes wrong on one rank
-    ends the trainer on all of them, with the first cause as message; a new trainer must then be
-    built.
+    Each process (rank) holds one or more stages. Start the processes with torchrun or
+    ``autosplit.pipeline.launch``. Every process must make the same calls in the same order::
+
+        with process_group():
+            trainer = PipelineTrainer(
+                model, loss_fn, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+                stages=4, example=microbatch_inputs, microbatches=8,
+            )
+            for inputs, targets in batches:
+                losses = trainer.step((inputs, targets))  # shape [8], the same on every rank
+
+    If one rank refuses a batch, all ranks raise ``BatchError``, and the next step may follow. Any
+    other error on one rank ends the trainer on all ranks, with the first cause as the message;
+    build a new trainer then.
 
     Args:
-        model: the modules in order (a list, or an ``nn.ModuleList``), or a function that builds
-            module ``index`` and is called for this process's stages only: outputs of one are the
-            positional inputs of the next. Or a model that ``autosplit.partition`` has cut, or any
-            other ``nn.Module``, ``nn.Sequential`` included, which it then cuts into ``stages``.
-        loss_fn: ``loss_fn(output, targets)`` gives the scalar loss of one microbatch, a tensor; a
+        model: the stages, or a model to cut into stages. One of:
+            a list or an ``nn.ModuleList`` of the stages in order, where the outputs of one stage
+            are the positional inputs of the next;
+            a function ``build(index)`` that returns stage ``index``, which is called for this
+            process's stages only;
+            a model that ``autosplit.partition`` has cut;
+            any other ``nn.Module``, ``nn.Sequential`` included, which the trainer cuts into
+            ``stages`` stages.
+        loss_fn: ``loss_fn(output, targets)`` returns the loss of one microbatch, a scalar tensor. A
             step trains the mean over the microbatches.
-        optimizer_fn: builds the optimizer of this process's parameters.
-        stages: how many stages there are; required with a function and with a whole model.
-        example: the inputs of one microbatch, to cut a whole model with: a tensor, a tuple, or
-            a dictionary of keyword arguments. With anything but a whole model not allowed.
-        schedule: a name from ``autosplit.pipeline.SCHEDULES``, a Schedule, or ``"auto"``:
-            measure the first three steps and run the shortest schedule that ``search`` finds for
-            them from then on, on the same placement and within the memory of the split schedule
-            that they ran.
-        microbatches: M, into how many equal parts a batch is cut along dimension 0.
-        max_grad_norm: clips the norm of the whole model's gradient to this.
-        device: where this process's stages go; None means the current CUDA device if the default
-            process group has NCCL, torch's default device on one rank, else the CPU.
-        ranks: how many processes take part; None means all. 1 keeps all stages in this process
-            and needs no process group.
-        mesh: which ranks run one pipeline (dimension ``"pp"``), which replicas of it
-            (``"dp_replicate"``, and ``"dp_shard"`` of those whose parameters are sharded), and
-            which share the tensors of a stage (``"tp"``), in any order.
-            Each replica takes its own share of the batch, and all have the mean of their gradients,
-            as under DistributedDataParallel. All start with the parameters and buffers of the
-            first. A function that builds stages shards them by torch's ``fully_shard`` over
-            ``mesh["dp_shard"]``, or ``mesh["dp_replicate", "dp_shard"]``: whole in a step, sharded
-            between steps. Stages are made tensor parallel by torch's ``parallelize_module`` over
-            ``mesh["tp"]``; the ranks along it are given the same batch. Replicas reduce gradients
-            at the end of a step.
-        memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
-            parameters, gradients, optimizer state, microbatches and what calls need. On the
-            placement of ``schedule``, the shortest step within it is searched, by what graphs,
-            messages and kernels are known to hold: before the first step by usual times, and after
-            three steps by theirs. Where none is found, a PipelineError says the least limit that
-            was found to do. It may keep microbatches in the host's store or in
-            the memory of a partner rank, or run forwards again.
-        stage_options: how stages are made.
+        optimizer_fn: ``optimizer_fn(parameters)`` returns the optimizer of this process's
+            parameters.
+        microbatches: M, the number of equal parts into which a batch is cut along dimension 0.
+        stages: the number of stages; required for a function and for a whole model.
+        example: the inputs of one microbatch: a tensor, a tuple of tensors, or a dictionary of
+            keyword arguments. Required for a whole model, and for nothing else.
+        schedule: a name from ``autosplit.pipeline.SCHEDULES``, a Schedule, or ``"auto"``. With
+            ``"auto"`` the first three steps are measured; later steps run the shortest schedule
+            that ``search`` finds for these times, with the same placement and no more memory.
+        max_grad_norm: the largest norm of the whole model's gradient; a larger one is scaled down
+            to it. None: gradients are not clipped.
+        device: the device of this process's stages. None: the current CUDA device if the default
+            process group has NCCL; on one rank, torch's default device; else the CPU.
+        ranks: the number of processes; None: all of the default process group. 1 keeps all stages
+            in this process and needs no process group.
+        mesh: a mesh with these dimensions, in any order. ``"pp"``: the ranks of one pipeline.
+            ``"dp_replicate"``: replicas of the pipeline. ``"dp_shard"``: replicas that shard their
+            parameters. ``"tp"``: ranks that share the tensors of a stage. None: one pipeline.
+            Each replica takes its own share of the batch. At the end of a step the replicas reduce
+            gradients to their mean, as under DistributedDataParallel. All replicas start with the
+            parameters and buffers of the first.
+            A function that builds stages shards them with torch's ``fully_shard`` over
+            ``mesh["dp_shard"]``, or over ``mesh["dp_replicate", "dp_shard"]``. Parameters are
+            gathered for a step and sharded between steps. Stages become tensor parallel by torch's
+            ``parallelize_module`` over ``mesh["tp"]``; the ranks along it take the same batch.
+        memory_limit: the most bytes that a rank may hold, or a text such as ``"12GiB"``. It counts
+            parameters, gradients, optimizer state, the batch, microbatches, messages and the
+            temporary memory of operators. The trainer searches the shortest step within the limit,
+            with the placement of ``schedule``: before the first step by usual times, after three
+            steps by measured ones. The schedule may offload microbatches to the host, move them to
+            a partner rank, or recompute forwards. If no schedule is found, a step raises a
+            PipelineError with the least limit that was found to work.
+        stage_options: how stages are built and compiled.
         run_options: how steps run.
 
     Attributes:
         modules: this process's modules by stage, with their parameters.
-        optimizer: what ``optimizer_fn`` made, for learning rate schedulers; None on a rank that has
-            nothing to train.
-        shared_parameters: groups of (stage, name) that are one parameter.
-        device: where this process's stages are.
-        mesh: as given; None: there is one pipeline.
+        optimizer: the optimizer that ``optimizer_fn`` returned, for learning-rate schedulers; None
+            on a rank without parameters to train.
+        shared_parameters: groups of (stage, name) that are one parameter of the model.
+        device: the device of this process's stages.
+        mesh: see Args.
 
     Raises:
-        PipelineError: no process group, a count that does not fit, ranks that were told different
-            things, a bad stage, or any other bad argument.
-        ScheduleError: an unknown placement of weight gradients, or an illegal schedule.
+        PipelineError: there is no process group and one is needed, a count does not fit, ranks
+            passed different arguments, or an argument is wrong.
+        CaptureError: a whole model cannot be captured in one graph; names the user's line.
+        PlanError: a whole model cannot be cut into ``stages`` stages.
+        ScheduleError: the name of a placement of weight gradients is unknown, or the schedule is
+            not valid.
     """
 
     def __init__(
@@ -136,41 +160,40 @@ class PipelineTrainer:
         _check_function(
             "optimizer_fn", optimizer_fn, "lambda parameters: torch.optim.AdamW(parameters)"
         )
-        made, run = stage_options or StageOptions(), run_options or RunOptions()
-        for name, given, kind in (
-            ("stage_options", made, StageOptions),
-            ("run_options", run, RunOptions),
+        stage_options, run_options = stage_options or StageOptions(), run_options or RunOptions()
+        for name, value, kind in (
+            ("stage_options", stage_options, StageOptions),
+            ("run_options", run_options, RunOptions),
         ):
-            if not isinstance(given, kind):
+            if not isinstance(value, kind):
                 raise PipelineError(
-                    f"{name} is a {kind.__name__}(...) of autosplit.pipeline; "
-                    f"got a {type(given).__name__}"
+                    f"{name} must be a {kind.__name__}(...) of autosplit.pipeline; "
+                    f"got a {type(value).__name__}"
                 )
-        with asked():
+        with as_pipeline_error():
             request = ScheduleRequest(
-                schedule, microbatches, ranks, run.split_backward, run.weights
+                schedule, microbatches, ranks, run_options.split_backward, run_options.weights
             )
-        limit = (
-            None
-            if memory_limit is None
-            else parse_size(memory_limit, "memory_limit", PipelineError)
+        if memory_limit is not None:
+            memory_limit = parse_size(memory_limit, "memory_limit", PipelineError)
+        options = TrainerOptions(
+            request, stage_options, run_options, max_grad_norm, memory_limit, mesh
         )
-        options = TrainerOptions(request, made, run, max_grad_norm, limit, mesh)
         if is_whole(model):
-            source, schedule = cut(model, stages, example, options)
+            source, schedule = cut_whole_model(model, stages, example, options)
             layout = options.layout(source.count)
         else:
-            refuse_beside_stages(model, example=example, planning=made.planning)
+            refuse_whole_model_options(model, example=example, planning=stage_options.planning)
             source = StageSource.of(model, stages)
             layout = options.layout(source.count)
             schedule = options.schedule_for(source.count, len(layout.pipeline))
-        check_record(run.record)
-        self.shared_parameters = union_of_groups(source.shared, made.shared_parameters)
-        self._ends: list[Callable[[], None]] = []
+        check_record(run_options.record)
+        self.shared_parameters = union_of_groups(source.shared, stage_options.shared_parameters)
+        self._background_waits: list[Callable[[], None]] = []
         self._max_norm = max_grad_norm
         self._norm: float | None = None
         self._losses: Tensor | None = None
-        self._nonfinite, self._optimizer_moves, self._skipped = run.nonfinite, True, 0
+        self._nonfinite, self._optimizer_moves, self._skipped = run_options.nonfinite, True, 0
         self.device, self.mesh = choose_device(device, layout), mesh
         self._begin(source, loss_fn, optimizer_fn, options, schedule, layout)
 
@@ -183,9 +206,9 @@ class PipelineTrainer:
         schedule: Schedule,
         layout: RankLayout,
     ) -> None:
-        """Connect the ranks, and put together what trains; collective."""
+        """Connect the ranks, and build the modules, the optimizer and the runner; collective."""
         factory = options.factory(cut=source.cut)
-        check_unanimous(self._said(source, options, schedule, factory), layout)
+        check_unanimous(self._shared_settings(source, options, schedule, factory), layout)
         self._connect(layout, options)
         synchronize = partial(await_device, self.device, self._guard, options.run.timeout)
         with self._guard.during("building the model"):
@@ -198,10 +221,10 @@ class PipelineTrainer:
             self.modules = rank_model.modules
             rank_model.build_optimizer(optimizer_fn)
             self.optimizer = rank_model.optimizer
-            # Whoever gets here knows that every other rank did.
+            # After the barrier, every rank has built its part.
             everybody = self._groups.everybody
             everybody.barrier()
-        self._meet = everybody.barrier if everybody.ranks > 1 else None
+        self._barrier = everybody.barrier if everybody.ranks > 1 else None
         self._runner = Runner(
             source,
             loss_fn,
@@ -215,15 +238,15 @@ class PipelineTrainer:
         )
 
     def __repr__(self) -> str:
-        """What it trains, in one line."""
-        schedule, place = self.schedule, f"rank {self.rank} of {len(self.schedule.ranks)}"
+        """The rank, its stages and the schedule, in one line."""
+        schedule, position = self.schedule, f"rank {self.rank} of {len(self.schedule.ranks)}"
         return (
-            f"{type(self).__name__}({place}, stages {[*self.modules]} of {schedule.stages}, "
+            f"{type(self).__name__}({position}, stages {[*self.modules]} of {schedule.stages}, "
             f"schedule {schedule.name!r}, {schedule.microbatches} microbatches)"
         )
 
     def _connect(self, layout: RankLayout, options: TrainerOptions) -> None:
-        """Connect the ranks, and have them watch over each other."""
+        """Connect the ranks, and start the watch of each over the others."""
         self._groups = Groups(layout, self.device, options.run.timeout)
         if options.mesh is not None and layout.inner:
             self._groups.add_external_group(options.mesh.get_group(layout.inner))
@@ -232,27 +255,28 @@ class PipelineTrainer:
         self._watch = watch_over(self._groups) if everybody.ranks > 1 else None
         if self._watch is not None:
             dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
-            dropped.atexit = False  # how the process ends says more
+            dropped.atexit = False  # the exit of the process says more
         self._guard = Guard(everybody.rank, faults, self._end, self._groups.activity, self._watch)
 
-    def _said(
+    def _shared_settings(
         self,
         stages: StageSource,
         options: TrainerOptions,
         schedule: Schedule,
         factory: StageFactory,
     ) -> dict[str, Any]:
-        """What all ranks must be told alike: what changes results. ``memory`` and ``overlap``
-        change no bit, and may be a rank's own, unless ranks share tensors: then their graphs must
-        have the same collectives in the same order.
+        """Options that must be equal on all ranks, because they change results.
+
+        ``memory`` and ``overlap`` do not change results, and may differ between ranks. If ranks
+        share tensors, they must be equal: the ranks' graphs need the same order of collectives.
         """
-        of_graphs = ("memory", "overlap") if options.exchanges else ()
-        of_stage = ("backend", "grad_dtype", *of_graphs)
+        graph_options = ("memory", "overlap") if options.exchanges else ()
+        factory_options = ("backend", "grad_dtype", *graph_options)
         return {
             "stages": stages.count,
             "microbatches": options.schedule.microbatches,
             "schedule": schedule,
-            "memory_limit": options.memory_limit,  # first: what has one measures as "auto" does
+            "memory_limit": options.memory_limit,  # first: a limit turns on measurements, too
             "schedule='auto'": options.tunes,
             "autocast": options.stages.autocast,
             "max_grad_norm": options.max_grad_norm,
@@ -260,12 +284,12 @@ class PipelineTrainer:
             "shared_parameters": [*map(list, self.shared_parameters)],
             "wiring": stages.wiring,
             "stage_factory": None if isinstance(factory, SplitStage) else "given",
-            **{name: getattr(factory, name, None) for name in of_stage},
+            **{name: getattr(factory, name, None) for name in factory_options},
         }
 
     @property
     def record(self) -> Record:
-        """What is recorded of each step, as in ``RunOptions``; may be changed between steps."""
+        """The record of each step, see ``RunOptions``; may be set between steps."""
         return self._runner.record
 
     @record.setter
@@ -275,27 +299,29 @@ class PipelineTrainer:
 
     @property
     def rank(self) -> int:
-        """This process's rank in its pipeline: its coordinate along "pp", if there is a mesh."""
+        """This process's rank in its pipeline; with a mesh, its coordinate along "pp"."""
         return self._groups.rank
 
     @property
     def schedule(self) -> Schedule:
-        """What training runs; with ``"auto"``, another one once the first steps are measured."""
+        """The schedule of training steps; ``"auto"`` replaces it after the measured steps."""
         return self._runner.schedule
 
     @property
     def settled(self) -> bool:
-        """Whether ``schedule`` stays as it is: no steps are measured for another one."""
+        """Whether ``schedule`` is final: False while steps are measured for a better one."""
         return self._runner.settled
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the model's gradient in the last step; None without ``max_grad_norm``."""
+        """The norm of the model's gradient in the last step, before clipping; None without
+        ``max_grad_norm``.
+        """
         return self._norm
 
     @property
     def stages(self) -> Mapping[int, TrainableStage]:
-        """This process's stages by index, those of the last step; empty before the first."""
+        """This process's stages of the last step, by index; empty before the first step."""
         return self._runner.stages
 
     def step(
@@ -304,40 +330,41 @@ class PipelineTrainer:
         target: BatchPart | None = None,
         **named: Tensor,
     ) -> Tensor:
-        """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
+        """Run one training step: all microbatches, clipping, the optimizer, and clear gradients.
 
-        No optimizer moves before every rank has all its gradients. If one fails, the trainer ends
-        on all ranks.
+        No optimizer moves before every rank has all its gradients. If a rank fails, the trainer
+        ends on all ranks.
 
         Args:
             batch: (inputs, targets), each a tensor or a tuple of tensors with the samples along
-                dimension 0, of a replica of the pipeline its own share; inputs also a dictionary,
-                for a model that was cut with named ones. A rank uses the inputs that its stages
-                take (in a chain, the first stage all of them), and of the targets those on the
-                last stage's rank. ``()`` are no targets. With ``target``, the inputs alone.
-                A tensor that needs a gradient gets that of the step's loss, as from ``backward()``,
-                on the one rank whose stage takes it; others pass it detached, or None.
-            target: the targets, where ``batch`` is not a pair, as in torch's pipelines:
-                ``step(x, target=y)``; a rank may leave out either.
-            named: the inputs, of a model that was cut with named ones: ``step(input_ids=ids,
+                dimension 0; a replica of the pipeline passes its own share. For a model that was
+                cut with keyword inputs, the inputs are a dictionary. ``()`` stands for no targets.
+                With ``target``, ``batch`` is the inputs alone.
+                The inputs are used on the ranks whose stages take them (in a chain, the first
+                stage's rank), the targets on the last stage's rank; other ranks may pass None.
+                An input that requires a gradient gets the gradient of the step's loss, as from
+                ``backward()``, on the one rank whose stage takes it. Other ranks pass it detached,
+                or None.
+            target: the targets, as in torch's pipelines: ``step(x, target=y)``.
+            named: keyword inputs, for a model that was cut with them: ``step(input_ids=ids,
                 target=y)``.
 
         Returns:
             The loss of each microbatch, shape [M], on the CPU, the same on every rank of the
-            pipeline. The loss of the step, which the gradients belong to, is their mean, and that
-            over replicas of the pipeline.
+            pipeline. The loss of the step, to which the gradients belong, is their mean, averaged
+            over the replicas of the pipeline.
 
         Raises:
-            BatchError: a rank refuses the batch, as it cannot be cut, its tensors have different
-                numbers of samples, or ranks were given different ones. Nothing was run on any
-                rank, and the next batch may do.
+            BatchError: a rank refuses the batch: it cannot be cut into M parts, its tensors have
+                different numbers of samples, or ranks passed different ones. Nothing has run on
+                any rank; the next step may follow.
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
         start = perf_counter()
         losses = self.forward_backward(batch, target, **named)
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
-                self._model.step(self._max_norm, self._norm, self._meet)
+                self._model.step(self._max_norm, self._norm, self._barrier)
         self._seconds = perf_counter() - start
         return losses
 
@@ -349,15 +376,15 @@ class PipelineTrainer:
     ) -> StepReduction:
         """Run one training step without waiting for the other ranks at its end.
 
-        A rank that is done goes on to the next step, so that one step's start fills the idle end
-        of the one before; losses and weights are bit for bit those of ``step``. But an optimizer
-        moves as soon as its own rank has its gradients: after a failure, ranks may have come
-        one step apart, and only a checkpoint gets them together again.
+        A rank that is done begins the next step, whose start fills the idle end of this step.
+        Losses and weights equal those of ``step`` bit for bit. But an optimizer moves as soon as
+        its own rank has its gradients. So after a failure, ranks may be one step apart; load a
+        checkpoint then.
 
-        With ``max_grad_norm`` a rank waits for the norm, which the last one to have its gradients
-        completes, but not for the optimizers of others. With ``RunOptions(nonfinite="skip")`` it
-        waits as long. Under ``"raise"`` without a norm, a rank looks at its own gradients before
-        its optimizer moves, and ``wait()`` raises where those of others are not finite.
+        With ``max_grad_norm``, or with ``RunOptions(nonfinite="skip")``, a rank waits until all
+        ranks have their gradients, but not for the optimizers of others. With ``"raise"`` and no
+        norm, a rank checks its own gradients before its optimizer moves, and ``wait()`` raises if
+        gradients of other ranks are not finite.
 
         Args:
             batch: as for ``step``.
@@ -365,11 +392,12 @@ class PipelineTrainer:
             named: as for ``step``.
 
         Returns:
-            The losses on their way; ``wait()`` gives what ``step`` returns.
+            The pending losses; ``wait()`` returns what ``step`` returns.
 
         Raises:
-            PipelineError: as for ``step``. What a rank refuses of a batch whose inputs have a shape
-                that they had before is one, too: others have not waited.
+            BatchError: as for ``step``, if the inputs have a new shape.
+            PipelineError: as for ``step``. If the inputs have a known shape, a refused batch raises
+                it, too, because other ranks have not waited.
         """
         with self._guard.during("the forward and backward of step_async"):
             self._losses = None
@@ -391,9 +419,9 @@ class PipelineTrainer:
         target: BatchPart | None = None,
         **named: Tensor,
     ) -> Tensor:
-        """Run the schedule and add the gradients of the mean loss to the parameters' ``.grad``.
+        """Run the schedule, and add the gradients of the mean loss to the parameters' ``.grad``.
 
-        Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
+        Arguments, result and errors are those of ``step``. Returns when all ranks are done.
         """
         start = perf_counter()
         with self._guard.during("the forward and backward"):
@@ -405,9 +433,7 @@ class PipelineTrainer:
         return losses
 
     def _decide(self, agreement: StepReduction) -> None:
-        """Take note of a step's norm, and whether optimizers may move by its gradients; all ranks
-        decide alike.
-        """
+        """Set the norm of a step, and whether optimizers may move; all ranks decide the same."""
         if self._max_norm is not None:
             self._norm = agreement.norm()
         self._optimizer_moves = self._nonfinite == "ignore" or agreement.finite
@@ -423,9 +449,9 @@ class PipelineTrainer:
         target: BatchPart | None = None,
         **named: Tensor,
     ) -> Tensor:
-        """The loss of each microbatch in eval mode, without gradients.
+        """Return the loss of each microbatch in eval mode, shape [M], without gradients.
 
-        Batches may be of another shape than in training, but not for stages that the trainer cut.
+        Batches may have another shape than in training, unless the trainer has cut the model.
         Arguments, result and errors are those of ``step``.
         """
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
@@ -433,16 +459,17 @@ class PipelineTrainer:
         return agreement.wait()
 
     def measure(self, batch: Batch | None, metric_fn: Callable[[Any, Any], Any]) -> list[Any]:
-        """What a metric finds in the model's outputs in eval mode, without gradients.
+        """Compute a metric of the model's outputs in eval mode, without gradients.
 
         Args:
             batch: as for ``evaluate``.
-            metric_fn: ``metric_fn(output, targets)`` gives numbers, or whatever can be pickled, for
-                one microbatch. It is called where the last stage is, on its device, with what the
-                loss is given.
+            metric_fn: ``metric_fn(output, targets)`` returns the metric of one microbatch, an
+                object that can be pickled. It is called on the last stage's rank, with the
+                arguments of ``loss_fn``.
 
         Returns:
-            What it gave for each microbatch, the same on every rank of the pipeline.
+            The metric of each microbatch, a list of length M, the same on every rank of the
+            pipeline.
 
         Raises:
             PipelineError: as for ``step``.
@@ -452,9 +479,9 @@ class PipelineTrainer:
             agreement = self._runner.evaluate(
                 batch, lambda output, targets: rows.append(metric_fn(output, targets))
             )
-            found: list[Any] = next(filter(None, self._groups.gather(rows)))
+            metrics: list[Any] = next(filter(None, self._groups.gather(rows)))
         agreement.wait()
-        return found
+        return metrics
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """This process's gradients, by stage and by parameter name within the stage."""
@@ -464,65 +491,68 @@ class PipelineTrainer:
         }
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        """The state of this process's modules, by stage, with the names within the stage."""
+        """The state of this process's modules, by stage and by name within the stage."""
         return {index: module.state_dict() for index, module in self.modules.items()}
 
     def metrics(self) -> dict[str, float]:
-        """What the last ``step`` (or ``forward_backward``) took, for a logger. Asks no other rank,
-        so that one may call it alone, and costs a step nothing.
+        """Metrics of the last ``step`` (or ``forward_backward``), for a logger.
+
+        Not collective: one rank may call it alone. It adds no cost to a step.
 
         Returns:
-            By name: ``loss``, the mean over the batch; ``seconds``, with the optimizer;
-            ``samples_per_s`` of this pipeline; ``grad_norm``, with ``max_grad_norm``; ``skipped``,
-            the steps so far that ``nonfinite="skip"`` has dropped, with it; with
-            ``record`` ``idle``, the share of forward and backward in which this rank computed
-            nothing, which is ``timeline().bubble_ratio(rank)``;
-            ``peak_memory``, the most bytes that it held, with ``record="memory"``.
+            Numbers by name. ``loss``: the mean over the batch. ``seconds``: the time of the step,
+            with the optimizer. ``samples_per_s``: samples per second of this pipeline.
+            ``grad_norm``: only with ``max_grad_norm``. ``skipped``: the number of steps that
+            ``nonfinite="skip"`` has dropped so far, only with it. ``idle``: the share of forward
+            and backward in which this rank computed nothing, equal to
+            ``timeline().bubble_ratio(rank)``; only with ``record``. ``peak_memory``: the most bytes
+            that this rank held; only with ``record="memory"``.
 
         Raises:
-            PipelineError: there was no step, or the last one was a ``step_async``.
+            PipelineError: there was no step yet, or the last one was a ``step_async``.
         """
         step, memory = self._runner.memory.step, self._runner.memory.recorder
         if self._losses is None or step is None:
             raise PipelineError(
-                "there are no metrics of the last step: call step(...) first. A step_async(...) "
-                "has none, as nobody waited for its end"
+                "there are no metrics of the last step: call step(...) first. step_async(...) "
+                "leaves none, as it does not wait for the end of the step"
             )
-        found = {"loss": self._losses.mean().item(), "seconds": self._seconds}
+        metrics = {"loss": self._losses.mean().item(), "seconds": self._seconds}
         rows = (meta.shape[0] for meta in step.metas.values() if meta.shape)
         if (samples := next(rows, None)) is not None:
-            found["samples_per_s"] = samples / self._seconds
+            metrics["samples_per_s"] = samples / self._seconds
         if self._norm is not None:
-            found["grad_norm"] = self._norm
+            metrics["grad_norm"] = self._norm
         if self._nonfinite == "skip":
-            found["skipped"] = float(self._skipped)
+            metrics["skipped"] = float(self._skipped)
         if self._runner.spans:
             spans = tuple(self._runner.spans)
             timeline = Timeline(self._groups.ranks, spans, bounds=self._bounds)
-            found["idle"] = timeline.bubble_ratio(self.rank)
+            metrics["idle"] = timeline.bubble_ratio(self.rank)
         if memory is not None:
-            found["peak_memory"] = float(max(each.total for each in memory.bands()))
-        return found
+            metrics["peak_memory"] = float(max(band.total for band in memory.bands()))
+        return metrics
 
     def timeline(self) -> Timeline:
-        """What all ranks ran in the last step, which must have been recorded; call on all ranks.
+        """The timeline of all ranks' actions in the last step; collective.
 
-        Ranks share a clock only if they run on one machine.
+        The times of different ranks are comparable only if the ranks run on one machine.
 
         Raises:
-            PipelineError: nothing was recorded.
+            PipelineError: the step was not recorded.
         """
         with self._guard.during("gathering the timeline"):
             if not self._runner.spans:
                 raise PipelineError(
-                    "there is no recorded step: set record=True before a step, then ask"
+                    "no step was recorded: set record=True before a step, then call timeline()"
                 )
             rows = self._groups.gather(self._runner.spans)
         return Timeline(len(rows), tuple(span for row in rows for span in row))
 
     def store_link(self) -> Link:
-        """The slowest rank's link to its store, as measured now: ``Transfer.host`` of a simulation.
-        Call on all ranks, between steps.
+        """Measure the link of each rank to its store, and return the slowest; collective.
+
+        Call it between steps. A simulation takes the result as ``Transfer.host``.
 
         Raises:
             PipelineError: no rank has a store.
@@ -531,27 +561,28 @@ class PipelineTrainer:
             return self._runner.memory.host_link()
 
     def memory(self) -> StepMemory:
-        """What all ranks held in the forward and backward of the last step, and the peak that was
-        predicted for each; the step must have been run with ``record="memory"``. Call on all ranks.
+        """The bytes that each rank held in the last step, and its predicted peak; collective.
+
+        The step must have run with ``record="memory"``. It counts the forward and the backward.
 
         Raises:
-            PipelineError: memory was not recorded.
+            PipelineError: the memory was not recorded.
         """
         with self._guard.during("gathering the memory"):
             memory = self._runner.memory
             if memory.recorder is None:
                 raise PipelineError(
                     "the memory of the last step was not recorded: set record='memory' before a "
-                    "step, then ask; predict_memory(batch) tells what a step will hold"
+                    "step, then call memory(); predict_memory(batch) predicts it without a step"
                 )
             rows = self._groups.gather((memory.recorder.bands(), memory.predicted()))
         return StepMemory.of(rows)
 
     def predict_memory(self, batch: Batch | None) -> StepMemory:
-        """What all ranks will hold in a step with this batch, before it runs. Call on all ranks.
+        """Predict the bytes that each rank holds in a step with this batch; collective.
 
-        Stages are built for the batch, as the first step with it would, and kept; of the model
-        nothing is run. Nothing is measured: ``peak_activations`` and ``bands`` are empty.
+        The stages for the batch are built and kept, as by a first step with it; the model does not
+        run. Nothing is measured: ``peak_activations`` and ``bands`` are empty.
 
         Args:
             batch: as for ``step``.
@@ -566,45 +597,45 @@ class PipelineTrainer:
         return StepMemory((), peaks, fixed_by_rank, ())
 
     @contextlib.contextmanager
-    def together(self, where: str) -> Iterator[Groups]:
-        """Let all ranks do something between two steps; gives what they talk through.
+    def together(self, phase: str) -> Iterator[Groups]:
+        """Run a block of code on all ranks between two steps; yields the process groups.
 
-        Whatever is raised inside ends the trainer on every rank.
+        An error inside ends the trainer on every rank.
 
         Args:
-            where: what that is, for errors: "saving a checkpoint".
+            phase: the phase in words, for errors, such as "saving a checkpoint".
 
         Raises:
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
-        with self._guard.during(where, announced=True):
+        with self._guard.during(phase, announced=True):
             yield self._groups
 
-    def finish(self, end: Callable[[], None] | None = None) -> None:
-        """Wait for what was begun beside the steps, such as a save, and raise what went wrong.
+    def finish(self, wait: Callable[[], None] | None = None) -> None:
+        """Wait for background work, such as an asynchronous save, and raise its errors.
 
         Args:
-            end: waits for something that begins now, which is to be waited for in the next call.
+            wait: waits for new background work; the next call calls it.
         """
-        ends, self._ends = self._ends, []
-        with contextlib.ExitStack() as stack:  # all of them, whichever fails
-            for each in ends:
-                stack.callback(each)
-        if end is not None:
-            self._ends.append(end)
+        waits, self._background_waits = self._background_waits, []
+        with contextlib.ExitStack() as stack:  # calls all of them, even if one fails
+            for callback in waits:
+                stack.callback(callback)
+        if wait is not None:
+            self._background_waits.append(wait)
 
     def close(self) -> None:
-        """Give back the process groups. All ranks should be done.
+        """Wait for background work, and destroy the process groups. All ranks should be done.
 
         Raises:
-            CheckpointError: a save that was begun beside the steps has failed, and nobody waited.
+            CheckpointError: an asynchronous save has failed, and its error was not raised yet.
         """
         try:
             self.finish()
         finally:
-            self._give_back()
+            self._release()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         if self._watch is not None:
             self._watch.leave("closed its trainer")
         self._model.close()
@@ -622,23 +653,22 @@ class PipelineTrainer:
     ) -> None:
         if error is not None:
             self._guard.left(error)
-            with contextlib.suppress(AutosplitError):  # of a save; the first cause is on its way
+            with contextlib.suppress(AutosplitError):  # the first cause is raised instead
                 self.finish()
         self.close()
 
     def _end(self) -> None:
-        """What a fault leads to."""
-        made = self.__dict__  # the fault may have come before
+        """Close all connections after a fault."""
         if self._watch is not None:
             self._watch.stop()
-        if "_model" in made:
+        if hasattr(self, "_model"):  # the fault may have come before
             self._model.close()
         self._groups.close()
 
 
-def _check_function(name: str, given: object, example: str) -> None:
-    if not callable(given):
+def _check_function(name: str, value: object, example: str) -> None:
+    if not callable(value):
         raise PipelineError(
-            f"{name} is a function, such as {example}, which this process calls; "
-            f"got a {type(given).__name__}"
+            f"{name} must be a function, such as {example}, which this process calls; "
+            f"got a {type(value).__name__}"
         )

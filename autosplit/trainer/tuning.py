@@ -1,5 +1,7 @@
-"""The schedule that a trainer finds for itself: for ``schedule="auto"`` by the times of its first
-steps, for ``memory_limit`` the shortest step in which no rank holds more than that.
+"""The search for a trainer's schedule: for measured times, or within a memory limit.
+
+schedule="auto"   measure steps 2 and 3, then search the shortest step for their times
+memory_limit=     search for usual times before step 1, and for measured times after step 3
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from autosplit.text.progress import working
 from autosplit.trainer.rank_memory import RankMemory
 
 MEASURED = 2
-"""Steps that are measured, after a first one that builds the stages."""
-_TRIES = 6  # searches, each with what the schedule before it turned out to hold beside
+"""The number of measured steps, after a first step that builds the stages."""
+_TRIES = 6  # searches, each with the further bytes that the previous schedule needs
 
 
 def usual_times(stages: int) -> list[StageTimes]:
-    """F = I = W, but the first stage's inputs are data: it has no I, and W is all its backward."""
+    """Times with F = I = W. The first stage's inputs are data: it has no I, and a W of 2."""
     return [(1.0, 0.0, 2.0), *[(1.0, 1.0, 1.0)] * (stages - 1)]
 
 
 def first_schedule(stages: int, microbatches: int, ranks: int) -> Schedule:
-    """What runs while the trainer measures; the search keeps its placement and its memory."""
+    """The schedule of the measured steps, whose placement and memory the search keeps."""
     chunks, rest = divmod(stages, ranks)
     name = "1f1b"
     if not rest and chunks > 1:
@@ -45,23 +47,23 @@ def first_schedule(stages: int, microbatches: int, ranks: int) -> Schedule:
 
 
 class Tuner:
-    """Collects what the first steps took, and searches a schedule for them; with a limit also
-    before the first step, for usual times. Every rank comes to the same schedule.
+    """Measures the first steps, and searches a schedule for their times; with a memory limit also
+    before the first step, for usual times. Every rank gets the same schedule.
 
-    A search knows microbatches by their sizes. What a rank holds beside them is known of a schedule
-    that was found, by playing it with all storages: within a limit, the next search leaves so much
-    room on each rank.
+    A search counts the state of microbatches. The further bytes of a rank, such as messages, are
+    known only for a complete schedule. So within a limit each search reserves, on each rank, the
+    further bytes of the schedule that the previous search returned.
 
     Args:
-        schedule: what those steps run, whose placement is kept. Without a limit, what is found
-            keeps no more than it does.
+        schedule: the schedule of the measured steps, whose placement is kept. Without a limit, the
+            new schedule keeps no more memory than it does.
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
-        size: tells this rank's bytes.
-        limit: bytes that a rank may hold, if there is one.
+        memory: the memory of this rank.
+        memory_limit: the most bytes that a rank may hold; None: no limit.
 
     Attributes:
-        limit: see above.
+        memory_limit: see Args.
     """
 
     def __init__(
@@ -69,38 +71,40 @@ class Tuner:
         schedule: Schedule,
         groups: Groups,
         dataflow: StageDataflow,
-        size: RankMemory,
-        limit: int | None,
+        memory: RankMemory,
+        memory_limit: int | None,
     ) -> None:
         self._schedule = self._running = schedule
         self._groups, self._dataflow = groups, dataflow
-        self._size, self.limit = size, limit
+        self._memory, self.memory_limit = memory, memory_limit
         self._steps: list[list[Span]] = []
 
     def after_step(
         self, spans: Sequence[Span], stages: Mapping[int, TrainableStage]
     ) -> Schedule | None:
-        """Note a step; the schedule for those to come, once enough were measured.
-
-        Collective when it is due.
+        """Record a step; collective once enough steps are measured.
 
         Args:
-            spans: what this rank ran, in its order.
-            stages: this rank's.
+            spans: the times of this rank's actions, in order.
+            stages: this rank's stages.
+
+        Returns:
+            The schedule for the next steps; None while more steps are to be measured.
         """
         self._steps.append(list(spans))
-        return self.found(stages) if len(self._steps) > MEASURED else None
+        return self.search_schedule(stages) if len(self._steps) > MEASURED else None
 
-    def found(self, stages: Mapping[int, TrainableStage]) -> Schedule:
-        """The shortest step for what stages took so far, or take usually; collective.
+    def search_schedule(self, stages: Mapping[int, TrainableStage]) -> Schedule:
+        """Search the schedule with the shortest step, for measured or usual times; collective.
 
         Raises:
-            PipelineError: nothing keeps the limit; says the least that would do and of what.
+            PipelineError: no schedule within the limit was found. The message has the least limit
+                that was found to work, and the bytes that it is needed for.
         """
         costs = self._costs(stages)
-        if self.limit is not None:
-            with working(f"searching a schedule that keeps {self.limit:,} bytes"):
-                self._running = self._shortest(costs, self.limit)
+        if self.memory_limit is not None:
+            with working(f"searching a schedule within {self.memory_limit:,} bytes"):
+                self._running = self._shortest(costs, self.memory_limit)
             return self._running
         try:
             with working("searching a schedule for the times of the first steps"):
@@ -109,109 +113,112 @@ class Tuner:
                     self._schedule.microbatches,
                     ranks=len(self._schedule.ranks),
                     placement=self._schedule.placement,
-                    # A rank that keeps nothing at all may keep nothing more.
+                    # A limit of zero bytes is not valid.
                     cap=[max(peak, 1.0) for peak in peak_memory(self._schedule, costs.memory)],
                 )
-        except ScheduleError:  # no other order keeps as little: go on with this one
+        except ScheduleError:  # no other order keeps as little memory
             return self._schedule
 
     def _shortest(self, costs: Costs, limit: int) -> Schedule:
-        fixed = self._most(self._size.fixed_bytes() + self._size.batch_bytes)
-        beside = [0.0] * len(fixed)
+        fixed = self._maxima(self._memory.fixed_bytes() + self._memory.batch_bytes)
+        reserved = [0.0] * len(fixed)
         for _ in range(_TRIES):
-            found = self._within(costs, limit, fixed, beside)
-            held = self._held(found, costs)
-            if max(held) <= limit:
-                return found
-            kept = peak_memory(found, costs.memory)
-            room = zip(beside, held, fixed, kept, strict=True)
-            more = [max(known, all_ - rest - own) for known, all_, rest, own in room]
-            if more == beside:
+            schedule = self._search_within(costs, limit, fixed, reserved)
+            peaks = self._peaks(schedule, costs)
+            if max(peaks) <= limit:
+                return schedule
+            kept = peak_memory(schedule, costs.memory)
+            further = [peaks[rank] - fixed[rank] - kept[rank] for rank in range(len(fixed))]
+            larger = [*map(max, reserved, further)]
+            if larger == reserved:
                 break
-            beside = more
-        # The search may miss what is known to fit, or what a refusal advised a limit for: what it
-        # offers for a limit that nothing keeps, the same whatever the limit is.
-        there = [self._running, self._schedule, self._within(costs, 1, fixed, [0.0] * len(fixed))]
-        pairs = [(self._held(each, costs), each) for each in there]
-        held, found = min(pairs, key=lambda pair: max(pair[0]))
-        least = max(held)
+            reserved = larger
+        # The search may miss a schedule that is known to fit, or the one with the least limit, which
+        # an earlier error may have advised; that one does not depend on the limit.
+        frugal = self._search_within(costs, 1, fixed, [0.0] * len(fixed))
+        candidates = [self._running, self._schedule, frugal]
+        pairs = [(self._peaks(candidate, costs), candidate) for candidate in candidates]
+        peaks, schedule = min(pairs, key=lambda pair: max(pair[0]))
+        least = max(peaks)
         if least <= limit:
-            return found
-        rank = held.index(least)
-        kept_there = least - fixed[rank]
+            return schedule
+        rank = peaks.index(least)
+        microbatches = least - fixed[rank]
         advice = (
-            "use more ranks, or an optimizer that keeps less"
-            if fixed[rank] > kept_there
+            "use more ranks, or an optimizer with less state"
+            if fixed[rank] > microbatches
             else "cut the batch into more and smaller microbatches"
         )
         raise PipelineError(
-            f"memory_limit: nothing was found that keeps {limit:,} bytes; the least that was "
-            f"needs memory_limit={least}, where rank {rank} holds {fixed[rank]:,} bytes of "
-            f"parameters, gradients, optimizer state and batch, and {kept_there:,} of microbatches "
-            f"and messages. Use that limit, or {advice}"
+            f"memory_limit: no schedule was found within {limit:,} bytes; the most frugal one "
+            f"needs memory_limit={least}: on rank {rank} {fixed[rank]:,} bytes of parameters, "
+            f"gradients, optimizer state and batch, and {microbatches:,} bytes of microbatches and "
+            f"messages. Use that limit, or {advice}"
         )
 
-    def _held(self, schedule: Schedule, costs: Costs) -> list[int]:
-        """Per rank, the most that it will hold, by graphs and messages; collective."""
-        levels = self._size.levels(schedule)
-        played = peak_memory(schedule, costs.memory)[self._groups.rank]
+    def _peaks(self, schedule: Schedule, costs: Costs) -> list[int]:
+        """Per rank, the predicted peak in bytes, by graphs and messages; collective."""
+        levels = self._memory.levels(schedule)
+        peak = peak_memory(schedule, costs.memory)[self._groups.rank]
         if levels is not None:
-            played = max(levels, default=0)
-        return self._most(self._size.fixed_bytes() + self._size.batch_bytes + math.ceil(played))
+            peak = max(levels, default=0)
+        return self._maxima(self._memory.fixed_bytes() + self._memory.batch_bytes + math.ceil(peak))
 
-    def _most(self, own: int) -> list[int]:
-        """Per rank of the pipeline the greatest number of all replicas; collective."""
-        heard = self._groups.everybody.gather(own)
-        return [max(heard[at] for at in ranks) for ranks in self._groups.layout.columns]
+    def _maxima(self, number: int) -> list[int]:
+        """Per rank of the pipeline, the greatest number over all replicas; collective."""
+        gathered = self._groups.everybody.gather(number)
+        return [max(gathered[rank] for rank in ranks) for ranks in self._groups.layout.columns]
 
-    def _within(
-        self, costs: Costs, limit: float, fixed: Sequence[float], beside: Sequence[float]
+    def _search_within(
+        self, costs: Costs, limit: float, fixed: Sequence[float], reserved: Sequence[float]
     ) -> Schedule:
-        """What is found within some bytes beside what a rank holds anyway, or the nearest to it."""
+        """The schedule that the search finds within the limit, or the one closest to it."""
         schedule = self._schedule
         try:
-            found: Schedule | None = search_within(
+            result: Schedule | None = search_within(
                 costs,
                 schedule.microbatches,
                 limit,
                 ranks=len(schedule.ranks),
                 placement=schedule.placement,
-                fixed=[*map(sum, zip(fixed, beside, strict=True))],
+                fixed=[*map(sum, zip(fixed, reserved, strict=True))],
             )
         except LimitError as error:
-            found = error.schedule
-        return replace(found or schedule, crosses_step=False)
+            result = error.schedule
+        return replace(result or schedule, crosses_step=False)
 
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
-        """What a step costs by what all ranks measured, or would take usually; collective. Messages
-        cost nothing, which hardly ever changes the order; what is moved goes as to the store.
+        """The costs of a step, by the measured times of all ranks or usual ones; collective.
+
+        Messages cost nothing, which hardly ever changes the order of actions. A move to a partner
+        takes the time of a move to the store.
         """
         links = Transfer()
-        if self.limit is not None:
-            host = self._size.host_link()
+        if self.memory_limit is not None:
+            host = self._memory.host_link()
             links = Transfer(host.latency, host.bandwidth, host=host)
-        own = (
+        measured = (
             median_durations(self._steps[1:]),
             {index: stage_memory(stage) for index, stage in stages.items()},
         )
         seconds: dict[tuple[int, ActionKind], float] = {}
         kept: dict[int, StageMemory] = {}
-        for took, memory in self._groups.everybody.gather(own):
-            # Of replicas the slowest counts: the others wait for it.
-            seconds |= {key: max(each, seconds.get(key, 0.0)) for key, each in took.items()}
+        for times, memory in self._groups.everybody.gather(measured):
+            # The slowest replica counts, because the others wait for it.
+            seconds |= {key: max(time, seconds.get(key, 0.0)) for key, time in times.items()}
             kept |= memory
-        every = range(self._schedule.stages)
+        indices = range(self._schedule.stages)
         usual = usual_times(self._schedule.stages)
         return Costs(
-            [_times(stage, seconds) if seconds else usual[stage] for stage in every],
-            [kept[stage] for stage in every],
+            [_times(stage, seconds) if seconds else usual[stage] for stage in indices],
+            [kept[stage] for stage in indices],
             links,
             wiring=self._dataflow.wiring,
         )
 
 
 def _times(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> StageTimes:
-    half = seconds.get((stage, ActionKind.BACKWARD), 0.0) / 2  # where no backward was split
+    half = seconds.get((stage, ActionKind.BACKWARD), 0.0) / 2  # the half of a full backward
     return (
         seconds[stage, ActionKind.FORWARD],
         seconds.get((stage, ActionKind.BACKWARD_INPUT), half),

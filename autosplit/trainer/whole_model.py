@@ -1,4 +1,4 @@
-"""A whole model given to a trainer: cut into stages for what they are to run."""
+"""A whole model that a trainer cuts into stages for its schedule."""
 
 from __future__ import annotations
 
@@ -27,84 +27,94 @@ Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
 
 
 def is_whole(model: Model) -> TypeGuard[nn.Module]:
-    """Whether a trainer has to cut it."""
+    """Whether a trainer has to cut the model."""
     return isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, Partitioned))
 
 
-def refuse_beside_stages(model: Model, **options: object) -> None:
-    """Refuse options that are for a whole model.
+def refuse_whole_model_options(model: Model, **options: object) -> None:
+    """Refuse options of a whole model for a model that is not one.
 
     Raises:
-        PipelineError: names one.
+        PipelineError: an option is not None; names it.
     """
     for name, value in options.items():
         if value is not None:
-            what = "a model that is already cut" if isinstance(model, Partitioned) else "stages"
-            raise PipelineError(f"{name} has no effect beside {what}; it is for a whole nn.Module")
+            kind = "a model that is already cut" if isinstance(model, Partitioned) else "stages"
+            raise PipelineError(f"{name} has no effect with {kind}: it is for a whole nn.Module")
 
 
-def cut(
+def cut_whole_model(
     model: nn.Module,
     count: int | None,
     example: Example | None,
     options: TrainerOptions,
 ) -> tuple[StageSource, Schedule]:
-    """Cut a whole model into stages for what they are to run: these, and that.
+    """Cut a whole model into stages.
+
+    Args:
+        model: the model.
+        count: the number of stages.
+        example: the inputs of one microbatch.
+        options: the trainer's options.
+
+    Returns:
+        The stages, and the schedule for which they were cut.
 
     Raises:
+        PipelineError: ``count`` or ``example`` is missing, or an option of ``planning`` is unknown.
         CaptureError: the model cannot be captured in one graph; names the user's line.
-        PlanError: it cannot be cut so; says why.
-        ShardedError: its stages would have to be sharded.
+        PlanError: the model cannot be cut into ``count`` stages.
+        ShardedError: the mesh would shard the stages.
     """
-    # Training stages that are there needs no planner, which takes long to import.
+    # Only whole models need the planner, which takes long to import.
     from autosplit.planner.costs import BlockOptions
     from autosplit.planner.cutting import PLANNING, Partition, cut_model
 
     if count is None or example is None:
         raise PipelineError(
-            f"a {type(model).__name__} is one module, to be cut into stages: say how many, "
-            "stages=N, and give the inputs of one microbatch as example=...; a module whose "
-            "children are the stages is given as a list, [*module]"
+            f"a {type(model).__name__} is one module, which the trainer cuts into stages: pass "
+            "their number, stages=N, and the inputs of one microbatch, example=...; if the "
+            "module's children are the stages, pass them as a list, [*module]"
         )
-    if options.of_mesh is not None and options.of_mesh.shards > 1:
+    if options.mesh_layout is not None and options.mesh_layout.shards > 1:
         raise ShardedError(
-            "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give a "
-            "function that builds stage number index and calls fully_shard(stage, "
-            "mesh=mesh['dp_shard']), or take a mesh with 'dp_replicate' instead"
+            "the mesh has 'dp_shard', but the trainer does not shard a whole model that it cuts: "
+            "pass a function that builds stage number index and calls fully_shard(stage, "
+            "mesh=mesh['dp_shard']), or a mesh with 'dp_replicate' instead"
         )
     planning = options.stages.planning or {}
     if unknown := [name for name in planning if name not in PLANNING]:
         raise PipelineError(
-            f"unknown option {unknown[0]!r} in planning; known: {', '.join(PLANNING)} (the rest "
-            "of what autosplit.partition takes, the trainer tells it)"
+            f"unknown option {unknown[0]!r} in planning; known: {', '.join(PLANNING)} (the "
+            "trainer sets the other arguments of autosplit.partition)"
         )
     request = options.schedule
-    built = options.schedule_for(count, len(options.layout(count).pipeline))
+    first = options.schedule_for(count, len(options.layout(count).pipeline))
     factory = options.factory(cut=True)
     split = factory.split if isinstance(factory, SplitStage) else SplitOptions()
-    whole, found = cut_model(
+    whole, solution = cut_model(
         model,
         example,
         None,
         count,
-        _planned_for(request, built),
+        _request_for_cut(request, first),
         BlockOptions(split, options.stages.autocast),
-        cap=math.inf if options.memory_limit is None else float(options.memory_limit),
+        memory_limit=math.inf if options.memory_limit is None else float(options.memory_limit),
         **planning,
     )
-    parts = Partition(whole, found.firsts)
+    parts = Partition(whole, solution.firsts)
     stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True)
-    return stages, found.schedule
+    return stages, solution.schedule
 
 
-def _planned_for(request: ScheduleRequest, built: Schedule) -> ScheduleRequest:
-    """What stages are cut for: a schedule by name is built anew for their times.
+def _request_for_cut(request: ScheduleRequest, first: Schedule) -> ScheduleRequest:
+    """The schedule for which the stages are cut; a named one is built again for their times.
 
     Args:
-        request: what the user asked for.
-        built: the schedule before it is known what stages take.
+        request: the user's request.
+        first: the schedule for usual times.
     """
-    ranks = len(built.ranks)
+    ranks = len(first.ranks)
     if request.name == AUTO:
-        return ScheduleRequest(built, request.microbatches, ranks)
+        return ScheduleRequest(first, request.microbatches, ranks)
     return replace(request, ranks=ranks)

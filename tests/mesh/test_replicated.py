@@ -249,7 +249,10 @@ def test_what_is_refused() -> None:
                 "mesh is a DeviceMesh of torch.distributed.device_mesh; got a str",
                 built("pp=2"),
             ),
-            ("ranks=2 has no effect beside mesh, which says who takes part", built(mesh, ranks=2)),
+            (
+                "ranks=2 has no effect together with mesh, which defines",
+                built(mesh, ranks=2),
+            ),
             (
                 "but the layout of pipelines in the mesh is ((0, 2), (1, 3))",
                 built(mesh if rank < 2 else turned),

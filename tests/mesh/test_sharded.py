@@ -283,7 +283,7 @@ def test_what_is_refused() -> None:
             ("the mesh has 'dp_shard', and parameter '0.0.weight' of stage", built(uneven)),
             ("in the function that builds stages, call fully_shard(module, mesh=", built(partly)),
             (
-                "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give",
+                "the mesh has 'dp_shard', but the trainer does not shard a whole model that",
                 built(whole, example=local[0][:2]),
             ),
             (along, built(wrongly(mesh["pp"]))),

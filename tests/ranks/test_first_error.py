@@ -294,7 +294,7 @@ SCENARIOS: dict[str, Scenario] = {
     "no timeline": (
         lambda: trainer().timeline(),
         None,
-        "there is no recorded step: set record=True before a step, then ask",
+        "no step was recorded: set record=True before a step, then call timeline()",
     ),
     "no module": (step(model=lambda index: index), None, "must be an nn.Module; got a int"),
     "world size": (

@@ -77,7 +77,7 @@ def test_a_model_that_puts_out_its_hidden_states() -> None:
 def test_what_no_planner_takes_is_refused() -> None:
     with pytest.raises(PipelineError, match="unknown option 'cost' in planning; known: costs, sec"):
         trainer(planning={"cost": "estimate"})
-    with pytest.raises(PipelineError, match="planning has no effect beside stages; it is for a wh"):
+    with pytest.raises(PipelineError, match="planning has no effect with stages: it is for a wh"):
         PipelineTrainer(
             [net()],
             loss,

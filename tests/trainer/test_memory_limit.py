@@ -39,5 +39,5 @@ def test_the_limit_that_a_refusal_advises_is_kept() -> None:
 
 @pytest.mark.parametrize("store", [5, "", b"/tmp"])
 def test_a_store_that_is_no_folder(store: object) -> None:
-    with pytest.raises(PipelineError, match="store is the folder for what is offl"):
+    with pytest.raises(PipelineError, match="store must be a folder for offloaded"):
         workers.trainer(store=store, memory_limit="1GiB", ranks=1)

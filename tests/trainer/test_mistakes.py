@@ -126,7 +126,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer(optimizer_fn=torch.optim.SGD([nn.Parameter(X)])),
-            r"optimizer_fn is a function, such as lambda parameters: .*; got a SGD",
+            r"optimizer_fn must be a function, such as lambda parameters: .*; got a SGD",
         ),
         (
             lambda: trainer(schedule=ScheduleZBVZeroBubble),
@@ -172,7 +172,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         (
             lambda: trainer(model=[Doing(lambda stage, x: (x, -x)), nn.Linear(8, 8)]).step((X, Y)),
             r"^stage 1 \(Linear\) takes \(input: .*: too many positional arguments; the stage "
-            r"before it puts out 2 tensor\(s\)",
+            r"the previous stage returns 2 tensor\(s\)",
         ),
         (
             lambda: trainer(model=[nn.Linear(8, 8), Doing(leaves_something)]).step((X, Y)),
@@ -204,12 +204,15 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
             lambda: PipelineTrainer(
                 [], of_keys, of_keys, microbatches=1, run_options={"record": 1}
             ),
-            r"run_options is a RunOptions\(...\)",
+            r"run_options must be a RunOptions\(...\)",
         ),
-        (lambda: trainer(max_grad_norm="1"), "max_grad_norm is a positive number or None; got '1'"),
+        (
+            lambda: trainer(max_grad_norm="1"),
+            "max_grad_norm must be a positive number or None;",
+        ),
         (
             lambda: trainer(device="gpu"),
-            "device='gpu' is none that stages can be on here: Expected one of",
+            "device='gpu' cannot hold stages here: Expected one of",
         ),
     ],
     ids=[

@@ -212,11 +212,11 @@ def test_a_limit_of_memory_changes_no_result() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"memory_limit": "1 KiB"}, "memory_limit: nothing was found that keeps 1,024 bytes; the"),
+        ({"memory_limit": "1 KiB"}, "memory_limit: no schedule was found within 1,024 bytes; the"),
         ({"memory_limit": "12 GiBs"}, "expected memory_limit such as 80GiB"),
         (
             {"memory_limit": "1GiB", "split_backward": False},
-            "memory_limit searches a schedule of I and W, for which it",
+            "memory_limit searches a schedule with separate I and W, and chooses",
         ),
         ({"store": "/tmp"}, r"store='/tmp' has no effect: schedule '1f1b' offloads nothing"),
         (

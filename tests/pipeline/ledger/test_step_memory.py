@@ -128,7 +128,7 @@ def test_nothing_is_predicted_of_a_stage_of_which_nothing_is_known() -> None:
 def test_memory_must_be_recorded_and_record_is_checked() -> None:
     with workers.trainer(ranks=1, record=True) as engine:
         engine.step(workers.batch())
-        with pytest.raises(PipelineError, match=r"record is False, True .* or 'memory' .*'bytes'"):
+        with pytest.raises(PipelineError, match=r"record must be False, True .*'memory' .*'bytes'"):
             engine.record = "bytes"  # type: ignore[assignment]
         engine.record = "memory"
         engine.step(workers.batch())

@@ -147,7 +147,7 @@ def test_what_may_not() -> None:
         trainer(layers, ranks=1)
     with pytest.raises(PipelineError, match="got 2 stages, but stages=3"):
         StageSource.of(Cut(), 3)
-    with pytest.raises(PipelineError, match="example has no effect beside a model that is already"):
+    with pytest.raises(PipelineError, match="example has no effect with a model that is already"):
         trainer(Cut(), stages=2, example=(), ranks=1)
-    with pytest.raises(PipelineError, match="example has no effect beside stages"):
+    with pytest.raises(PipelineError, match="example has no effect with stages"):
         trainer([*layers], example=(), ranks=1)
