@@ -42,8 +42,8 @@ class StageOptions:
 
     Attributes:
         backend: the compiler of the stages' graphs, see ``autosplit.Stage``; None: ``"eager"``.
-        memory: how many bytes a microbatch may keep for its backward, see ``autosplit.split``;
-            None: ``"balanced"``.
+        memory: what one microbatch keeps for its backward: a setting, or a budget in bytes, see
+            ``autosplit.split``; None: ``"balanced"``.
         grad_dtype: the dtype in which weight gradients are summed, see ``autosplit.Stage``; None:
             each parameter's dtype.
         overlap: the costs of collectives inside stages, which the split then overlaps with weight

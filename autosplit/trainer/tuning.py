@@ -133,7 +133,7 @@ class Tuner:
             if larger == reserved:
                 break
             reserved = larger
-        # The search may miss a schedule that is known to fit, or the one with the least limit, which
+        # The search may miss a schedule that is known to fit, or that of the least limit, which
         # an earlier error may have advised; that one does not depend on the limit.
         frugal = self._search_within(costs, 1, fixed, [0.0] * len(fixed))
         candidates = [self._running, self._schedule, frugal]

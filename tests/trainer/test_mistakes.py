@@ -171,7 +171,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer(model=[Doing(lambda stage, x: (x, -x)), nn.Linear(8, 8)]).step((X, Y)),
-            r"^stage 1 \(Linear\) takes \(input: .*: too many positional arguments; the stage "
+            r"^stage 1 \(Linear\) takes \(input: .*: too many positional arguments; "
             r"the previous stage returns 2 tensor\(s\)",
         ),
         (
