@@ -1,9 +1,9 @@
-"""What the stages of a pipeline agree on before the first microbatch: the tensors that cross
+"""The agreement of a pipeline's stages before the first microbatch: the shapes of the tensors
 between them, and the gradients that come back.
 
-The ranks tell each other over the store of their process group. Whoever waits there hears of a
-failure wherever it happens; nothing is left in connections for the next time to be taken for its
-own; and backends need not have connected the ranks yet.
+Ranks exchange these over the store of their process group. A rank that waits there learns of a
+failure on any rank; no stale message is left in a connection; and the backend need not have
+connected the ranks yet.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ if TYPE_CHECKING:
     from .results import Results
     from .stage import SplitPipelineStage
 
-_LOOK_EVERY = 0.005
+_POLL_SECONDS = 0.005
 
 
 class NeighbourError(PipelineError):
     """Another rank's stage failed before the first microbatch."""
 
 
-class Agreement:
-    """One exchange between all ranks of a pipeline. Every rank begins it in the same step. In a
-    fake group, no other rank answers: ``input_args`` say what this rank's stages would receive.
+class RowAgreement:
+    """One exchange of shapes between all ranks of a pipeline.
+
+    Every rank begins it in the same step. In a fake group no other rank answers, and ``input_args``
+    describe the inputs of this rank's stages.
 
     Args:
-        group: of the pipeline.
-        store: of the group.
-        device: of this rank's stages.
-        trains: whether there will be a backward.
+        group: the process group of the pipeline.
+        store: the store of the group.
+        device: the device of this rank's stages.
+        trains: whether the step has a backward.
 
     Attributes:
         trains: see above.
@@ -56,17 +58,18 @@ class Agreement:
     ) -> None:
         self.trains = trains
         self._store = store
-        self._dry = is_fake(group)
-        self._ranks = 1 if self._dry else group.size()
-        self._patience = timeout_of(group, device).total_seconds()
-        # How many a rank has begun; the same number on all.
-        self._round = self._store.add(_begun(group.rank()), 1)
+        self._is_fake = is_fake(group)
+        self._ranks = 1 if self._is_fake else group.size()
+        self._timeout = timeout_of(group, device).total_seconds()
+        # How many exchanges this rank has begun; equal on all ranks.
+        self._number = self._store.add(_begun_key(group.rank()), 1)
 
     def has_begun(self, rank: int) -> bool:
-        """Whether a rank of the group has begun it: not before its step, and never if its stages
-        are torch's own.
+        """Whether a rank has begun this exchange.
+
+        A rank begins it in its step, and never if its stages are torch's own.
         """
-        return self._dry or bool(self._store.add(_begun(rank), 0) >= self._round)
+        return self._is_fake or bool(self._store.add(_begun_key(rank), 0) >= self._number)
 
     def run(
         self,
@@ -75,60 +78,61 @@ class Agreement:
         kwargs: Sequence[dict[str, Any]],
         targets: Sequence[Any] | None,
     ) -> None:
-        """Agree.
+        """Agree with the other ranks on the shapes between all stages. Collective.
 
         Args:
-            stages: this rank's, in their order.
-            args: positional arguments of the first stage, for each microbatch.
-            kwargs: keyword arguments, for each microbatch.
-            targets: of the loss.
+            stages: this rank's stages by index.
+            args: per microbatch, the positional arguments of the first stage.
+            kwargs: per microbatch, the keyword arguments.
+            targets: the targets of the loss.
 
         Raises:
             NeighbourError: another rank failed; with its error.
-            PipelineError: it said nothing in time, or this one was given no target for the loss.
-            Exception: as a stage raises it. The other ranks are told.
+            PipelineError: another rank did not answer in time, or the rank of the last stage got
+                no target.
+            Exception: the error of one of this rank's stages; other ranks raise NeighbourError.
         """
-        at = stages[0].stage_index
+        index = stages[0].stage_index
         try:
             for stage in stages:
-                at = stage.stage_index
-                heard = self._inputs(stage, len(args))
-                self._tell(at, "outputs", self._trace(stage, StageShapes(*heard), args, kwargs))
+                index = stage.stage_index
+                inputs = StageShapes(*self._inputs(stage, len(args)))
+                self._share(index, "outputs", self._trace(stage, inputs, args, kwargs))
             for stage in reversed(stages) if self.trains else ():
-                at = stage.stage_index
+                index = stage.stage_index
                 if stage.is_last and targets is None:
                     raise PipelineError(
-                        f"step() was given no target on the rank of stage {at}, the last one, "
+                        f"step() got no target on the rank of stage {index}, the last one, "
                         "where loss_fn(output, target) needs it: call "
                         "schedule.step(..., target=...) there"
                     )
-                self._tell(at, "gradients", _wanted(stage, self._gradients(stage)))
+                self._share(index, "gradients", _wanted(stage, self._gradients(stage)))
             self._end()
         except Exception as error:
             if not isinstance(error, NeighbourError):
                 with contextlib.suppress(RuntimeError):  # the process that serves the store is gone
-                    said = f"stage {at} failed: {describe_error(error)}"
-                    self._store.compare_set(self._key("failure"), "", said)
+                    report = f"stage {index} failed: {describe_error(error)}"
+                    self._store.compare_set(self._key("failure"), "", report)
             raise
 
     def _inputs(self, stage: SplitPipelineStage, microbatches: int) -> Any:
-        """What a stage receives in each microbatch, and its structure."""
+        """The inputs of a stage per microbatch, and their structure as one argument."""
         if stage.is_first or self._is_missing(stage, stage.stage_index - 1):
             return [() if stage.is_first else stage.example_inputs()] * microbatches, None
-        return self._hear(stage.stage_index - 1, "outputs")
+        return self._receive(stage.stage_index - 1, "outputs")
 
     def _gradients(self, stage: SplitPipelineStage) -> Sequence[bool]:
-        """For which of a stage's outputs a gradient comes back."""
+        """For each output of a stage, whether a gradient comes back."""
         if stage.is_last:
             return []
         if self._is_missing(stage, stage.stage_index + 1):
             return [meta.requires_grad for meta in stage.shapes.results[0].metas]
-        heard: Sequence[bool] = self._hear(stage.stage_index + 1, "gradients")
-        return heard
+        flags: Sequence[bool] = self._receive(stage.stage_index + 1, "gradients")
+        return flags
 
     def _is_missing(self, stage: SplitPipelineStage, neighbour: int) -> bool:
         rank = stage.stage_index_to_group_rank[neighbour]
-        return self._dry and rank != stage.group_rank
+        return self._is_fake and rank != stage.group_rank
 
     def _trace(
         self,
@@ -137,35 +141,39 @@ class Agreement:
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Any, TreeSpec | None]:
-        """Trace a stage for the first microbatch, and for those that are of other shapes; what the
-        next one is told.
+        """Trace a stage for the first microbatch and for each of other shapes.
+
+        Returns:
+            The outputs per microbatch, and their structure, for the next stage.
         """
         results: list[Results] = []
         first = None
         for chunk, metas in enumerate(agreed.inputs):
-            given: Any = args[chunk] if stage.is_first else [m.empty(stage.device) for m in metas]
-            (given, named), shapes = _apart((given, kwargs[chunk]))
-            for meta, tensor in zip(metas, given, strict=False):
+            inputs: Any = args[chunk] if stage.is_first else [m.empty(stage.device) for m in metas]
+            (inputs, by_name), shapes = _detach((inputs, kwargs[chunk]))
+            for meta, tensor in zip(metas, inputs, strict=False):
                 tensor.requires_grad_(meta.requires_grad)
             if chunk and shapes == first:
                 results.append(results[0])
                 continue
             first = first or shapes
             with torch.set_grad_enabled(self.trains):
-                results.append(stage.trace(agreed.arguments(given), named, first=not chunk))
-        outputs = [each.metas for each in results]
+                results.append(stage.trace(agreed.arguments(inputs), by_name, first=not chunk))
+        outputs = [result.metas for result in results]
         stage.shapes = replace(agreed, results=results, gradients=outputs)
         return outputs, results[0].structure
 
-    def _tell(self, stage: int, what: str, message: Any) -> None:
+    def _share(self, stage: int, topic: str, message: Any) -> None:
+        """Publish a message about a stage in the store."""
         with warnings.catch_warnings():  # torch's own class of a leaf has deprecated itself
             warnings.simplefilter("ignore", FutureWarning)
-            self._store.set(self._key(f"{stage}/{what}"), pickle.dumps(message))
-        # Nobody is still at the last exchange but one, as all have begun the last.
-        self._store.delete_key(self._key(f"{stage}/{what}", self._round - 2))
+            self._store.set(self._key(f"{stage}/{topic}"), pickle.dumps(message))
+        # All ranks have begun the previous exchange, so they have ended the one before it.
+        self._store.delete_key(self._key(f"{stage}/{topic}", self._number - 2))
 
-    def _hear(self, stage: int, what: str) -> Any:
-        key = self._key(f"{stage}/{what}")
+    def _receive(self, stage: int, topic: str) -> Any:
+        """Wait for a message about a stage, and return it."""
+        key = self._key(f"{stage}/{topic}")
         self._wait(lambda: self._store.check([key]), f"stage {stage}")
         return pickle.loads(self._store.get(key))
 
@@ -175,47 +183,54 @@ class Agreement:
         self._store.add(key, 1)
         self._wait(lambda: self._store.add(key, 0) == self._ranks, "the other ranks")
 
-    def _wait(self, there: Callable[[], bool], whom: str) -> None:
-        deadline, failure = time.monotonic() + self._patience, self._key("failure")
-        while not there():
+    def _wait(self, is_ready: Callable[[], bool], peer: str) -> None:
+        """Poll until ``is_ready()``, a failure of any rank, or the timeout."""
+        deadline, failure = time.monotonic() + self._timeout, self._key("failure")
+        while not is_ready():
             if self._store.check([failure]):
                 raise NeighbourError(self._store.get(failure).decode())
             if time.monotonic() > deadline:
                 raise PipelineError(
-                    f"waited {self._patience:.3g} s for {whom} to be traced: is a rank stuck? A "
-                    "longer timeout of the process group leaves more time"
+                    f"waited {self._timeout:.3g} s for {peer} to be traced. Is a rank stuck? A "
+                    "longer timeout of the process group allows more time"
                 )
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
 
-    def _key(self, what: str, number: int | None = None) -> str:
-        return f"autosplit/stages/{self._round if number is None else number}/{what}"
+    def _key(self, topic: str, number: int | None = None) -> str:
+        return f"autosplit/stages/{self._number if number is None else number}/{topic}"
 
 
-def _begun(rank: int) -> str:
+def _begun_key(rank: int) -> str:
     return f"autosplit/stages/begun by {rank}"
 
 
-def _wanted(stage: SplitPipelineStage, come: Sequence[bool]) -> list[bool]:
-    """Which inputs' gradients a stage sends back where these of its outputs come, of which the last
-    one has none.
+def _wanted(stage: SplitPipelineStage, output_flags: Sequence[bool]) -> list[bool]:
+    """For each input of a stage, whether it sends a gradient back.
+
+    Args:
+        stage: the stage.
+        output_flags: for each output, whether a gradient comes back; not used for the last stage.
     """
     agreed = stage.shapes
-    given = agreed.results[0].inputs_given(None if stage.is_last else come)
-    wanted = [meta.requires_grad and g for meta, g in zip(agreed.inputs[0], given, strict=False)]
+    input_flags = agreed.results[0].inputs_given(None if stage.is_last else output_flags)
+    wanted = [
+        meta.requires_grad and gets
+        for meta, gets in zip(agreed.inputs[0], input_flags, strict=False)
+    ]
     gradients = [
-        [meta if comes else None for meta, comes in zip(each.metas, come, strict=False)]
-        for each in agreed.results
+        [meta if comes else None for meta, comes in zip(result.metas, output_flags, strict=False)]
+        for result in agreed.results
     ]
     stage.shapes = replace(agreed, gradients=gradients, wanted=wanted)
     return wanted
 
 
-def _apart(tree: Any) -> tuple[Any, Any]:
-    """A tree with its tensors apart from what they were computed by; and their shapes."""
+def _detach(tree: Any) -> tuple[Any, Any]:
+    """The tree with detached tensors, and the shapes and dtypes of its leaves."""
     leaves, spec = tree_flatten(tree)
-    made = [
+    detached = [
         leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
         for leaf in leaves
     ]
     shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
-    return tree_unflatten(made, spec), shapes
+    return tree_unflatten(detached, spec), shapes

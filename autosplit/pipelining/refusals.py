@@ -1,7 +1,4 @@
-"""What ``SplitPipelineStage`` is given, checked before anything is captured.
-
-Errors of a stage's forward as the user meets them: the forward's own, and those of its graph.
-"""
+"""Checks of the arguments of ``SplitPipelineStage``, and the errors of its captures and calls."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ _TORCHS = (
 
 
 def check_group() -> None:
-    """Refuse to make a stage without a process group.
+    """Refuse to construct a stage without a process group.
 
     Raises:
-        PipelineError: says what is missing.
+        PipelineError: no default process group is initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise PipelineError(
@@ -40,7 +37,7 @@ def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
     """The module to capture.
 
     Raises:
-        PipelineError: it is no module.
+        PipelineError: ``submodule`` is no module.
     """
     if isinstance(submodule, DistributedDataParallel):
         return unwrapped(submodule.module, stage_index)
@@ -48,7 +45,7 @@ def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
         raise PipelineError(
             f"stage {stage_index}: expected an nn.Module, got {type(submodule).__name__}"
         )
-    if hasattr(submodule, "_orig_mod"):  # of torch.compile, which goes through parts by itself
+    if hasattr(submodule, "_orig_mod"):  # of torch.compile: capture the original
         return unwrapped(submodule._orig_mod, stage_index)  # type: ignore[arg-type]
     return submodule.unsplit if isinstance(submodule, SplitModule) else submodule
 
@@ -59,53 +56,55 @@ def refuse_unfit_call(
     """Refuse arguments that the module's forward does not take.
 
     Raises:
-        PipelineError: says which, and where they come from.
+        PipelineError: names the arguments and their origin.
     """
     text = misfit(module, args, kwargs)
     if text and first and not args and not kwargs:
         raise PipelineError(
-            f"step() was given no inputs on the rank of {owner}, whose forward {text}. On this "
-            "rank call schedule.step(batch, ...) with the whole batch; ranks without the first "
-            "stage give none"
+            f"step() got no inputs on the rank of {owner}, whose forward {text}. On this rank call "
+            "schedule.step(batch, ...) with the whole batch; ranks without the first stage pass "
+            "none"
         )
     if text:
-        source = "step() was given" if first else "the stage before hands on"
+        source = "step() got" if first else "the previous stage returns"
         by_name = f", by name {', '.join(sorted(kwargs))}" if kwargs else ", and nothing by name"
         raise PipelineError(f"{owner} {text}; {source} {len(args)} positional argument(s){by_name}")
 
 
 def refused_capture(owner: str, leaves: Sequence[Any], error: CaptureError) -> Exception:
-    """What to raise where a stage's module cannot be captured.
+    """The error to raise if a stage's module cannot be captured.
 
     Args:
         owner: the stage.
-        leaves: of its inputs.
-        error: that of the capture.
+        leaves: the leaves of its inputs.
+        error: the error of the capture.
 
     Returns:
-        A PipelineError where an operator refuses the inputs, else a CaptureError.
+        A PipelineError if an operator refuses the inputs, else a CaptureError.
     """
-    made: Exception
+    refusal: Exception
     if isinstance(error, FailingCallError):
-        tensors = described([each for each in leaves if isinstance(each, Tensor)])
-        made = PipelineError(f"{owner} cannot be called with {tensors or 'nothing'}: {error}")
+        tensors = described([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        refusal = PipelineError(f"{owner} cannot be called with {tensors or 'nothing'}: {error}")
     else:
-        made = CaptureError(
+        refusal = CaptureError(
             f"{owner} must be one graph: {error}\nOr keep torch's PipelineStage {_TORCHS}; it may "
             "have graph breaks",
             because=error.because,
         )
-    made.__cause__ = error
-    return made
+    refusal.__cause__ = error
+    return refusal
 
 
-def failed_call(what: str, error: Exception) -> Exception:
-    """What to raise where a graph's call raises: a kernel's error as a PipelineError that says
-    whose it is, any other as it is, with that as a note.
+def failed_call(call: str, error: Exception) -> Exception:
+    """The error to raise if the call of a graph raises.
+
+    A kernel's RuntimeError becomes a PipelineError that names the call. Other errors stay as they
+    are, with the call as a note.
     """
     if type(error) is RuntimeError:
-        made = PipelineError(f"{what} failed: {error}")
-        made.__cause__ = error
-        return made
-    error.add_note(f"in {what}")
+        failure = PipelineError(f"{call} failed: {error}")
+        failure.__cause__ = error
+        return failure
+    error.add_note(f"in {call}")
     return error

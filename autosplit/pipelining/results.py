@@ -1,6 +1,5 @@
-"""A graph's outputs as a pipeline stage hands them on: what is sent, and what comes back for it.
-
-The last stage's outputs as the loss function sees them, and the gradients that it gives them.
+"""Outputs of a stage's graph: the tensors sent to the next stage with their gradients, and the
+last stage's outputs between its graph and the loss function.
 """
 
 from __future__ import annotations
@@ -16,24 +15,23 @@ from autosplit.errors import CaptureError, PipelineError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.autograd import without_autocast
-from autosplit.torch_internals.pipelining_stage import StageShapeError, TensorMeta
+from autosplit.torch_internals.pipelining_stage import StageShapeError, StridedTensorMeta
 from autosplit.torch_internals.pytree import TreeSpec
 
 T = TypeVar("T")
 
 
 class Results:
-    """Outputs of one graph of a stage.
+    """The outputs of one of a stage's graphs.
 
     Args:
-        functions: the graph.
+        functions: the graph and its callables.
 
     Attributes:
-        count: how many leaves the result has, others than tensors too.
-        spec: how they make it up.
-        structure: the same, where a next stage cannot take the tensors as its arguments.
-        differentiable: places of those that need a gradient.
-        metas: the tensors as they are handed on.
+        count: how many leaves the result has, tensors or not.
+        spec: the pytree of the result.
+        differentiable: positions of the leaves that need a gradient.
+        metas: the tensors as they are sent.
     """
 
     def __init__(self, functions: SplitFunctions) -> None:
@@ -47,23 +45,26 @@ class Results:
         tangents = functions.tangent_specs
         self.differentiable = [at for at in self._tensors if self._names[at] in tangents]
         self.metas = [
-            TensorMeta(spec.shape, spec.stride, spec.dtype, at in self.differentiable)
+            StridedTensorMeta(spec.shape, spec.stride, spec.dtype, at in self.differentiable)
             for at, spec in zip(self._tensors, self._specs, strict=True)
         ]
 
     @property
     def structure(self) -> TreeSpec | None:
+        """The pytree of a result that is one argument of the next stage; None if its tensors are
+        separate arguments.
+        """
         flat = self.spec.is_leaf() or (
             self.spec.type in (tuple, list) and self.spec.num_children == self.spec.num_leaves
         )
         return None if flat else self.spec
 
     def refuse_objects(self, owner: str) -> None:
-        """Refuse a result that torch's runtime cannot hand on: one that holds other things than
-        tensors, or complex tensors that need a gradient, for which it receives none.
+        """Refuse a result that torch's runtime cannot send to the next stage.
 
         Raises:
-            CaptureError: names the first.
+            CaptureError: names the first leaf that is no tensor, or that is a complex tensor which
+                needs a gradient: torch's runtime receives none for it.
         """
         for at, name in enumerate(self._names):
             if at in self.differentiable and self._functions.output_specs[name].dtype.is_complex:
@@ -74,70 +75,72 @@ class Results:
                 )
             if at not in self._tensors:
                 raise CaptureError(
-                    f"{owner} returns {name}, which is not a tensor; a stage hands only tensors to "
-                    "the next one. Leave it out, or let the next stage compute it"
+                    f"{owner} returns {name}, which is not a tensor; a stage can return only "
+                    "tensors to the next one. Omit it, or let the next stage compute it"
                 )
 
     def refuse_other_shapes(self, owner: str, chunk: int, agreed: Results) -> None:
-        """Refuse outputs of a microbatch that are not what the next stage was told.
+        """Refuse outputs of a microbatch that differ from those agreed with the next stage.
 
         Raises:
-            StageShapeError: says what was agreed and what came.
+            StageShapeError: names both.
         """
         if agreed is self:
             return
-        now = [
-            replace(meta, requires_grad=meta.requires_grad or before.requires_grad)
-            for meta, before in zip(self.metas, agreed.metas, strict=False)
-        ]  # they may have been frozen
+        now = [  # parameters may have been frozen since
+            replace(meta, requires_grad=meta.requires_grad or expected.requires_grad)
+            for meta, expected in zip(self.metas, agreed.metas, strict=False)
+        ]
         if (agreed.metas, agreed.spec, len(now)) != (now, self.spec, len(self.metas)):
             raise StageShapeError(
                 f"{owner}: microbatch {chunk} has the outputs {described(self.metas)}, but "
-                f"the next stage was told to expect {described(agreed.metas)} at first. "
-                "Call autosplit.pipelining.reset_shapes(schedule) on every rank before a step with "
-                "batches of another size, and where the module itself was changed, such as by "
-                "training parameters that were frozen"
+                f"the next stage expects {described(agreed.metas)}, as agreed at first. Call "
+                "autosplit.pipelining.reset_shapes(schedule) on every rank before a step with "
+                "batches of another size, and after changes of the module, such as training "
+                "parameters that were frozen"
             )
 
-    def inputs_given(self, come: Sequence[bool] | None) -> list[bool]:
-        """For each of the graph's inputs whether it gets a gradient, where these tensors get one;
-        None for all.
+    def inputs_given(self, flags: Sequence[bool] | None) -> list[bool]:
+        """For each of the graph's inputs, whether it gets a gradient.
+
+        Args:
+            flags: for each output tensor, whether it gets a gradient; None: all do.
         """
-        if come is None:
-            come = [True] * len(self._tensors)
-        return self._functions.dependence.inputs_given(self.arrived([c or None for c in come]))
+        if flags is None:
+            flags = [True] * len(self._tensors)
+        return self._functions.dependence.inputs_given(self.arrived([f or None for f in flags]))
 
     def sent(self, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The tensors as they are sent: in runs of memory."""
+        """The output tensors as they are sent: dense in memory."""
         pairs = zip(self._tensors, self._specs, strict=True)
         return tuple([spec.conform(outputs[at].detach()) for at, spec in pairs])
 
     def filled(self, outputs: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-        """The outputs with these tensors."""
+        """The outputs, with their tensors replaced by ``tensors``."""
         if len(tensors) == len(outputs):
             return list(tensors)
-        found = list(outputs)
+        leaves = list(outputs)
         for at, tensor in zip(self._tensors, tensors, strict=True):
-            found[at] = tensor
-        return found
+            leaves[at] = tensor
+        return leaves
 
     def arrived(self, grads: Sequence[T | None]) -> list[T | None]:
-        """A gradient for each leaf and each changed input, of those that came for the tensors."""
-        found: list[T | None] = [None] * len(self._functions.output_names)
+        """Received gradients of the tensors, at the positions of leaves and changed inputs."""
+        gradients: list[T | None] = [None] * len(self._functions.output_names)
         for at, grad in zip(self._tensors, grads, strict=False):
             if at in self.differentiable:
-                found[at] = grad
-        return found
+                gradients[at] = grad
+        return gradients
 
 
 def as_received(grad: Tensor | None, meta: Any, device: torch.device) -> Tensor:
-    """A gradient as what it is the gradient of lay in memory; zeros where there is none."""
+    """A gradient with the strides of its tensor; zeros if it is None."""
     spec = TensorSpec(meta.shape, meta.stride, meta.dtype, device)
     return spec.zeros() if grad is None else spec.conform(grad)
 
 
-def described(tensors: Sequence[Tensor | TensorMeta]) -> str:
-    """Tensors' dtypes and shapes, for messages."""
+def described(tensors: Sequence[Tensor | StridedTensorMeta]) -> str:
+    """Dtypes and shapes of tensors, for error messages."""
     return ", ".join(
         f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
         f"{'' if t.requires_grad else ' without gradient'}"
@@ -146,7 +149,7 @@ def described(tensors: Sequence[Tensor | TensorMeta]) -> str:
 
 
 def _dense(spec: TensorSpec) -> TensorSpec:
-    """The spec, contiguous where its elements leave holes or overlap."""
+    """The spec, made contiguous if its elements have gaps or overlap."""
     expected = 1
     for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
         if size == 1:
@@ -159,12 +162,14 @@ def _dense(spec: TensorSpec) -> TensorSpec:
 
 
 class LossBoundary:
-    """Outputs of one microbatch that a loss is computed of, with a gradient function that only
-    takes their gradients down: the loss may write into them, as into what a module returns.
+    """Outputs of one microbatch, from which the user's loss function computes a loss.
+
+    Their gradient function only stores their gradients. So the loss may write into them in place,
+    as into any module's outputs.
 
     Args:
-        outputs: of the last stage.
-        differentiable: places of those that need a gradient.
+        outputs: the outputs of the last stage.
+        differentiable: positions of the outputs that need a gradient.
     """
 
     def __init__(self, outputs: Sequence[Any], differentiable: Sequence[int]) -> None:
@@ -173,20 +178,21 @@ class LossBoundary:
         self.outputs = list(outputs)
         with torch.enable_grad():
             leaf = torch.zeros((), requires_grad=True)
-            taken = [outputs[at] for at in differentiable]
-            made = _Taken.apply(self._grads, leaf, *taken) if taken else ()  # type: ignore[no-untyped-call]
-        for at, output in zip(differentiable, made, strict=True):
+            inputs = [outputs[at] for at in differentiable]
+            results = _StoreGradients.apply(self._grads, leaf, *inputs) if inputs else ()  # type: ignore[no-untyped-call]
+        for at, output in zip(differentiable, results, strict=True):
             self.outputs[at] = output
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:
-        """Go back through the loss: gradients of the outputs that are tensors, None for those that
-        it does not depend on. What else it depends on, such as parameters of its own, gets its
-        gradient too.
+        """Run the backward of the loss; returns the gradients of the output tensors.
+
+        An output that the loss does not depend on has None. Parameters of the loss function get
+        their gradients, too.
 
         Raises:
             PipelineError: the outputs need a gradient, and the loss has none.
         """
-        found: list[Tensor | None] = [None] * len(self.outputs)
+        gradients: list[Tensor | None] = [None] * len(self.outputs)
         if self._places and not loss.requires_grad:
             raise PipelineError(
                 "the loss does not require grad, so nothing would be trained: loss_fn must compute "
@@ -195,20 +201,20 @@ class LossBoundary:
         if loss.requires_grad:
             with without_autocast():
                 torch.autograd.backward(loss)
-            # Empty where it depends on none of them.
+            # The list is empty if the loss depends on no output.
             for at, grad in zip(self._places, self._grads, strict=False):
-                found[at] = grad
-        for at in self._places:  # whoever asked for the outputs gets no graph with them
+                gradients[at] = grad
+        for at in self._places:  # outputs that the user gets have no graph
             if not self.outputs[at]._is_view():
                 self.outputs[at].detach_()
-        pairs = zip(found, self.outputs, strict=True)
+        pairs = zip(gradients, self.outputs, strict=True)
         grads = [grad for grad, output in pairs if isinstance(output, Tensor)]
         self.outputs = []
-        self._grads.clear()  # the loss holds its graph, and this with it, until the step ends
+        self._grads.clear()  # the loss keeps its graph, and so this list, until the step ends
         return grads
 
 
-class _Taken(torch.autograd.Function):
+class _StoreGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor | None], _: Tensor, *outputs: Tensor) -> Any:
         ctx.grads = grads

@@ -1,6 +1,5 @@
-"""Schedules of ours on torch's runtime.
-
-``dw_builder``: W of a split module, for those who keep torch's own ``PipelineStage``.
+"""Schedules of autosplit on the runtime of torch.distributed.pipelining, and ``dw_builder``, the W
+of a split module in torch's own ``PipelineStage``.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ def torch_schedule(
     loss_fn: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> Any:
-    """A schedule of ours as one of torch.distributed.pipelining, which its runtime executes.
+    """Convert a schedule to one of torch.distributed.pipelining, which its runtime executes.
 
     Args:
-        schedule: any: built, searched, read, or that a trainer with
-            ``schedule="auto"`` found.
-        stages: the stages that this rank holds, ``SplitPipelineStage`` or torch's own.
+        schedule: any schedule: built, searched, read from a file, or found by a trainer with
+            ``schedule="auto"``.
+        stages: this rank's stages, ``SplitPipelineStage`` or torch's own.
         loss_fn: ``loss_fn(output, target)``.
-        options: of torch's schedules: ``scale_grads``, ``args_chunk_spec``, ``kwargs_chunk_spec``,
-            ``output_merge_spec``.
+        options: options of torch's schedules: ``scale_grads``, ``args_chunk_spec``,
+            ``kwargs_chunk_spec``, ``output_merge_spec``.
 
     Returns:
         A schedule with ``step`` and ``eval``.
 
     Raises:
-        ScheduleError: torch's runtime cannot execute the schedule, or this rank holds other stages
-            than were given.
+        ScheduleError: torch's runtime cannot execute the schedule, or ``stages`` are not those of
+            this rank.
     """
     validate(schedule)
     check_memory(schedule)
@@ -51,8 +50,9 @@ def torch_schedule(
 
 
 def reset_shapes(schedule: Any) -> None:
-    """Let the next step of a schedule of torch's have batches of another size: its stages agree on
-    shapes anew. To be called on every rank of the pipeline, between two steps.
+    """Let the stages of a torch schedule agree on shapes again, for batches of another size.
+
+    Call it on every rank of the pipeline, between two steps.
     """
     forget_shapes(schedule)
 
@@ -60,8 +60,8 @@ def reset_shapes(schedule: Any) -> None:
 def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:
     if not stages:
         raise ScheduleError(
-            f"{schedule.name!r}: give the stages of this rank, at least one; a rank without a "
-            "stage has no part in a pipeline"
+            f"{schedule.name!r}: stages= is empty; pass this rank's stages, at least one. A rank "
+            "without a stage takes no part in a pipeline"
         )
     first = stages[0]
     if (first.num_stages, first.group_size) != (schedule.stages, len(schedule.ranks)):
@@ -70,40 +70,40 @@ def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:
             f"stages are {first.num_stages} on {first.group_size}"
         )
     expected = schedule.held(first.group_rank)
-    held = tuple(sorted(stage.stage_index for stage in stages))
-    if held != expected:
+    indices = tuple(sorted(stage.stage_index for stage in stages))
+    if indices != expected:
         raise ScheduleError(
-            f"{schedule.name!r} has stages {list(expected)} on rank {first.group_rank}, which was "
-            f"given {list(held)}"
+            f"{schedule.name!r} has stages {list(expected)} on rank {first.group_rank}, but "
+            f"got {list(indices)}"
         )
 
 
 def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
-    """W for ``PipelineStage(module, ..., dw_builder=dw_builder(module))`` around a split module.
+    """The W of a split module, for ``PipelineStage(module, ..., dw_builder=dw_builder(module))``.
 
-    Every W, and every B after its I, computes the weight gradients of the oldest microbatch that
-    waits. Torch does not say whose W it wants: where a schedule runs Ws in another order than Is,
-    sums are made in the order of the Is. What has nothing waiting, because the module is
-    frozen or hooks had the gradients computed at once, computes nothing.
+    Every W, and every B after its I, computes the weight gradients of the oldest pending
+    microbatch. Torch does not say which microbatch a W is for. So if a schedule runs Ws in another
+    order than Is, gradients are summed in the order of the Is. If no microbatch is pending, because
+    the module is frozen or hooks had the gradients computed at once, W computes nothing.
 
     Args:
-        module: what ``autosplit.split`` returned, the stage's module itself. Its ``max_pending`` is
-            lifted: the schedule says how many wait.
+        module: the stage's module, as ``autosplit.split`` returned it. Its ``max_pending`` becomes
+            infinite, because the schedule bounds the pending microbatches.
 
     Raises:
-        PipelineError: it is no split module, or is sharded.
+        PipelineError: the module is no split module, or is sharded.
     """
     if not isinstance(module, SplitModule):
         raise PipelineError(
-            f"dw_builder takes the split module of a stage, got {type(module).__name__}: split the "
-            "stage's module first, module = autosplit.split(module)"
+            f"dw_builder takes the split module of a stage, got {type(module).__name__}. Split the "
+            "stage's module first: module = autosplit.split(module)"
         )
 
     if fsdp_part(module.unsplit) is not None:
         raise PipelineError(
-            "dw_builder: torch's stage takes the weight gradients of a module that fully_shard has "
-            "sharded out of autograd, where those of a split module are not. Give the module "
-            "itself, split or not, to autosplit.pipelining.SplitPipelineStage"
+            "dw_builder: fully_shard has sharded the module. Torch's stage takes weight gradients "
+            "of a sharded module from autograd, but a split module computes them outside of "
+            "autograd. Pass the module, split or not, to autosplit.pipelining.SplitPipelineStage"
         )
 
     module.max_pending = math.inf

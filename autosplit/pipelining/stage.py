@@ -26,7 +26,7 @@ from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_schedules import called_by_compile_check
-from autosplit.torch_internals.pipelining_stage import RuntimeStage, TensorMeta
+from autosplit.torch_internals.pipelining_stage import RuntimeStage, StridedTensorMeta
 from autosplit.torch_internals.pytree import tree_unflatten
 
 from .refusals import (
@@ -45,26 +45,28 @@ _MAX_GRAPHS = 64
 
 
 class SplitPipelineStage(RuntimeStage):
-    """A drop-in for ``torch.distributed.pipelining.PipelineStage`` whose backward is split in the
-    graph: F, I, W and B are callables made from the module, and torch's schedules, sends and
-    receives are as they are.
+    """A drop-in for ``torch.distributed.pipelining.PipelineStage`` with a backward split in the
+    graph.
 
-    Gradients are those of plain autograd, bit for bit where the same kernels run. What a step adds
-    is summed apart, with a schedule's ``scale_grads`` divided, and added to ``.grad`` when all of
-    its microbatches are done. Hooks of ``register_hook`` fire once for each microbatch.
+    F, I, W and B are callables made from the module; torch's schedules, sends and receives stay as
+    they are.
 
-    The graph is captured when torch agrees on shapes, before the first microbatch, and again where
-    something that the module's forward reads has changed since, which is looked at once a step.
-    Buffers are changed by microbatches only.
+    Gradients equal those of plain autograd, bit for bit where the same kernels run. The gradients
+    of a step are summed separately, divided under a schedule's ``scale_grads``, and added to
+    ``.grad`` after all of its microbatches. Hooks of ``register_hook`` fire once per microbatch.
 
-    A stage may return a tensor, a tuple, or any structure of tensors (a dictionary): the next
-    stage gets a tuple as its arguments, and anything else as its one argument.
+    The graph is captured when stages agree on shapes, before the first microbatch. It is captured
+    again if something that the module's forward reads has changed, which is checked once a step.
+    Only microbatches change buffers.
 
-    Where ``fully_shard`` has sharded the module, parameters are gathered and freed where torch's
+    A stage may return a tensor, a tuple, or any structure of tensors, such as a dictionary. The
+    next stage gets a tuple as its arguments, and anything else as its one argument.
+
+    If ``fully_shard`` has sharded the module, parameters are gathered and freed where torch's
     schedule says, and gradients are reduced once a step.
 
     Attributes:
-        functions: the graphs and their callables, those of the latest forward.
+        functions: the graphs and their callables, as the latest forward used them.
         sharding: gathers sharded parameters and reduces their gradients.
     """
 
@@ -76,60 +78,62 @@ class SplitPipelineStage(RuntimeStage):
         device: torch.device | str | int,
         input_args: Tensor | tuple[Tensor, ...] | None = None,
         output_args: Tensor | tuple[Tensor, ...] | None = None,
-        *torchs: Any,
+        *torch_args: Any,
         backend: str = "eager",
         memory: str | int = "balanced",
         overlap: CollectiveCosts | None = None,
-        **others: Any,
+        **torch_options: Any,
     ) -> None:
-        """Arguments without a name are those of torch's stage, in its order.
+        """Positional arguments are those of torch's stage, in its order.
 
         Args:
-            submodule: the stage's module; of a split module, the module inside.
-            stage_index: its place in the pipeline.
+            submodule: the stage's module; a split module stands for the module inside.
+            stage_index: its index in the pipeline.
             num_stages: how many stages there are.
-            device: where it runs.
-            input_args: what the stage receives in a process group "fake", where no other rank can
-                say it; else not used, as stages agree on shapes before the first microbatch.
+            device: the device of the stage.
+            input_args: example inputs, used only in a process group "fake", where no other rank
+                sends shapes. Otherwise stages agree on shapes before the first microbatch.
             output_args: not used.
-            torchs: what torch's stage takes after these, in the order of its version.
+            torch_args: further arguments of torch's stage, in the order of its version.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what one microbatch holds, see ``autosplit.split``.
-            overlap: what collectives take, see ``autosplit.split``.
-            others: the same by name: ``group``, the ranks of the pipeline, all if there is none;
-                ``dw_builder``, called as torch calls it: a runner that it returns at I runs after
-                our W, at B both follow it. Gradients and meshes that it takes are not used.
+            overlap: the costs of collectives, see ``autosplit.split``.
+            torch_options: further arguments of torch's stage by name: ``group``, the process group
+                of the pipeline, by default all ranks; ``dw_builder``, which is called as torch
+                calls it: the runner that it returns runs after this stage's W, or after B.
+                Gradients and meshes among these arguments are not used.
 
         Raises:
             PipelineError: there is no process group.
             SplitError: an unknown backend or memory setting; lists the known ones.
             TypeError: an argument that torch's stage does not take.
         """
-        del output_args  # in torch's place
+        del output_args  # part of torch's signature
         check_group()
         self.stage_index = stage_index  # the base class sets the module first
         self._options = SplitOptions(backend, memory, defer_whole_backward=True, overlap=overlap)
-        # Of example arguments torch 2.11 makes a call of the module.
+        # With example arguments, torch 2.11 would call the module.
         place = (submodule, stage_index, num_stages, torch.device(device), None, None)
-        super().__init__(*place, *torchs, **others)
+        super().__init__(*place, *torch_args, **torch_options)
         self._examples = (input_args,) if isinstance(input_args, Tensor) else input_args
         self._results: dict[SplitFunctions, Results] = {}
         self._step = StageStep(self)
-        self._forget()
+        self._drop_in_flight()
 
     @property
     def submod(self) -> nn.Module:
-        """The stage's module as it was given; may be exchanged until a step begins, for one that
+        """The stage's module as it was passed. Until a step begins, it may be replaced by one that
         has been parallelised.
 
         Raises:
-            PipelineError: of the setter; it is no module.
+            PipelineError: in the setter, if the value is no module.
         """
-        # Parts that torch.compile has compiled are captured as they were before.
+        # Compiled parts of the module are captured from the original ones.
         return None if called_by_compile_check() else self._submodule  # type: ignore[return-value]
 
     @submod.setter
     def submod(self, module: nn.Module) -> None:
+        """Replace the module, and with it all graphs and microbatches in flight."""
         self._module = unwrapped(module, self.stage_index)
         self._submodule = module
         self._owner = f"stage {self.stage_index} ({type(self._module).__name__})"
@@ -143,7 +147,7 @@ class SplitPipelineStage(RuntimeStage):
             sharding=self.sharding,
         )
 
-    def _forget(self) -> None:
+    def _drop_in_flight(self) -> None:
         """Drop every microbatch in flight."""
         self._saved.clear()
         self._weights.clear()
@@ -154,49 +158,56 @@ class SplitPipelineStage(RuntimeStage):
 
     @property
     def functions(self) -> SplitFunctions:
-        """The graphs and their callables, those of the latest forward."""
+        """The graphs and their callables, as the latest forward used them."""
         return self._graphs.latest
 
     def parameters(self) -> list[Tensor]:
-        """The module's, each once, as they are now."""
-        found = {id(tensor): tensor for tensor in self._graphs.state().values()}
-        return [tensor for tensor in found.values() if isinstance(tensor, nn.Parameter)]
+        """The module's current parameters, each once."""
+        unique = {id(tensor): tensor for tensor in self._graphs.state().values()}
+        return [tensor for tensor in unique.values() if isinstance(tensor, nn.Parameter)]
 
     def clear_runtime_states(self) -> None:
         """Begin a step."""
         super().clear_runtime_states()
-        self._forget()
+        self._drop_in_flight()
         self._step.begin()
 
-    def example_inputs(self) -> list[TensorMeta]:
-        """What the stage receives, as ``input_args`` say; floating tensors need a gradient.
+    def example_inputs(self) -> list[StridedTensorMeta]:
+        """The inputs of the stage by ``input_args``; floating tensors need a gradient.
 
         Raises:
-            PipelineError: it was made without.
+            PipelineError: the stage was constructed without ``input_args``.
         """
         if self._examples is None:
             raise PipelineError(
-                f"{self._owner}: no other rank of a process group 'fake' says what this stage "
-                "receives: give SplitPipelineStage(..., input_args=) tensors as of a microbatch"
+                f"{self._owner}: in a process group 'fake', no other rank sends the shapes of its "
+                "inputs. Pass SplitPipelineStage(..., input_args=) tensors of one microbatch"
             )
-        metas = map(TensorMeta.of, self._examples)
+        metas = map(StridedTensorMeta.of, self._examples)
         return [replace(meta, requires_grad=meta.dtype.is_floating_point) for meta in metas]
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Results:
-        """Capture and compile the module for inputs like these, of the first microbatch or of
-        another one: what it returns.
+        """Capture and compile the module for inputs like these.
+
+        Args:
+            args: the positional arguments of a microbatch.
+            kwargs: the keyword arguments.
+            first: whether it is the first microbatch, whose call is checked.
+
+        Returns:
+            The outputs.
         """
         if first:
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
         self.sharding.look()
-        functions = self._fitting(args, kwargs, *flatten(args, kwargs))
-        made = self._results_of(functions)
+        functions = self._graphs_for(args, kwargs, *flatten(args, kwargs))
+        results = self._results_of(functions)
         if not self.is_last:
             refuse_dtensors(self._owner, self._module, functions)
-            made.refuse_objects(self._owner)
+            results.refuse_objects(self._owner)
         if functions.has_backward:
             functions.compile(self._step.calls())
-        return made
+        return results
 
     def forward_one_chunk(
         self,
@@ -205,36 +216,36 @@ class SplitPipelineStage(RuntimeStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """F: the result."""
+        """Run F of a microbatch; returns its result."""
         chunk, args, kwargs = fwd_chunk_id, self.arguments(fwd_chunk_id, args), kwargs or {}
         leaves, structure = flatten(args, kwargs)
         gathered = self.sharding.unshard()
-        functions, made, state = self._step_graphs(args, kwargs, leaves, structure)
+        functions, results, state = self._step_graphs(args, kwargs, leaves, structure)
         del args
         if not self.is_last:
-            made.refuse_other_shapes(self._owner, chunk, self.shapes.results[chunk])
+            results.refuse_other_shapes(self._owner, chunk, self.shapes.results[chunk])
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
-        kept = self._kept_roots(chunk, functions, leaves, kwargs)
+        kept = self._keep_roots(chunk, functions, leaves, kwargs)
         with torch.no_grad():
-            result = self._called("F", chunk, functions.run, state, leaves)
+            result = self._call_graph("F", chunk, functions.run, state, leaves)
             written = result.outputs[len(result.outputs) - len(functions.updated_inputs) :]
             for name, value in zip(functions.updated_inputs, written, strict=True):
                 if name in kept:
                     kept[name].copy_(value)
-        outputs = result.outputs[: made.count]
+        outputs = result.outputs[: results.count]
         if self.has_backward:
             self._saved.put(chunk, MicrobatchState(functions, result.saved, state))
         if gathered and not self.has_backward:
             self.sharding.reshard()
         if not self.is_last:
-            sent = made.sent(outputs)
+            sent = results.sent(outputs)
             self.keep_for_send(chunk, sent)
-            return tree_unflatten(made.filled(outputs, sent), made.spec)
+            return tree_unflatten(results.filled(outputs, sent), results.spec)
         if functions.has_backward:
-            boundary = self._losses[chunk] = LossBoundary(outputs, made.differentiable)
+            boundary = self._losses[chunk] = LossBoundary(outputs, results.differentiable)
             outputs = boundary.outputs
-        output = tree_unflatten(outputs, made.spec)
+        output = tree_unflatten(outputs, results.spec)
         if save_forward_output:
             self.output_chunks.append(output)
         return output
@@ -246,7 +257,7 @@ class SplitPipelineStage(RuntimeStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """B, or I, which has the gradients of what was received."""
+        """Run B or I of a microbatch; queues the gradients of its received inputs for sending."""
         if not self.has_backward:
             return
         chunk = bwd_chunk_id
@@ -255,53 +266,57 @@ class SplitPipelineStage(RuntimeStage):
         if boundary is not None:
             grads = boundary.gradients(loss)
         metas, flight = self.shapes.inputs[chunk], self._saved.take(chunk)
-        found: Sequence[Tensor | None] = [None] * len(metas)
+        input_grads: Sequence[Tensor | None] = [None] * len(metas)
         if flight.functions.has_backward:
             arrived = self._results_of(flight.functions).arrived(grads)
             grads.clear()
             self.sharding.unshard()
             with torch.no_grad(), without_autocast():
                 if full_backward:
-                    found = self._called("B", chunk, self._weights.backward, flight, arrived)
+                    input_grads = self._call_graph(
+                        "B", chunk, self._weights.backward, flight, arrived
+                    )
                 else:
-                    found = self._called(
+                    input_grads = self._call_graph(
                         "I", chunk, self._weights.backward_input, chunk, flight, arrived
                     )
-            self._hand_over()
-            self._hand_to_roots(chunk, found)
+            self._publish_other_dtypes()
+            self._backward_roots(chunk, input_grads)
         elif not full_backward:
             self._weights.in_flight.put(chunk, flight)
         if self.dw_builder:
             self.dw_runner[chunk] = self.dw_builder()
         if full_backward:
             self._after_weights(chunk, last_backward)
-        self._send_back(chunk, metas, found)
+        self._queue_gradients(chunk, metas, input_grads)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """W."""
+        """Run W of a microbatch."""
         if not self.has_backward:
             return
         self.sharding.unshard()
         with torch.no_grad(), without_autocast():
-            self._called("W", bwd_chunk_id, self._weights.backward_weight, bwd_chunk_id)
-        self._hand_over()
+            self._call_graph("W", bwd_chunk_id, self._weights.backward_weight, bwd_chunk_id)
+        self._publish_other_dtypes()
         self._after_weights(bwd_chunk_id, last_backward)
 
     def _after_weights(self, chunk: int, last: bool) -> None:
-        """W of a microbatch has run, which may be the last of the step."""
+        """Run torch's ``dw_runner`` after W of a microbatch, and end the step after the last."""
         if chunk in self.dw_runner:
             self.dw_runner.pop(chunk)()
         if last:
             self._end()
 
-    def _hand_over(self) -> None:
-        """Let sharded parameters' gradients that are reduced in another dtype be added up in it."""
+    def _publish_other_dtypes(self) -> None:
+        """Publish gradients of sharded parameters that are summed in another dtype."""
         if any(group.adds_in_another_dtype for group in self.sharding.groups):
             self._publish()
 
     def _publish(self) -> list[Tensor]:
-        """Add the sums so far to ``.grad``; those of sharded parameters are divided later. Returns
-        parameters with hooks that wait for that.
+        """Add the sums so far to ``.grad``; those of sharded parameters are divided later.
+
+        Returns:
+            Parameters with accumulate hooks to be called.
         """
         owner, divisor = self.sharding.owner, self._step.divisor
         hooked = self._weights.sums.publish(lambda p: divisor if owner(p) is p else 1)
@@ -309,8 +324,10 @@ class SplitPipelineStage(RuntimeStage):
         return hooked
 
     def _end(self) -> None:
-        """Every microbatch of the step was added: hand the sums over, have them averaged where data
-        parallelism is to, and reduced where the schedule will not ask for that.
+        """End the step after its last microbatch.
+
+        Publish the gradients, average them over data-parallel ranks, and reduce sharded ones unless
+        the schedule has a REDUCE_GRAD.
         """
         hooked = self._publish()
         if isinstance(self._submodule, DistributedDataParallel):
@@ -325,69 +342,74 @@ class SplitPipelineStage(RuntimeStage):
         self.wait_for_gradient_reduction(grad_scale_factor)
 
     def start_gradient_reduction(self) -> None:
-        """The first half of it, which torch asks for by itself from 2.15 on."""
+        """Reduce the gradients of sharded parameters; torch calls it from 2.15 on."""
         self.sharding.reduce(self._step.divisor)
         self.sharding.reshard()
 
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
-        """The second half."""
+        """Divide reduced gradients by the schedule's factor; torch calls it from 2.15 on."""
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide what this step added to the gradients."""
+        """Divide the gradients that this step has added."""
         self._step.scale(grad_scale_factor)
 
-    def _called(self, kind: str, chunk: int, run: Callable[..., T], *args: Any) -> T:
-        """Run a graph; what it raises says where."""
+    def _call_graph(self, kind: str, chunk: int, run: Callable[..., T], *args: Any) -> T:
+        """Run a graph; its errors name the call, the microbatch and the stage."""
         try:
             return run(*args)
         except Exception as error:
             failed = failed_call(f"{kind} of microbatch {chunk} of {self._owner}", error)
         raise failed
 
-    def _send_back(
-        self, chunk: int, metas: Sequence[TensorMeta], found: Sequence[Tensor | None]
+    def _queue_gradients(
+        self, chunk: int, metas: Sequence[StridedTensorMeta], input_grads: Sequence[Tensor | None]
     ) -> None:
-        """Have gradients sent of what was received, as it lay in memory; zeros where one is waited
-        for.
+        """Queue the gradients of received inputs, with the strides of the inputs.
+
+        If the previous stage waits for a gradient that is None, zeros are sent.
         """
-        each = zip(found, metas, self.shapes.wanted, strict=False)
+        rows = zip(input_grads, metas, self.shapes.wanted, strict=False)
         self.bwd_cache[chunk] = tuple(
             [
                 as_received(grad, meta, self.device) if is_wanted else None
-                for grad, meta, is_wanted in each
+                for grad, meta, is_wanted in rows
             ]
         )
 
-    def _hand_to_roots(self, chunk: int, found: Sequence[Tensor | None]) -> None:
-        """Let autograd have the gradients of what the caller of ``step`` gave."""
+    def _backward_roots(self, chunk: int, input_grads: Sequence[Tensor | None]) -> None:
+        """Backpropagate the gradients of inputs that the caller of ``step`` passed."""
         if chunk not in self._roots:
             return
-        pairs = [(tensor, found[at]) for at, tensor in self._roots.pop(chunk)]
+        pairs = [(tensor, input_grads[at]) for at, tensor in self._roots.pop(chunk)]
         wanted = [(tensor, grad) for tensor, grad in pairs if grad is not None]
         if wanted:
             torch.autograd.backward([t for t, _ in wanted], [g for _, g in wanted])
 
-    def _kept_roots(
+    def _keep_roots(
         self, chunk: int, functions: SplitFunctions, leaves: Sequence[Any], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Inputs that the caller of ``step`` gave and the module writes into, by their paths; those
-        that need a gradient are kept for the backward.
+        """Keep the caller's inputs that need a gradient, for the backward.
+
+        Returns:
+            The caller's inputs that the module writes into, by path.
         """
         if not self.is_first and not kwargs:
             return {}
-        received = 0 if self.is_first else len(leaves) - self._given_by_keyword(kwargs)
+        received = 0 if self.is_first else len(leaves) - self._count_by_keyword(kwargs)
         named = enumerate(zip(functions.capture.inputs, leaves, strict=True))
-        mine = [(at, name, leaf) for at, (name, leaf) in named if at >= received]
+        own_inputs = [(at, name, leaf) for at, (name, leaf) in named if at >= received]
         if functions.has_backward:
-            wanted = [(at, t) for at, _, t in mine if isinstance(t, Tensor) and t.requires_grad]
+            wanted = [
+                (at, t) for at, _, t in own_inputs if isinstance(t, Tensor) and t.requires_grad
+            ]
             if wanted:
                 self._roots[chunk] = wanted
         written = functions.updated_inputs
-        return {name: leaf for _, name, leaf in mine if name in written} if written else {}
+        return {name: leaf for _, name, leaf in own_inputs if name in written} if written else {}
 
-    def _given_by_keyword(self, kwargs: dict[str, Any]) -> int:
+    def _count_by_keyword(self, kwargs: dict[str, Any]) -> int:
         return len(flatten((), kwargs)[0]) if kwargs else 0
 
     def _step_graphs(
@@ -397,39 +419,41 @@ class SplitPipelineStage(RuntimeStage):
         leaves: list[Any],
         structure: Hashable,
     ) -> tuple[SplitFunctions, Results, State]:
-        """What runs a microbatch. Nobody changes a module between those of one step, so that it is
-        looked at once for inputs of a kind; but the forward itself may write what decides.
+        """The graphs, outputs and state for a microbatch.
+
+        A module does not change between the microbatches of a step, so guards are checked once per
+        input signature. But if the forward itself updates state, they are checked every time.
         """
         signature = CallSignature.of(leaves, structure)
-        found = self._steady.get(signature)
-        if found is None:
-            functions = self._fitting(args, kwargs, leaves, structure)
-            found = functions, self._results_of(functions), self._graphs.state()
+        graphs = self._steady.get(signature)
+        if graphs is None:
+            functions = self._graphs_for(args, kwargs, leaves, structure)
+            graphs = functions, self._results_of(functions), self._graphs.state()
             plain = {Tensor}.issuperset(map(type, leaves)) and not self.sharding.groups
             if plain and not functions.updated_state:
-                self._steady[signature] = found
-        return found
+                self._steady[signature] = graphs
+        return graphs
 
-    def _fitting(
+    def _graphs_for(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
         structure: Hashable,
     ) -> SplitFunctions:
-        """The graphs for these inputs and the module as it is now.
+        """The graphs for these inputs and the module's current state.
 
         Raises:
-            CaptureError: there is no such graph; names the line and what to do.
+            CaptureError: the module cannot be captured; names the line and what to do.
             PipelineError: an operator refuses the inputs.
-            Exception: as the forward itself raises it.
+            Exception: the error of the forward itself.
         """
         with torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled()):
             try:
                 return self._graphs.fitting(args, kwargs, leaves, structure)
             except CaptureError as error:
                 refused = error
-        # Here, so that the user's own error comes alone.
+        # After the except block, so that the user's own error has no context.
         refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
         raise refused_capture(self._owner, leaves, refused)
 

@@ -31,7 +31,7 @@ class StageShapeError(PipelineError, _MetadataError):  # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorMeta:
+class StridedTensorMeta:
     """What stages agree on about a tensor that crosses between them: how it lies in memory, and
     whether a gradient comes back for it.
     """
@@ -42,7 +42,7 @@ class TensorMeta:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorMeta:
+    def of(cls, tensor: Tensor) -> StridedTensorMeta:
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
@@ -61,10 +61,10 @@ class StageShapes:
         wanted: for each input, whether the stage before waits for its gradient.
     """
 
-    inputs: Sequence[Sequence[TensorMeta]] = ()
+    inputs: Sequence[Sequence[StridedTensorMeta]] = ()
     structure: TreeSpec | None = None
     results: Sequence[Any] = ()
-    gradients: Sequence[Sequence[TensorMeta | None]] = ()
+    gradients: Sequence[Sequence[StridedTensorMeta | None]] = ()
     wanted: Sequence[bool] = ()
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -182,7 +182,7 @@ class RuntimeStage(PipelineStage):
         self,
         buffers: dict[int, Sequence[Tensor | None]],
         chunk: int,
-        metas: Sequence[TensorMeta | None],
+        metas: Sequence[StridedTensorMeta | None],
         source: int,
     ) -> list[dist.P2POp]:
         room = [None if meta is None else meta.empty(self.device) for meta in metas]

@@ -53,10 +53,10 @@ def test_an_assertion_about_values_is_in_the_graph() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (0, "step() was given no inputs on the rank of stage 0 (Linear)"),
+        (0, "step() got no inputs on the rank of stage 0 (Linear)"),
         (
             2,
-            "too many positional arguments; step() was given 2 positional argument(s), and",
+            "too many positional arguments; step() got 2 positional argument(s), and",
         ),
     ],
 )
