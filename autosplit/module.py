@@ -1,4 +1,4 @@
-"""``SplitModule``: an ``nn.Module`` whose ``backward()`` runs I and whose W is deferred."""
+"""``SplitModule``: an ``nn.Module`` whose ``backward()`` runs I, and whose W runs later."""
 
 from __future__ import annotations
 
@@ -43,52 +43,54 @@ if TYPE_CHECKING:
     from autosplit.dynamo.partial_model import PartialModel
     from autosplit.sharded import ShardedModule
 
-# Not copied or pickled; a copy captures anew.
+# Attributes that are not copied or pickled; a copy captures its own graphs.
 _TRANSIENT = ("_fallback", "_graphs", "_queue", "_anchor", "_sharded")
 
 
 class SplitModule(ModuleProxy):
-    """A module whose ``backward()`` stops at the input gradients.
+    """A module that trains like its model, and whose ``backward()`` leaves weight gradients for
+    later.
 
-    Calls, attributes, parameters, ``state_dict`` and ``train()``/``eval()`` are those of the model,
-    which is ``unsplit``: the very same tensors under the same names, and an attribute that is set
-    here is set there. After ``loss.backward()`` the weight gradients of that microbatch are
-    pending, and ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one
-    (clipping, a scaler, an optimizer's step) has everything computed that is pending;
-    ``backward_weight()`` is for choosing when. Where ``.grad`` is set to None or replaced, what
-    was pending for it is dropped, with the last one of a microbatch its memory when the next
-    forward starts. Where a
-    hook waits for a parameter's gradient, ``backward()`` computes weight gradients too, as an
-    optimizer may step in it; ``report()`` names such parameters. A step compiled with
-    ``fullgraph=True`` cannot have gradients computed: call ``backward_weight()`` before it, and
-    before what reads memory that ``.grad`` shares. Where no input needs a gradient, ``backward()``
-    computes the derivatives down to the earliest parameters. ``torch.autograd.grad`` and
-    ``backward(inputs=...)`` leave nothing pending: they ask for input gradients only; asked for
-    parameters they raise ``SplitError`` (see docs/limitations.md). Parameters that are computed
-    (``torch.func.functional_call``) get their gradients at once.
+    ``autosplit.split`` creates it. Parameters, buffers, submodules and attributes are those of the
+    model, which is ``unsplit``; ``state_dict``, ``train()`` and ``to()`` act on it.
 
-    A graph is captured for each combination of input structure, shapes, dtypes, devices and
-    ``requires_grad``, of values of numbers and strings, and of everything else that the forward
-    reads: attributes, globals, hooks, train/eval mode, grad mode, autocast. Whatever of that
-    changes, the next call finds another graph that fits or captures one. At most ``max_graphs``
-    are kept; beyond that the one unused for longest is dropped, with a warning. Under
-    ``torch.no_grad()`` and backend "eager" the model itself runs.
+    **Weight gradients.** After ``loss.backward()``, the weight gradients of that microbatch are
+    pending, and each parameter's ``.grad`` is a lazy gradient. They are computed when
 
-    Inside ``DistributedDataParallel``, a forward outside ``no_sync()`` computes what is pending,
-    and its ``backward()`` computes weight gradients too: ranks average them there, not where each
-    happens to use them first.
+    - ``backward_weight()`` is called;
+    - something reads a lazy gradient: gradient clipping, a ``GradScaler``, an optimizer's step;
+    - more than ``max_pending`` microbatches are pending.
 
-    A call that fails where it is traced, though not otherwise, runs by plain autograd, with a
-    warning; ``report()`` counts such calls.
+    Setting ``.grad`` to None, or replacing it, drops what is pending for that parameter.
 
-    It can stand for the model where a library asks: ``isinstance`` and ``inspect.signature`` of
-    ``forward`` give the model's answers, ``len()``, indices and iteration work where the model has
-    them, and a ``forward`` that is set here is called here, around the split one. ``torch.export``
-    and ``torch.jit.trace`` record the model, without split; for ``torch.jit.script`` and
-    ``torch.fx.symbolic_trace`` give them ``.unsplit``.
+    ``backward()`` computes weight gradients, too, if a parameter has a hook (an optimizer may step
+    in it; ``report()`` names such parameters), if parameters are computed
+    (``torch.func.functional_call``), or inside ``DistributedDataParallel`` outside of
+    ``no_sync()``, where ranks average gradients. ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` compute input gradients only; with parameters they raise
+    ``SplitError``.
 
-    Several threads may call one split module. A copy, by ``copy`` or ``pickle``, captures its
-    own graphs; what is pending stays with the original, as ``.grad`` does.
+    An optimizer step compiled with ``fullgraph=True``, and code that reads the memory of a gradient
+    past ``.grad``, cannot trigger the computation: call ``backward_weight()`` first. If no input
+    needs a gradient, ``backward()`` computes derivatives down to the earliest parameters.
+
+    **Graphs.** A graph is captured for each combination of the structure, shapes, dtypes, devices
+    and ``requires_grad`` of inputs, of the values of numbers and strings, and of everything else
+    that the forward reads: attributes, globals, hooks, train or eval mode, grad mode, autocast. If
+    any of that changes, the next call uses another graph that fits, or captures one. Beyond
+    ``max_graphs``, the graph that was unused for longest is dropped, with a warning. Under
+    ``torch.no_grad()`` with backend "eager", the model itself runs. A call that fails only while it
+    is captured runs by plain autograd, with a warning; ``report()`` counts these.
+
+    **As a stand-in.** ``isinstance``, ``len()``, indexing, iteration, and ``inspect.signature`` of
+    ``forward`` answer as for the model. A function that is assigned to ``forward`` here wraps the
+    split forward. ``torch.export`` and ``torch.jit.trace`` record the model. For
+    ``torch.jit.script`` and ``torch.fx.symbolic_trace``, pass ``.unsplit``.
+
+    Threads may share a split module. A copy, by ``copy`` or ``pickle``, captures its own graphs;
+    pending gradients stay with the original.
+
+    docs/limitations.md lists everything that differs from plain autograd.
     """
 
     _options: SplitOptions
@@ -122,46 +124,50 @@ class SplitModule(ModuleProxy):
         self._attach()
 
     def _attach(self) -> None:
-        """Start without graphs and pending work."""
-        own = self.__dict__
-        options, require_graph = own["_options"], own["_fullgraph"]
-        own["_sharded"] = sharded = _sharded(self.unsplit)
-        own["_bound"] = dataclasses.replace(own["_bound"], early=0)
+        """Drop all graphs and pending work, and read whether the model is sharded now."""
+        attributes = self.__dict__
+        options, require_graph = attributes["_options"], attributes["_fullgraph"]
+        attributes["_sharded"] = sharded = _sharded(self.unsplit)
+        attributes["_bound"] = dataclasses.replace(attributes["_bound"], early=0)
         delivery: Delivery
         if sharded is None:
             delivery = Delivery()
-            own["_queue"] = PendingQueue(delivery, own["_bound"])
-        else:  # FSDP's hooks do not run inside of parts
+            attributes["_queue"] = PendingQueue(delivery, attributes["_bound"])
+        else:  # FSDP's hooks do not run inside of a model that is split graph by graph
             delivery = ShardedDelivery(sharded)
-            own["_queue"], require_graph = ShardedQueue(delivery, own["_bound"]), True
-        own["_fallback"] = Fallback(self.unsplit, options, require_graph, own["_queue"])
-        own["_graphs"] = Specializations(
+            attributes["_queue"], require_graph = ShardedQueue(delivery, attributes["_bound"]), True
+        attributes["_fallback"] = Fallback(
+            self.unsplit, options, require_graph, attributes["_queue"]
+        )
+        attributes["_graphs"] = Specializations(
             self.unsplit,
             options,
-            limit=own["_max_graphs"],
+            limit=attributes["_max_graphs"],
             require_graph=require_graph,
-            traced=own["_queue"].hidden,
+            traced=attributes["_queue"].hidden,
             sharding=sharded,
         )
-        own["_anchor"] = WeightAnchor(own["_queue"], sharded)
+        attributes["_anchor"] = WeightAnchor(attributes["_queue"], sharded)
 
     @ProxiedForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward.
+        """Run the model's forward, so that ``backward()`` of its outputs runs I.
 
         Raises:
-            CaptureError: with ``fullgraph``, the model cannot be traced for these inputs.
-            SplitError: the graph cannot be split, or the call is inside a ``torch.func``
-                transform.
-            ShardedError: the model is sharded in a way that cannot be taken apart.
+            CaptureError: with ``fullgraph``, the model cannot be captured for these inputs.
+            SplitError: with ``fullgraph``, the graph cannot be split; or the call is inside a
+                ``torch.func`` transform.
+            ShardedError: the model is sharded in a way that graphs cannot reproduce.
         """
         if in_transform():
             raise SplitError(
-                "a split module inside a torch.func transform (vmap, grad, jvp, ...) or "
-                "forward-mode differentiation: its backward leaves out the weights, which these "
-                "would not notice; transform the unsplit model, which is .unsplit of this one"
+                "a split module was called inside a torch.func transform (vmap, grad, jvp, ...) or "
+                "forward-mode differentiation, which would silently lack its weight gradients; "
+                "transform the unsplit model instead, which is .unsplit of this one"
             )
-        if self._sharded is None and is_fsdp_managed(self.unsplit):  # by now; no guard looks for it
+        if self._sharded is None and is_fsdp_managed(
+            self.unsplit
+        ):  # sharded since; no guard checks it
             self._attach()
         if self._queue.microbatches:
             self._queue.make_room()
@@ -170,10 +176,11 @@ class SplitModule(ModuleProxy):
         except ShardedError:
             if self._sharded is not None or fsdp_part(self.unsplit) is None:
                 raise
-        self._attach()  # a part was sharded since
+        self._attach()  # fully_shard was called for a part since
         return self.forward(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward by a graph, graph by graph, or without one."""
         parallel = data_parallel()
         fused_backward = parallel is not None and synchronises()
         if parallel is not None:
@@ -193,20 +200,25 @@ class SplitModule(ModuleProxy):
             raise
         except FailingCallError as error:
             failing = error
-        except FirstCallError:  # it has effects that later calls do not have, which may be captured
+        except FirstCallError:  # it has side effects; later calls may have none
             self.backward_weight()
             return self.unsplit(*args, **kwargs)
         except (CaptureError, SplitError) as error:
             return fallback.run_by_graphs(fallback.split_by_graphs(error), args, kwargs)
-        if failing is not None:  # here, so that the user's own error comes alone
+        if failing is not None:  # outside of except, so that the user's error has no context
             return fallback.run_unsplit(failing, args, kwargs)
         return self._run(functions, leaves, parallel, fused_backward)
 
     def _run(
         self, functions: SplitFunctions, leaves: list[Any], parallel: Any, fused_backward: bool
     ) -> Any:
-        """F of a captured graph, as autograd sees it; with ``fused_backward`` its backward is I and
-        W. ``parallel``: the data parallelism around it.
+        """Run F of captured graphs as one node of autograd's graph.
+
+        Args:
+            functions: the graphs.
+            leaves: the flattened inputs.
+            parallel: the data parallelism around this module; None without.
+            fused_backward: whether ``backward()`` computes weight gradients, too.
         """
         state = self._graphs.state()
         if functions.updated_inputs:
@@ -230,37 +242,38 @@ class SplitModule(ModuleProxy):
 
     @untraced
     def backward_weight(self, microbatches: int | None = None) -> None:
-        """Compute pending weight gradients and accumulate them into ``.grad``.
+        """W: compute pending weight gradients, and accumulate them into ``.grad``.
 
-        They arrive as from an ordinary ``backward()``, of a time before any hook: gradients add up
-        one microbatch after the other, bit for bit. A parameter that was replaced since
-        the forward gets its gradient all the same; the new one none. Where this raises while it
-        computes, the microbatches that were asked for are gone, and ``.grad`` raises when it is
-        used: call ``zero_grad()`` and start the step again.
+        Gradients are added one microbatch after the other, oldest first, with the bits of ordinary
+        backwards. A parameter that was replaced since the forward still gets its gradient; its
+        replacement gets none.
+
+        If a computation raises, these microbatches are lost, and reading ``.grad`` raises: call
+        ``zero_grad()``, and start the step again.
 
         Args:
-            microbatches: how many, the oldest ``backward()`` first; all where None.
+            microbatches: the number of microbatches, oldest ``backward()`` first; None: all.
 
         Raises:
-            SplitError: fewer than asked for are pending, or a deferred tensor was written in
-                place since.
+            SplitError: fewer microbatches are pending, or a deferred tensor was written in place
+                since its ``backward()``.
         """
         self._queue.compute(microbatches)
 
     def discard(self) -> None:
-        """Forget what is pending, as if its ``backward()`` had not been: ``.grad`` of each
-        parameter is what it was before, and holds what came from elsewhere meanwhile.
+        """Drop all pending weight gradients. ``.grad`` keeps what was accumulated before, and what
+        other losses have added since.
         """
         self._queue.discard()
 
     @property
     def pending(self) -> int:
-        """Microbatches whose weight gradients have not been computed."""
+        """The number of microbatches whose weight gradients are not computed yet."""
         return self._queue.pending
 
     @property
     def max_pending(self) -> float:
-        """How many microbatches may wait, see ``autosplit.split``; may be set."""
+        """The number of microbatches that may be pending, see ``autosplit.split``; settable."""
         return self._bound.limit
 
     @max_pending.setter
@@ -269,21 +282,29 @@ class SplitModule(ModuleProxy):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of distinct storage that pending microbatches hold."""
+        """Bytes of distinct storage that the pending microbatches hold."""
         return self._queue.bytes
 
     @property
     def functions(self) -> tuple[SplitFunctions, ...]:
-        """F, I, W and B of every graph that is kept, the latest used last."""
+        """F, I, W and B of each captured graph, the most recently used last."""
         return self._graphs.captured
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
-        """Capture and compile the graph for inputs like these now, without running anything;
-        but where a first call fills caches or builds submodules, that call is made, with its
-        random numbers put back.
+        """Capture and compile the graph for inputs like these now, without running it.
+
+        If the model's first call fills caches or builds submodules, that call is made, and the
+        random generators are restored.
+
+        Args:
+            args: example positional inputs.
+            kwargs: example keyword inputs.
+
+        Returns:
+            F, I, W and B of the graph.
 
         Raises:
-            CaptureError: the model cannot be traced for these inputs.
+            CaptureError: the model cannot be captured for these inputs.
             SplitError: the graph cannot be split.
         """
         return self._capture(args, kwargs, called=False)
@@ -297,10 +318,11 @@ class SplitModule(ModuleProxy):
         return functions
 
     def report(self) -> str:
-        """Tables: per graph ops, FLOPs, bytes; the boundary between I and W, tensor by tensor.
+        """Tables of the latest graphs: operators, FLOPs and bytes of each graph, and the tensors at
+        the boundary between I and W.
 
-        For a model that is split in parts: which parts are, which are not and why, and what
-        share of the weight gradients' FLOPs is deferred.
+        For a model that is split graph by graph: the graphs, the code between them with reasons,
+        and the share of the weight gradients' FLOPs that is deferred.
 
         Raises:
             SplitError: nothing has been captured yet.
@@ -320,7 +342,10 @@ class SplitModule(ModuleProxy):
         return "\n\n".join([tables, *self._bound.text(), *static, *hooks, *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write the latest graphs as readable, runnable code, with tables of the boundaries.
+        """Write the latest graphs as readable, runnable Python, with tables of the boundaries.
+
+        Args:
+            folder: the folder for the files; created if it does not exist.
 
         Raises:
             SplitError: nothing has been captured yet.
@@ -333,13 +358,13 @@ class SplitModule(ModuleProxy):
             dump(self._graphs.latest, folder, type(self.unsplit).__name__)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Gradients are moved and converted with their parameters, so they must be there."""
+        """Compute pending gradients first, because they are moved and converted with parameters."""
         self.backward_weight()
         return super()._apply(fn, recurse)
 
     @property
     def _by_graphs(self) -> PartialModel | None:
-        """The model split graph by graph, where that is what reports are about."""
+        """The model split graph by graph, if calls use it; otherwise None."""
         fallback = self._fallback
         return fallback.partial if fallback.is_in_use else None
 
@@ -352,10 +377,10 @@ class SplitModule(ModuleProxy):
 
 
 def _sharded(model: nn.Module) -> ShardedModule | None:
-    """The model as ``fully_shard`` has sharded it, or a part of it.
+    """The ``ShardedModule`` of a model that ``fully_shard`` has sharded, at least in part; or None.
 
     Raises:
-        ShardedError: in a way that cannot be taken apart.
+        ShardedError: the model is sharded in a way that graphs cannot reproduce.
     """
     if fsdp_part(model) is None:
         return None

@@ -1,5 +1,6 @@
-"""``ShardedModule``: a module whose forward and backward are graphs, and which ``fully_shard`` may
-have sharded; ``Gathering``: gathers its parameters where a graph, or a block's call, reads them.
+"""``ShardedModule``: FSDP2's work for a module whose forward, I and W are graphs.
+
+``Gathering`` gathers parameters for the call of each graph or repeated block.
 """
 
 from __future__ import annotations
@@ -22,33 +23,35 @@ if TYPE_CHECKING:
     from autosplit.torch_internals.fsdp import ParameterGroup, PlainView, Root
 
 Writes = Sequence[int]
-"""How often each sharded parameter was written."""
+"""The version counter of each sharded parameter."""
 
 
 class ShardedModule:
-    """Takes the part of FSDP's hooks for a module whose forward, I and W are graphs.
+    """Does for graphs what FSDP2's hooks do for modules: gathers, reshards and reduces.
 
-    A graph reads gathered parameters: ``gathering`` gathers them for it, block by block, and
-    reshards them as ``fully_shard`` was told. Weight gradients are accumulated unreduced, in the
-    policy's ``reduce_dtype``, and reduced once for each parameter group when ``reduce`` is called,
-    into ``.grad`` of the sharded parameters: as with FSDP and
-    ``set_requires_gradient_sync(False)`` for all microbatches but the last.
+    A graph reads gathered parameters. ``gathering`` gathers them before the call, block by block,
+    and reshards them by the options of ``fully_shard``. Weight gradients are accumulated unreduced,
+    in the policy's ``reduce_dtype``. ``reduce`` reduces them once for each parameter group, into
+    ``.grad`` of the sharded parameters, as FSDP2 does if ``set_requires_gradient_sync(False)``
+    holds for all microbatches except the last.
 
-    ``PipelineTrainer`` gathers parameters before a step and frees them behind it; torch's schedules
-    may say when (UNSHARD, RESHARD). Under one that does not, graphs gather those that are to be
-    freed after a forward, block by block (ZeRO-3); the others are gathered at the first microbatch
-    and freed when gradients are reduced (ZeRO-2).
+    When parameters are gathered and freed:
+
+    - under ``PipelineTrainer``, before and after a step;
+    - under a torch schedule with UNSHARD and RESHARD, at these actions;
+    - otherwise, with ``reshard_after_forward`` (ZeRO-3), for each block's call; without it
+      (ZeRO-2), gathered at the first microbatch and freed when gradients are reduced.
 
     Args:
-        module: what ``fully_shard`` was called with, whole or in parts, or will be.
+        module: the module, for which, or for parts of which, ``fully_shard`` was or will be called.
 
     Attributes:
-        groups: its parameter groups; none where nothing is sharded, or was when it was looked at.
-        gathering: gathers them for graphs; None likewise.
-        memory: where gathered parameters lie, freed or not -> their group.
+        groups: the parameter groups; empty if nothing was sharded at the last ``find_groups``.
+        gathering: gathers parameters for graphs; None if ``groups`` is empty.
+        memory: storage of a gathered parameter, freed or not -> its group.
 
     Raises:
-        ShardedError: it is sharded in a way that cannot be taken apart; says which.
+        ShardedError: the module is sharded in a way that graphs cannot reproduce; says how.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -59,10 +62,14 @@ class ShardedModule:
         self._owners: dict[int, Tensor] = {}
         self.memory: dict[int, ParameterGroup] = {}
         self.gathering: Gathering | None = None
-        self.look()
+        self.find_groups()
 
-    def look(self) -> None:
-        """Find out whether the module is sharded by now, before anything is traced."""
+    def find_groups(self) -> None:
+        """Set ``groups`` if the module has been sharded since; call it before each capture.
+
+        Raises:
+            ShardedError: see the class.
+        """
         module = self._module
         if self.gathering is not None or fsdp_part(module) is None:
             return
@@ -77,15 +84,15 @@ class ShardedModule:
             if group.refusal:
                 raise ShardedError(
                     f"fully_shard was called for {group.name} {group.refusal}. Such parameters "
-                    "cannot be gathered for one graph: call it without that, or use the model "
-                    "unsplit"
+                    "cannot be gathered for one graph: call fully_shard without that, or use the "
+                    "unsplit model"
                 )
         self._views = [fsdp.PlainView(part) for part in module.modules() if fsdp.is_managed(part)]
         self.gathering = Gathering(self)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """The module as if it were not sharded: to be captured, and for guards to be asked."""
+        """A context in which the module is a plain one, for captures and guards."""
         with self.standing_in():
             for view in self._views:
                 view.enter()
@@ -97,12 +104,12 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """The module holds its gathered parameters, which may be without memory."""
+        """A context in which the module has its gathered parameters, possibly without memory."""
         self._make_ready()
         with contextlib.ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(group.standing_in())
-            self._note()
+            self._index_parameters()
             yield
 
     @property
@@ -111,38 +118,40 @@ class ShardedModule:
         return all(group.is_unsharded for group in self.groups)
 
     def unshard(self, *, whole: bool = False) -> bool:
-        """Gather parameters that are not: one all-gather a group, all under way at once.
+        """Gather parameters that are not gathered: one all-gather per group, all started at once.
 
         Args:
-            whole: all, and not only those that a forward leaves gathered.
+            whole: whether to gather all groups, instead of those that stay gathered after a
+                forward.
 
         Returns:
-            whether there were any.
+            whether any group was gathered.
         """
         if not self.groups:
             return False
         self._make_ready()
         kept = [group for group in self.groups if whole or not group.frees]
-        waiting = [group for group in kept if not group.is_unsharded]
-        for group in waiting:
+        missing = [group for group in kept if not group.is_unsharded]
+        for group in missing:
             group.start_unshard()
-        for group in waiting:
+        for group in missing:
             group.finish_unshard()
-        self._note()
-        return bool(waiting)
+        self._index_parameters()
+        return bool(missing)
 
     def _make_ready(self) -> None:
-        for root in self._roots:  # not before parameters have left the meta device
+        """Initialize FSDP lazily, which needs parameters that are not on the meta device."""
+        for root in self._roots:
             root.make_ready()
 
-    def _note(self) -> None:
-        """Which gathered parameter is whose, and where it lies."""
-        found = [(group, *pair) for group in self.groups for pair in group.pairs]
-        owners = {id(whole): sharded for _, sharded, whole in found}
+    def _index_parameters(self) -> None:
+        """Record the sharded parameter, and the group, of each gathered parameter."""
+        parameters = [(group, *pair) for group in self.groups for pair in group.pairs]
+        owners = {id(whole): sharded for _, sharded, whole in parameters}
         if owners.keys() == self._owners.keys():
             return
         self._owners, self.memory = owners, {}
-        for group, _, whole in found:
+        for group, _, whole in parameters:
             local = local_tensor(whole)
             allow_other_memory((whole, local))
             self.memory[local.untyped_storage()._cdata] = group
@@ -153,7 +162,7 @@ class ShardedModule:
             group.reshard()
 
     def owner(self, parameter: Tensor) -> Tensor:
-        """The sharded parameter of a gathered one; another parameter is its own."""
+        """The sharded parameter of a gathered one; any other parameter itself."""
         return self._owners.get(id(parameter), parameter)
 
     @property
@@ -162,22 +171,25 @@ class ShardedModule:
         return [*self._owners.values()]
 
     def writes(self) -> Writes:
-        """How often each sharded parameter was written by now."""
+        """The present version counter of each sharded parameter."""
         return [count for group in self.groups for count in group.writes]
 
     def check(self, writes: Writes) -> None:
-        """Refuse a backward on other parameters than those of the forward.
+        """Refuse a backward if sharded parameters were written since the forward.
+
+        Args:
+            writes: the result of ``writes`` at the forward.
 
         Raises:
-            SplitError: says which group's were written.
+            SplitError: names the group.
         """
         if writes == self.writes():
             return
-        left = list(writes)
+        remaining = list(writes)
         for group in self.groups:
             now = group.writes
-            before, left = left[: len(now)], left[len(now) :]
-            if before != now:
+            at_forward, remaining = remaining[: len(now)], remaining[len(now) :]
+            if at_forward != now:
                 raise SplitError(
                     f"sharded parameters of {group.name} were written between the forward and its "
                     "backward (an optimizer's step, load_state_dict): the backward would read the "
@@ -185,24 +197,34 @@ class ShardedModule:
                 )
 
     def accumulate(self) -> None:
-        """Take weight gradients of a microbatch from where W has put them."""
+        """Add a microbatch's weight gradients, which W left in ``.grad`` of gathered parameters, to
+        the unreduced sums.
+        """
         for group in self.groups:
             group.accumulate()
 
     def reduce(self, divisor: int = 1) -> None:
-        """Reduce what was accumulated since the last time: one reduce-scatter for each group that
-        has gradients, in the same order on every rank; none where ``set_requires_gradient_sync``
-        is off.
+        """Reduce the gradients that were accumulated since the last call.
+
+        Collective: one reduce-scatter for each group with gradients, in the same order on every
+        rank; none for groups with ``set_requires_gradient_sync(False)``.
 
         Args:
-            divisor: of what is reduced.
+            divisor: the number by which gradients are divided before.
         """
         if self.start_reduce(divisor):
             self.finish_reduce()
 
     def start_reduce(self, divisor: int = 1) -> bool:
-        """Start them, last modules first; whether there were any."""
-        groups = [each for each in reversed(self.groups) if each.reduces and each.unreduced]
+        """Start the reductions, last modules first.
+
+        Args:
+            divisor: as for ``reduce``.
+
+        Returns:
+            whether any was started.
+        """
+        groups = [group for group in reversed(self.groups) if group.reduces and group.unreduced]
         for group in groups:
             if divisor != 1:
                 group.divide(divisor)
@@ -210,28 +232,30 @@ class ShardedModule:
         return bool(groups)
 
     def finish_reduce(self) -> None:
-        """Wait for reductions that were started."""
+        """Wait for the reductions that ``start_reduce`` started."""
         for root in self._roots:
             root.finish_backward()
 
-    def lies_in_parameters(self, tensors: Iterable[Tensor | None]) -> bool:
-        """Whether one of these is in the memory of a gathered parameter, which comes and goes."""
+    def shares_parameter_memory(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Whether a tensor shares memory with a gathered parameter, which is freed by
+        resharding.
+        """
         return any(t is not None and t.untyped_storage()._cdata in self.memory for t in tensors)
 
     def forget(self, parameters: Collection[int]) -> None:
-        """Drop what was accumulated for some of the sharded parameters (their ``id``)."""
+        """Drop the unreduced gradients of some sharded parameters, given by their ``id``."""
         for key in parameters:
             for group in self.groups:
                 group.forget(key)
 
 
 class Gathering:
-    """Gathers parameters for the graphs of one module, and frees them as ``fully_shard`` was told.
+    """Gathers parameters for the graphs of one module, and frees them by ``fully_shard``'s options.
 
-    A group that one block alone reads is gathered for the call of that block, so that a deep model
-    has no more of its parameters at a time than under FSDP2 itself; what else a graph reads, for
-    the whole graph. Groups are found by the memory of what a graph is given: what F saves for the
-    backward may be a view of a parameter.
+    A group that only one block reads is gathered for the call of that block, so that a deep model
+    has no more parameters gathered at a time than under FSDP2. Other groups are gathered for the
+    whole graph. Groups are recognized by the memory of a graph's arguments, because a tensor that F
+    saves may be a view of a parameter.
 
     Args:
         sharded: the module.
@@ -239,52 +263,55 @@ class Gathering:
 
     def __init__(self, sharded: ShardedModule) -> None:
         self._sharded = sharded
-        self._left: set[ParameterGroup] = set()
+        self._gathered_by_forward: set[ParameterGroup] = set()
 
     def graph(self, name: str, module: fx.GraphModule, call: Boxed) -> Boxed:
-        """A graph of the module, with its parameters gathered around it.
+        """A function that runs a graph with its parameters gathered.
 
         Args:
-            name: of the graph: ``forward``, or one of the backward's.
+            name: the graph's name: ``forward``, or one of the backward graphs.
             module: the graph.
-            call: runs it.
+            call: runs the graph with parameters that are gathered.
         """
-        users = [_blocks(node) for node in placeholders(module.graph)]
+        readers_of_inputs = [_blocks(node) for node in placeholders(module.graph)]
 
         def run(args: list[Any]) -> list[Any]:
             blocks: dict[ParameterGroup, set[fx.Node | None]] = defaultdict(set)
-            for value, readers in zip(args, users, strict=True):
+            for value, readers in zip(args, readers_of_inputs, strict=True):
                 for group in self._groups((value,)):
                     blocks[group] |= readers
-            whole = [group for group, found in blocks.items() if len(found) > 1 or None in found]
-            return self._around(name, whole, call, args)
+            whole = [group for group, users in blocks.items() if len(users) > 1 or None in users]
+            return self._run_gathered(name, whole, call, args)
 
         return run
 
     def block(self, name: str, call: Boxed) -> Boxed:
-        """A graph that those of the module call, likewise."""
+        """A function that runs the graph of a repeated block with its parameters gathered."""
 
         def run(args: list[Any]) -> list[Any]:
-            return self._around(name, self._groups(args), call, args)
+            return self._run_gathered(name, self._groups(args), call, args)
 
         return run
 
     def _groups(self, values: Iterable[Any]) -> list[ParameterGroup]:
-        """The groups in whose gathered memory some of these are."""
-        known = self._sharded.memory
-        found = (
-            known.get(value.untyped_storage()._cdata)
+        """The groups whose gathered parameters share memory with these values."""
+        memory = self._sharded.memory
+        groups = (
+            memory.get(value.untyped_storage()._cdata)
             for value in values
             if isinstance(value, Tensor)
         )
-        return list(dict.fromkeys(group for group in found if group is not None))
+        return list(dict.fromkeys(group for group in groups if group is not None))
 
-    def _around(
+    def _run_gathered(
         self, name: str, groups: Sequence[ParameterGroup], call: Boxed, args: list[Any]
     ) -> list[Any]:
-        """A call between gathering and freeing; who else has gathered a group also frees it."""
+        """Gather the groups that are not gathered, call, and free those that were gathered here.
+
+        A group that a forward gathered and left gathered is freed by the backward.
+        """
         missing = [group for group in groups if not group.is_unsharded]
-        self._left.difference_update(missing)
+        self._gathered_by_forward.difference_update(missing)
         for group in missing:
             group.start_unshard()
         for group in missing:
@@ -295,13 +322,13 @@ class Gathering:
             if name.startswith("forward"):
                 for group in missing:
                     group.reshard_after_forward()
-                self._left.update(group for group in missing if group.is_unsharded)
+                self._gathered_by_forward.update(group for group in missing if group.is_unsharded)
             else:
-                for group in {*missing, *self._left.intersection(groups)}:
+                for group in {*missing, *self._gathered_by_forward.intersection(groups)}:
                     if group.reshards_after_backward:
                         group.reshard()
 
 
 def _blocks(node: fx.Node) -> set[fx.Node | None]:
-    """The calls of blocks that read an input; None stands for what else does."""
+    """The calls of repeated blocks that read an input; None stands for other readers."""
     return {user if SUBGRAPH in user.meta else None for user in node.users}

@@ -36,48 +36,63 @@ def split(
     max_graphs: int = 64,
     max_pending: float = 1,
 ) -> SplitModule:
-    """Split a model's backward into input gradients and weight gradients.
+    """Split a model's backward into input gradients (I) and weight gradients (W).
+
+    The returned module trains like the model. ``backward()`` runs I only; weight gradients are
+    computed by ``backward_weight()``, or when ``.grad`` is first read::
+
+        model = autosplit.split(model)
+        loss = model(x).square().mean()
+        loss.backward()            # I: gradients of x, and of everything before the model
+        model.backward_weight()    # W: .grad of the parameters; optional
+        optimizer.step()
 
     Args:
         model: any ``nn.Module``.
-        args: example positional inputs, a tuple or one tensor. With example inputs the graph is
-            captured here; without, at the first call. A first call that builds submodules or
-            fills caches is run as it is, by plain autograd, and the second captured.
+        args: example positional inputs: a tuple, or one tensor. With example inputs, the model is
+            captured now; without, at its first call. A first call that builds submodules or fills
+            caches runs by plain autograd, and the second call is captured.
         kwargs: example keyword inputs.
-        backend: how graphs are run. ``"eager"`` runs their operators one by one, with the bits of
-            plain autograd. ``"inductor"`` compiles each graph as ``torch.compile`` would: faster,
-            rounding differently, and with random numbers of its own for a seed; what was compiled
-            is kept in torch's cache on disk.
-        memory: what one microbatch holds. ``"fast"`` does nothing twice. ``"balanced"`` does
-            cheap operators again where that frees memory at a fiftieth of the step's time;
-            all weight gradients wait, and between I and W only what they need is held.
-            ``"lean"`` goes below that: it computes in I the weight gradients that free the most
-            bytes for their FLOPs; at least 55% of the FLOPs still wait. A number is a budget,
-            the bytes that one microbatch may hold between I and W; what F saves, parameters
-            and gradients are not in it. ``report()`` shows what the setting holds. A
-            model that is split in parts is split as ``"balanced"``; others raise.
-        overlap: what collectives of tensor parallelism take, as ``measure_collectives`` finds it;
-            None goes by an estimate. I computes the weight gradients that fit into its waits for
-            them. Give all ranks the same.
-        fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
-            graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
-            ``report()`` says what and why.
-        max_graphs: how many graphs to keep (see ``SplitModule``).
-        max_pending: how many microbatches (``backward()`` calls) may wait for their weight
-            gradients, at least 1. Those of the oldest are computed where the next forward starts,
-            so that its own may wait, or at the end of a ``backward()`` that leaves more. Raise it,
-            up to ``math.inf``, if you choose yourself when ``backward_weight()`` runs: each one
-            that waits holds memory.
+        backend: how graphs run. ``"eager"`` runs operator by operator; results equal plain autograd
+            bit for bit where the same kernels run. ``"inductor"`` compiles graphs as
+            ``torch.compile`` does: faster, with other rounding, and other random numbers for the
+            same seed. Compiled code is cached on disk by torch.
+        memory: memory per microbatch, traded for time:
+
+            - ``"fast"``: no operator runs twice.
+            - ``"balanced"``: cheap operators are recomputed if that saves memory, for up to 2% of
+              the step's time. All weight gradients are deferred to W.
+            - ``"lean"``: like ``"balanced"``, but I computes the weight gradients that free the
+              most bytes per FLOP; at least 55% of the FLOPs remain for W.
+            - a number: the most bytes of deferred tensors per microbatch, between I and W. Tensors
+              that F saves, parameters and gradients do not count.
+
+            ``report()`` shows the bytes. A model that is split graph by graph (see ``fullgraph``)
+            supports ``"balanced"`` only.
+        overlap: costs of tensor parallelism's collectives, from ``measure_collectives``; None: an
+            estimate. While I waits for a collective, it computes weight gradients that fit into the
+            wait. Must be equal on all ranks.
+        fullgraph: whether to refuse a model that one graph cannot contain. If False, such a model
+            is split graph by graph under ``torch.compile``, and code between graphs runs by plain
+            autograd; ``report()`` lists it with reasons.
+        max_graphs: the number of captured graphs that are kept, see ``SplitModule``; at least 1.
+        max_pending: the number of microbatches (``backward()`` calls) that may wait for their
+            weight gradients, at least 1. Beyond it, the oldest are computed when a forward starts
+            or a ``backward()`` ends. Each pending microbatch holds memory. Raise the bound, up to
+            ``math.inf``, to choose yourself when ``backward_weight()`` runs.
+
+    Returns:
+        a ``SplitModule`` that shares parameters, buffers and attributes with ``model``.
 
     Raises:
-        CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
+        CaptureError: with ``fullgraph``, the model cannot be captured for the example inputs; names
             the line.
-        SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
-            setting is unknown; a memory budget cannot be met; ``max_pending`` is less than 1;
-            or this is no module, no inputs.
-        ShardedError: the model is sharded in a way that cannot be taken apart, or a parameter is a
-            DTensor that cannot be trained.
-        FailingCallError: the forward fails for the example inputs, traced or not.
+        SplitError: with ``fullgraph``, the graph cannot be split; the backend or the memory setting
+            is unknown; the memory budget cannot be met; ``max_graphs`` or ``max_pending`` is less
+            than 1; ``model`` is not a module; or the example inputs do not fit its forward.
+        ShardedError: the model is sharded in a way that graphs cannot reproduce, or a parameter is
+            a DTensor that cannot be trained.
+        FailingCallError: the forward fails for the example inputs.
         BackendError: the backend cannot compile a graph.
     """
     if not isinstance(model, nn.Module):
@@ -104,28 +119,33 @@ def split(
             module._capture(args, dict(kwargs or {}))
         except (BackendError, FailingCallError, ShardedError):
             raise
-        except FirstCallError:  # that call is for the user to make, so nothing has begun
+        except FirstCallError:  # the user makes the first call, without a graph
             module._attach()
         except (CaptureError, SplitError) as error:
-            # A model in parts is not looked at before it is called.
+            # A model that is split graph by graph is captured at its first call only.
             if text := misfit(model, args, kwargs or {}):
-                told = f"the example inputs do not fit {type(model).__name__}.forward, which"
-                raise SplitError(f"{told} {text}") from None
+                name = f"{type(model).__name__}.forward"
+                raise SplitError(f"the example inputs do not fit {name}, which {text}") from None
             module._fallback.split_by_graphs(error)
     return module
 
 
 def _check_kind(model: nn.Module) -> None:
-    """Refuse modules whose forward cannot be looked into."""
+    """Refuse modules whose forward cannot be captured, whatever their inputs.
+
+    Raises:
+        SplitError: says what to split instead.
+    """
     refuse_proxies("split", model)
-    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise SplitError(
-            "DistributedDataParallel is to be around a split module, not inside of one, where it "
-            "would see no backward and ranks would not average: DistributedDataParallel("
-            "autosplit.split(module)), or with accelerate, split the model before prepare()"
+            "a split module cannot contain DistributedDataParallel, which would see no backward, "
+            "so that ranks would not average gradients. Wrap the split module instead: "
+            "DistributedDataParallel(autosplit.split(module)); with accelerate, split the model "
+            "before prepare()"
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise SplitError(
-            f"{type(model).__name__} is TorchScript, which cannot be traced into a graph of "
-            "forward and backward; split the nn.Module that it was made from"
+            f"{type(model).__name__} is TorchScript, which has no forward that can be captured; "
+            "split the nn.Module from which it was scripted or traced"
         )

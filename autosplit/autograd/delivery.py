@@ -177,7 +177,7 @@ class ShardedDelivery(Delivery):
 
     def _reads_parameters(self, work: PendingWork) -> bool:
         deferred = work.deferred
-        return bool(deferred.state) or self.sharded.lies_in_parameters(deferred.tensors)
+        return bool(deferred.state) or self.sharded.shares_parameter_memory(deferred.tensors)
 
 
 @contextlib.contextmanager

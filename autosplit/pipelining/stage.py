@@ -199,7 +199,7 @@ class SplitPipelineStage(RuntimeStage):
         """
         if first:
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
-        self.sharding.look()
+        self.sharding.find_groups()
         functions = self._graphs_for(args, kwargs, *flatten(args, kwargs))
         results = self._results_of(functions)
         if not self.is_last:

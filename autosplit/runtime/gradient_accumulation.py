@@ -104,7 +104,7 @@ class GradientSums:
 
         Returns:
             the parameters with hooks of ``register_post_accumulate_grad_hook``, or on their
-            ``AccumulateGrad`` node, which the caller calls when gradients are complete.
+            AccumulateGrad nodes, which the caller calls when gradients are complete.
         """
         published = [self._parameters[name] for name in self.tensors]
         for name in [*self.tensors]:
