@@ -17,6 +17,7 @@ import pytest
 
 from autosplit.passes.manager import PASSES
 from autosplit.torch_internals import OLDEST
+from autosplit.torch_internals.patches import ON_OBJECTS, STATE
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "passes").rglob("*.py")) + sorted((ROOT / "autosplit").rglob("*.py"))
@@ -259,3 +260,53 @@ def test_a_stale_name_is_found(name: str, known: set[str], files: list[str]) -> 
     assert is_stale(name, known, known, files)
     assert not is_stale("Stage.publish", known, known, files)
     assert documented("Made.\n\nArgs:\n    one: x\n        more: y\n    two: z\n") == ["one", "two"]
+
+
+# Calls that change state of the process, and calls that do so at the top level of a module.
+CHANGES = re.compile(
+    r".*\.config(?=\.patch$)"
+    r"|os\.environ\.(update|setdefault)|signal\.signal|gc\.(disable|freeze)|\w+\.addFilter"
+    r"|warnings\.(catch_warnings|filterwarnings)|_KEPT\.update"
+    r"|torch\.(_C\._set_mkldnn_enabled|set_num_threads|set_rng_state|set_default_\w+)"
+    r"|torch\.cuda\.set_device|register_(optimizer_step|module|pytree)_\w+"
+)
+KEEPS = re.compile(r"(threading\.)?(RLock|Lock|local)|ContextVar|(torch\.library\.)?Library")
+
+
+def state_of(tree: ast.Module) -> set[str]:
+    """Process-global state that a module keeps or changes, named as in ``STATE``."""
+    names = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        function = ast.unparse(call.func)
+        if function == "patched":
+            owner, name = call.args[:2]
+            attribute = (
+                f".{name.value}" if isinstance(name, ast.Constant) else f"[{ast.unparse(name)}]"
+            )
+            names.add(ast.unparse(owner) + attribute)
+        elif match := CHANGES.match(function):
+            names.add(match[0])
+    for statement in tree.body:
+        value = getattr(statement, "value", None)
+        if isinstance(value, ast.Call) and KEEPS.fullmatch(ast.unparse(value.func)):
+            names.add(ast.unparse(value.func))
+    return names
+
+
+def test_process_global_state_is_listed() -> None:
+    kept = {
+        (name, str(path.relative_to(ROOT)))
+        for path in SOURCES
+        for name in state_of(ast.parse(path.read_text()))
+    }
+    listed = [(row.name, row.file) for row in STATE]
+    assert kept == {*listed}
+    assert len(listed) == len({*listed})
+    for row in ON_OBJECTS:
+        assert row.name in (ROOT / row.file).read_text(), row.name
+
+
+def test_torch_is_patched_through_one_function() -> None:
+    """``unittest.mock`` is imported where ``patched`` is defined, and nowhere else."""
+    users = [path.name for path in SOURCES if "unittest" in path.read_text()]
+    assert users == ["patches.py"]

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from autosplit.capture.workarounds.dynamo import current_line
 from autosplit.errors import CaptureError, SplitError
 from autosplit.passes.analysis.operators import READ
 from autosplit.torch_internals.dynamo import source_name
+from autosplit.torch_internals.patches import patched
 
 _NUMBERS = {float: torch.float64, int: torch.int64}
 _READABLE = (Tensor, *_NUMBERS, bool, str, type(None))
@@ -110,9 +110,9 @@ class BackwardReads:
             return read
 
         with (
-            patch.object(AutogradFunctionApplyVariable, "trace_backward_graph", trace_backward),
-            patch.object(VariableTracker, "build", staticmethod(build_variable)),
-            patch.object(AutogradFunctionVariable, "var_getattr", attribute_of_function),
+            patched(AutogradFunctionApplyVariable, "trace_backward_graph", trace_backward),
+            patched(VariableTracker, "build", staticmethod(build_variable)),
+            patched(AutogradFunctionVariable, "var_getattr", attribute_of_function),
         ):
             yield
 

@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Sequence
 from traceback import FrameSummary
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -31,6 +30,7 @@ from autosplit.capture.diagnosis import forward_of, user_frame
 from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dynamo import source_name, traced_value
+from autosplit.torch_internals.patches import patched
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _MISSING, _UNKNOWN = object(), object()
@@ -92,8 +92,8 @@ def record_writes() -> Iterator[list[Written]]:
         return variables
 
     with (
-        patch.object(SideEffects, "_get_modified_vars", modified),
-        patch.object(SideEffects, "_capture_user_stack", note_stack),
+        patched(SideEffects, "_get_modified_vars", modified),
+        patched(SideEffects, "_capture_user_stack", note_stack),
     ):
         yield written
 

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import operator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree
@@ -28,6 +27,7 @@ from torch.utils._pytree import (
 )
 
 from . import TORCH
+from .patches import patched
 
 __all__ = ["TreeSpec", "flatten_named", "tree_flatten", "tree_map", "tree_unflatten"]
 
@@ -156,7 +156,7 @@ def _flatten(holder: Holder) -> tuple[list[Any], Skeleton]:
     kind = type(holder.value)
     if _is_block_mask(kind):
         # It would leave the function's tensors where they are if torch compiles something.
-        compiling = torch.compiler.is_compiling() and patch.object(
+        compiling = torch.compiler.is_compiling() and patched(
             torch.compiler, "is_compiling", lambda: False
         )
         with compiling or contextlib.nullcontext():

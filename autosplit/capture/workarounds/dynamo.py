@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
 from typing import Any, cast
-from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +26,7 @@ from torch._guards import TracingContext
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
 from autosplit.errors import CaptureError
+from autosplit.torch_internals.patches import patched
 
 
 def _by_captures() -> bool:
@@ -106,8 +106,8 @@ def refuse_lost_hooks() -> Iterator[None]:
         lines.pop(number, None)
 
     with (
-        patch.object(SideEffects, "register_hook", register_hook),
-        patch.object(SideEffects, "remove_hook", remove_hook),
+        patched(SideEffects, "register_hook", register_hook),
+        patched(SideEffects, "remove_hook", remove_hook),
     ):
         yield
     for line in lines.values():
@@ -157,7 +157,7 @@ def decide_masks_statically() -> Iterator[None]:
                 return ConstantVariable.create(None)
         return original(function, tx, args, kwargs)
 
-    with patch.object(UserFunctionVariable, "call_function", call_function):
+    with patched(UserFunctionVariable, "call_function", call_function):
         yield
 
 
@@ -186,7 +186,7 @@ def trace_quantizers() -> Iterator[None]:
     inlined_directories: Any = trace_rules.get_mod_inlinelist
     root = os.path.dirname(torch.__file__)
     quantizer_directories = {f"{root}/ao/nn/", f"{root}/ao/quantization/"}
-    with patch.object(
+    with patched(
         trace_rules, "get_mod_inlinelist", lambda: inlined_directories() | quantizer_directories
     ):
         yield
@@ -237,7 +237,7 @@ def limit_unrolling() -> Iterator[UnrollingLimit]:
         limit.see(graph)
         return original(graph, *args, **kwargs)
 
-    with patch.object(OutputGraph, "create_proxy", create_proxy):
+    with patched(OutputGraph, "create_proxy", create_proxy):
         yield limit
 
 
@@ -245,14 +245,14 @@ def skip_guard_timing() -> AbstractContextManager[Any]:
     """Context without torch's timing of guards. For a log, torch times the guards of each capture
     after it has flushed the processor's caches, for which it allocates 27 MiB.
     """
-    return patch.object(guards, "profile_guard_manager", lambda *args: 0.0, create=True)
+    return patched(guards, "profile_guard_manager", lambda *args: 0.0, create=True)
 
 
 def report_compiling() -> AbstractContextManager[Any]:
     """Context in which ``torch.compiler.is_exporting()`` is False in a traced forward, as it is
     under ``torch.compile``. In torch 2.11 Dynamo evaluates it to False in all captures.
     """
-    return patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False})
+    return patched(tracing_state_functions(), torch.compiler.is_exporting, False)
 
 
 def inline_compile_regions(module: fx.GraphModule) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._functorch.config
@@ -26,6 +25,7 @@ from autosplit.passes.analysis.operators import OPERATORS
 from autosplit.passes.graph import source_line
 from autosplit.torch_internals import TORCH
 from autosplit.torch_internals.dynamo import traced_value
+from autosplit.torch_internals.patches import patched
 
 _CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _ARGUMENTS = (
@@ -125,7 +125,7 @@ def allow_overlapping_outputs() -> Iterator[None]:
             return guessed
         return MemoryFormatMeta(memory_format=torch.contiguous_format)
 
-    with patch.object(MemoryFormatMeta, "from_tensor", staticmethod(apart)):
+    with patched(MemoryFormatMeta, "from_tensor", staticmethod(apart)):
         yield
 
 
@@ -149,13 +149,10 @@ def without_tokens() -> Iterator[None]:
     added = OPERATORS["check"] - _KEPT
     _KEPT.update(added)
     try:
-        with patch.object(effects, "has_effects", has_effects):
+        with patched(effects, "has_effects", has_effects):
             yield
     finally:
         _KEPT.difference_update(added)
-
-
-_NAME = "_build_proxy_for_sym_expr"
 
 
 @contextlib.contextmanager
@@ -166,7 +163,7 @@ def multiply_sizes_pairwise() -> Iterator[None]:
     call of ``operator.mul`` with as many arguments as the product has factors, which fails when it
     runs (seen with torch 2.13).
     """
-    original = getattr(proxy_tensor, _NAME, None)
+    original = getattr(proxy_tensor, "_build_proxy_for_sym_expr", None)
     if original is None:
         yield
         return
@@ -179,7 +176,7 @@ def multiply_sizes_pairwise() -> Iterator[None]:
             expr = expr.func(first, rest, evaluate=False)
         return original(tracer, expr, out)
 
-    with patch.object(proxy_tensor, _NAME, build):
+    with patched(proxy_tensor, "_build_proxy_for_sym_expr", build):
         yield
 
 
@@ -201,7 +198,7 @@ def allow_grouped_products() -> Iterator[None]:
         create_output = registered._create_grouped_mm_output_tensor
         return create_output(mat_a, mat_b, options["offs"], options["out_dtype"])
 
-    with patch.object(registered, "_meta_grouped_mm_common", common):
+    with patched(_meta_registrations, "_meta_grouped_mm_common", common):
         yield
 
 
@@ -220,7 +217,7 @@ def pad_sparse_gradients() -> Iterator[None]:
         return _sparse(indices.reshape(1, -1), values, (rows, grad.shape[-1]))
 
     try:
-        with patch.dict(operator.py_kernels, {key: backward}):
+        with patched(operator.py_kernels, key, backward):
             operator._dispatch_cache.clear()
             yield
     finally:

@@ -1,0 +1,312 @@
+"""Process-global state: the list of all that autosplit keeps or changes, and ``patched``.
+
+``STATE`` has one row for each place, ``ON_OBJECTS`` one for each attribute that autosplit adds to
+objects of the user. ``tests/test_architecture.py`` compares both with the code. Caches of pure
+functions (``functools.cache``) are not listed.
+
+Attributes of torch are replaced by ``patched`` only, for the time of a trace. Other threads see a
+replacement for that time: a ``torch.compile`` that runs in another thread traces with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+__all__ = ["ON_OBJECTS", "STATE", "patched"]
+
+
+class GlobalState(NamedTuple):
+    """One piece of process-global state.
+
+    Attributes:
+        name: the attribute, setting or function, as the file writes it.
+        file: the file that keeps or changes it.
+        why: the reason.
+        torch: versions of torch that need it, of 2.11 to 2.15.
+        issue: issue or pull request of pytorch about it; empty if none is known.
+    """
+
+    name: str
+    file: str
+    why: str
+    torch: str = "all"
+    issue: str = ""
+
+
+_READS = "autosplit/capture/backward_reads.py"
+_EXPORT = "autosplit/capture/export.py"
+_WRITES = "autosplit/capture/side_effects.py"
+_DYNAMO = "autosplit/capture/workarounds/dynamo.py"
+_OPERATORS = "autosplit/capture/workarounds/operators.py"
+_SAVING = "autosplit/checkpoint/saving.py"
+_GROUP = "autosplit/ranks/default_group.py"
+_LAUNCH = "autosplit/ranks/launch.py"
+
+STATE = (
+    # Attributes of torch, replaced by ``patched`` while a graph is traced.
+    GlobalState(
+        "AutogradFunctionApplyVariable.trace_backward_graph",
+        _READS,
+        "knows whether a custom function's backward is being traced",
+    ),
+    GlobalState(
+        "VariableTracker.build",
+        _READS,
+        "makes floats and tensors that a backward reads operators instead of constants",
+    ),
+    GlobalState(
+        "AutogradFunctionVariable.var_getattr",
+        _READS,
+        "does the same for attributes of the function's class",
+    ),
+    GlobalState(
+        "SideEffects._get_modified_vars",
+        _WRITES,
+        "records the objects that a forward writes to; an export drops the record",
+    ),
+    GlobalState(
+        "SideEffects._capture_user_stack",
+        _WRITES,
+        "notes the user's line of each write, which errors name",
+    ),
+    GlobalState(
+        "SideEffects.register_hook",
+        _DYNAMO,
+        "finds hooks on tensors that the forward did not compute; an export drops them",
+    ),
+    GlobalState("SideEffects.remove_hook", _DYNAMO, "forgets such a hook that is removed again"),
+    GlobalState(
+        "UserFunctionVariable.call_function",
+        _DYNAMO,
+        "answers questions about values of attention masks, which a graph cannot read",
+    ),
+    GlobalState(
+        "trace_rules.get_mod_inlinelist",
+        _DYNAMO,
+        "lets Dynamo trace layers for quantization-aware training",
+    ),
+    GlobalState(
+        "OutputGraph.create_proxy",
+        _DYNAMO,
+        "counts the operators of each line, to stop at long unrolled loops",
+    ),
+    GlobalState(
+        "guards.profile_guard_manager",
+        _DYNAMO,
+        "skips the timing of guards, which flushes the processor's caches for a log",
+    ),
+    GlobalState(
+        "tracing_state_functions()[torch.compiler.is_exporting]",
+        _DYNAMO,
+        "lets a forward choose its form for compilers, as under torch.compile",
+        "2.12 on",
+    ),
+    GlobalState(
+        "MemoryFormatMeta.from_tensor",
+        _OPERATORS,
+        "expects contiguous gradients of outputs that overlap themselves",
+    ),
+    GlobalState(
+        "effects.has_effects",
+        _OPERATORS,
+        "traces checks of linear algebra without tokens, with which graphs cannot be split",
+    ),
+    GlobalState(
+        "proxy_tensor._build_proxy_for_sym_expr",
+        _OPERATORS,
+        "multiplies symbolic sizes two at a time",
+        "2.13",
+    ),
+    GlobalState(
+        "_meta_registrations._meta_grouped_mm_common",
+        _OPERATORS,
+        "accepts grouped products of float32 and float16, for which kernels exist",
+        issue="pytorch/pytorch#162059",
+    ),
+    GlobalState(
+        "operator.py_kernels[key]",
+        _OPERATORS,
+        "gives the sparse gradient of an embedding rows for padding, so that its size is known",
+    ),
+    GlobalState(
+        "torch.compiler.is_compiling",
+        "autosplit/torch_internals/pytree.py",
+        "lets BlockMask flatten the tensors of its function while torch compiles something",
+    ),
+    # Other state of torch, changed while a graph is traced.
+    GlobalState(
+        "_KEPT.update",
+        _OPERATORS,
+        "fx's _side_effectful_functions: dead code elimination keeps checks of linear algebra",
+    ),
+    GlobalState(
+        "torch._C._set_mkldnn_enabled",
+        _OPERATORS,
+        "traces recurrent layers without the fused kernel, which differs from its fake kernel",
+    ),
+    GlobalState(
+        "torch._dynamo.config",
+        "autosplit/capture/guards.py",
+        "builds guards under the settings of the capture (DYNAMO)",
+    ),
+    GlobalState("torch._dynamo.config", _EXPORT, "captures under the settings DYNAMO"),
+    GlobalState(
+        "torch._dynamo.config",
+        "autosplit/capture/dynamo_graph.py",
+        "compiles a model under torch.compile as eager mode runs it (AS_IN_EAGER)",
+    ),
+    GlobalState(
+        "torch._inductor.config", _OPERATORS, "keeps unused random operators (fallback_random)"
+    ),
+    GlobalState("torch._functorch.config", _OPERATORS, "traces the backward outside of autocast"),
+    GlobalState(
+        "torch._inductor.config",
+        "autosplit/torch_internals/inductor.py",
+        "compiles without CUDA graphs, which reuse the memory of the last microbatch's results",
+    ),
+    # Other state, changed while a context is open.
+    GlobalState("warnings.catch_warnings", _EXPORT, "issues warnings after the trace"),
+    GlobalState(
+        "warnings.catch_warnings", _SAVING, "silences torch's warning about a single process"
+    ),
+    GlobalState("warnings.filterwarnings", _SAVING, "as the row above"),
+    GlobalState(
+        "warnings.catch_warnings",
+        "autosplit/pipelining/agreement.py",
+        "silences the deprecation of torch's own class of a leaf",
+    ),
+    GlobalState(
+        "torch.set_rng_state",
+        "autosplit/device.py",
+        "restores saved states of generators, as recomputation and trial runs need",
+    ),
+    GlobalState(
+        "torch.set_rng_state",
+        "autosplit/pipeline/engine/stage_seeds.py",
+        "restores the generator after the next number was read ahead",
+    ),
+    GlobalState(
+        "log.addFilter",
+        "autosplit/capture/diagnosis.py",
+        "silences errors that fake tensors log before they raise them",
+    ),
+    GlobalState(
+        "gc.disable",
+        "autosplit/backends/backend.py",
+        "collects once after a trace instead of many times during it",
+    ),
+    # Registered for the life of the process.
+    GlobalState("torch.library.Library", "passes/subgraph.py", "operators that call subgraphs"),
+    GlobalState("torch.library.Library", _READS, "operators that read values at run time"),
+    GlobalState(
+        "torch.library.Library",
+        "autosplit/capture/region.py",
+        "operators that stand for blocks while their model is traced",
+    ),
+    GlobalState(
+        "register_pytree_node",
+        "autosplit/torch_internals/pytree.py",
+        "flattens inputs that contain objects with tensors",
+    ),
+    # Locks and variables of autosplit, at the top level of a module.
+    GlobalState(
+        "threading.RLock",
+        "autosplit/runtime/build.py",
+        "two threads must not trace at once: the rows above are process-global",
+    ),
+    GlobalState(
+        "threading.RLock",
+        "autosplit/autograd/lazy_gradient.py",
+        "a parameter's slot for a lazy gradient changes hands between threads",
+    ),
+    GlobalState(
+        "ContextVar", "autosplit/capture/region.py", "calls of blocks in the current trace"
+    ),
+    # Registered for the life of an object, or while a context is open.
+    GlobalState(
+        "register_optimizer_step_pre_hook",
+        "autosplit/autograd/pending.py",
+        "computes pending weight gradients before any optimizer's step",
+    ),
+    GlobalState(
+        "register_optimizer_step_post_hook",
+        "autosplit/runtime/check.py",
+        "AUTOSPLIT_CHECK=1 reports written memory after a step",
+    ),
+    GlobalState(
+        "register_module_parameter_registration_hook",
+        "autosplit/planner/meta_model.py",
+        "builds a model on the meta device",
+    ),
+    # The process of a rank, which autosplit starts or sets up.
+    GlobalState(
+        "os.environ.update", _GROUP, "lets process groups listen on the loopback interface"
+    ),
+    GlobalState("torch.cuda.set_device", _GROUP, "each rank uses its local device"),
+    GlobalState("os.environ.update", _LAUNCH, "rank, world size and address of the group"),
+    GlobalState("signal.signal", _LAUNCH, "the parent process ends its ranks on Ctrl-C"),
+    GlobalState("torch.set_num_threads", _LAUNCH, "the threads that the job asks for"),
+)
+
+ON_OBJECTS = (
+    GlobalState(
+        'vars(block)["forward"]',
+        "autosplit/capture/region_session.py",
+        "an operator in place of a block's forward, while its model is captured",
+    ),
+    GlobalState(
+        "parameter.__dict__[self._mark]",
+        "autosplit/autograd/pending.py",
+        "keeps pending weight gradients alive as long as their parameter",
+    ),
+    GlobalState(
+        "parameter.__dict__[_LATE]",
+        "autosplit/autograd/function.py",
+        "the sum of gradients that several graphs computed for one parameter",
+    ),
+    GlobalState(
+        "setattr(tensor, _OTHER_MEMORY, True)",
+        "autosplit/torch_internals/state.py",
+        "marks tensors whose owner may exchange their memory",
+    ),
+    GlobalState(
+        "torch_function_mode_stack_state_mgr",
+        _DYNAMO,
+        "keeps the function modes that a capture inside of a compilation loses",
+        "2.12 on",
+        "pytorch/pytorch#133130",
+    ),
+    GlobalState(
+        "._dispatch_cache.clear()",
+        _OPERATORS,
+        "drops dispatch caches, which ignore kernels that users register later",
+    ),
+    GlobalState(
+        "ThreadPoolExecutor(1)",
+        "autosplit/torch_internals/autograd.py",
+        "reads the dispatch keys of a fresh thread, once at import; the thread ends there",
+    ),
+)
+"""Attributes that autosplit adds to the user's objects, and other changes, named by a piece of the
+file's text."""
+
+
+def patched(
+    owner: object, name: Any, replacement: Any, *, create: bool = False
+) -> AbstractContextManager[Any]:
+    """Context in which an attribute of torch, or an entry of one of its dictionaries, is replaced.
+
+    Each use needs a row in ``STATE``.
+
+    Args:
+        owner: a module, class or dictionary of torch.
+        name: the attribute's name, or the dictionary's key.
+        replacement: the value inside of the context.
+        create: whether the attribute may be missing.
+    """
+    if isinstance(owner, MutableMapping):
+        return patch.dict(owner, {name: replacement})
+    return patch.object(owner, name, replacement, create=create)
