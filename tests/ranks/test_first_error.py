@@ -188,7 +188,7 @@ SCENARIOS: dict[str, Scenario] = {
     "fewer outputs": (
         step(model=lambda index: Vanishing() if index == 0 else block(1)),
         0,
-        "rank 0 failed in 0F2: PipelineError: stage 0 put out 0 tensors for microbatch 2, but 1 ",
+        "rank 0 failed in 0F2: PipelineError: stage 0 returned 0 tensors for microbatch 2, but 1 ",
     ),
     "weight": (step(stage_factory=WeightTrip), 0, "rank 0 failed in 0W1: RuntimeError: no weight"),
     "factory": (

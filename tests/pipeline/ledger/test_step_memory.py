@@ -135,7 +135,7 @@ def test_memory_must_be_recorded_and_record_is_checked() -> None:
         assert engine.timeline().spans
         engine.record = False
         engine.step(workers.batch())
-        with pytest.raises(PipelineError, match="set record='memory' before a step, then ask"):
+        with pytest.raises(PipelineError, match="set record='memory' before a step, then call"):
             engine.memory()
 
 
