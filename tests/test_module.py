@@ -104,7 +104,7 @@ def test_nothing_pending() -> None:
         split.backward_weight(microbatches=1)
     split(torch.randn(4, 3)).sum().backward()
     for wrong in (2, "2", 1.0):
-        with pytest.raises(SplitError, match=f"={wrong!r}.: 1 pending; ask for 1 to 1"):
+        with pytest.raises(SplitError, match=f"={wrong!r}.: 1 pending; pass 1 to 1"):
             split.backward_weight(microbatches=wrong)
 
 

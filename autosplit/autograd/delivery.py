@@ -1,7 +1,6 @@
-"""``Delivery``: runs W of pending microbatches and adds the gradients to their parameters'.
+"""Run W of pending microbatches and add the gradients to ``.grad``, as autograd's engine would.
 
-As autograd's engine would. ``ShardedDelivery``: of a module that ``fully_shard`` has sharded, whose
-gradients are then reduced.
+``ShardedDelivery`` does so for a module of ``fully_shard``, and then reduces the gradients.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class Delivery:
-    """Computes weight gradients and adds them up as an ordinary ``backward()`` would.
+    """Computes weight gradients and accumulates them as an ordinary ``backward()`` would.
 
-    Hooks on parameters do not fire: a parameter had none when the backward ran, which would have
-    computed its gradient itself.
+    Hooks on parameters do not fire. No parameter had a hook when the backward ran: that backward
+    would have computed its gradient itself.
 
     Attributes:
-        has_observers: whether somebody may wait for autograd's engine to come by the parameters:
-            data parallelism, once a forward was inside of it.
+        has_observers: whether an observer may wait for autograd's engine to visit the parameters:
+            data parallelism, once it has wrapped a forward.
     """
 
     def __init__(self) -> None:
@@ -47,12 +46,12 @@ class Delivery:
     def deliver(
         self, microbatches: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]
     ) -> None:
-        """Compute and add what some ``backward()`` left, in their order.
+        """Compute and accumulate the gradients of several microbatches, in their order.
 
         Args:
-            microbatches: the work.
-            slots: to which gradients are added before they are in ``.grad``; those of other
-                parameters are added there.
+            microbatches: the pending work of each microbatch.
+            slots: accumulate gradients until they replace the lazy ones. Gradients of parameters
+                without a slot are added to ``.grad``.
 
         Raises:
             SplitError: a deferred tensor was written in place since I.
@@ -62,24 +61,27 @@ class Delivery:
                 self._add(works, slots)
 
     def announce(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
-        """Have autograd's engine come by the nodes of the parameters, once for each microbatch,
-        where somebody may wait for that. Who has this computed in a backward may hold a lock that
-        it takes there, as the reducer of data parallelism does: then that ends its step first.
+        """Have autograd's engine visit the nodes of the parameters, once for each microbatch.
+
+        Does nothing without observers. Inside of a backward the visit is put off to its end: the
+        caller may hold a lock that the visit takes, as the reducer of data parallelism does.
         """
         for works in microbatches if self.has_observers else ():
             leaves = {id(leaf): leaf for work in works for _, leaf in work.named_leaves()}
             at_end_of_backward(partial(at_end_of_backward, partial(visit_leaves, leaves)))
 
     def _add(self, works: Sequence[PendingWork], slots: Sequence[GradientSlot]) -> None:
-        """What one ``backward()`` left. Several are of one graph's calls, or of several graphs: of
-        a parameter that they share autograd adds up what comes, in their order, before it adds that
-        to ``.grad``.
+        """Compute and accumulate the gradients of one microbatch.
+
+        A microbatch with several works called a graph several times, or several graphs. Gradients
+        of a parameter that they share are summed first, in order, and the sum is then added to
+        ``.grad``, as autograd does.
         """
         work = works[0]
         leaves, homes = work.leaves, work.slots
         if len(works) > 1 or work.skipped:
             leaves = None
-        if leaves is not None and len({*homes}) == len(homes):  # as a rule
+        if leaves is not None and len({*homes}) == len(homes):  # the common case
             grads = work.gradients()
             with _SLOT_LOCK:
                 add_gradients(leaves, grads, work.graph.borrowed, homes)
@@ -105,8 +107,10 @@ class Delivery:
 
 
 def weight_gradients(work: PendingWork) -> list[Tensor | None]:
-    """A gradient for each of ``parameter_names``, to be handed to autograd: None where there is
-    none, and each a tensor of its own.
+    """Run W and return a gradient for each of ``parameter_names``, for autograd to accumulate.
+
+    Returns:
+        gradients that share no memory with one another; None for skipped parameters.
     """
     graph = work.graph
     with without_autocast():
@@ -119,7 +123,7 @@ class ShardedQueue(PendingQueue):
 
     Args:
         delivery: computes their gradients.
-        bound: how many may wait.
+        bound: limits the number of pending microbatches.
     """
 
     shares = False
@@ -130,26 +134,30 @@ class ShardedQueue(PendingQueue):
         delivery.queue = weakref.ref(self)
 
     def __del__(self) -> None:
-        """Nothing: without the module there is nothing that reduces."""
+        """Do not keep pending gradients alive: without the module, nothing can reduce them."""
 
     def make_room(self) -> None:
-        """Only where ``.grad`` was cleared: the last one that is left is what reduces."""
+        """Drop microbatches whose ``.grad`` was cleared, but compute none.
+
+        Gradients are reduced after the last pending microbatch, so none may be computed early.
+        """
         self.sweep()
 
     def drop(self, parameters: Collection[int]) -> None:
-        """Of microbatches whose W has run and that are not reduced yet, too."""
+        """Drop the gradients of parameters, also those that are computed but not reduced yet."""
         super().drop(parameters)
         self._sharded.forget(parameters)
 
 
 class ShardedDelivery(Delivery):
-    """Accumulates weight gradients unreduced, and reduces them when nothing is pending any more.
+    """Accumulates unreduced weight gradients, and reduces them after the last pending microbatch.
 
     Args:
-        sharded: the module.
+        sharded: the sharded module.
 
     Attributes:
-        queue: what this computes.
+        sharded: as passed.
+        queue: the queue of pending microbatches.
     """
 
     def __init__(self, sharded: ShardedModule) -> None:
@@ -169,7 +177,7 @@ class ShardedDelivery(Delivery):
 
     def _add(self, works: Sequence[PendingWork], slots: Sequence[GradientSlot]) -> None:
         for work in works:
-            # Few Ws read parameters: not others than their forward's.
+            # If W reads parameters, they must have the values that the forward read.
             if self._reads_parameters(work):
                 self.sharded.check(work.writes)
         super()._add(works, slots)
@@ -182,7 +190,7 @@ class ShardedDelivery(Delivery):
 
 @contextlib.contextmanager
 def _sums_in_grad(slots: Collection[GradientSlot]) -> Iterator[None]:
-    """``.grad`` is the sum inside, for what reads and sets that itself."""
+    """Put the sums of the slots into ``.grad`` inside, because FSDP reads and sets ``.grad``."""
     slot_parameters = [(slot, slot.parameter()) for slot in slots]
     swapped = [
         (slot, parameter, parameter.grad)

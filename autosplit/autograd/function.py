@@ -1,8 +1,11 @@
-"""The autograd node of a split module: forward runs F, backward runs I and queues W.
+"""The autograd node of a split module: its forward runs F, its backward runs I and queues W.
 
-And what such nodes refuse: ``torch.autograd.grad`` for parameters, and gradients of outputs that
-other outputs are computed from, where to autograd the gradient that arrives from outside of the
-module is all that they have.
+    inputs ─────────┐
+    anchor.leaf ────┤ Split ──> outputs       forward: F
+    sentinels ──────┘                         backward: I, then W is queued or runs at once
+
+The node refuses backwards whose gradients it would get wrong: ``torch.autograd.grad`` of
+parameters, and gradients of outputs from which the module computes other outputs.
 """
 
 from __future__ import annotations
@@ -53,15 +56,15 @@ _NEEDS_GRAD = attrgetter("requires_grad")
 
 
 class WeightAnchor:
-    """The input of a split module's autograd node that stands for all of its parameters.
+    """The input of a split module's autograd node that represents all of its parameters.
 
     Attributes:
-        queue: where a backward leaves its deferred weight gradients.
-        leaves: the parameters.
-        sharded: gathers the parameters, where they are sharded.
-        leaf: requires a gradient and never gets one.
-        node: its gradient accumulator. A backward that accumulates into whatever it finds comes to
-            it; ``torch.autograd.grad`` and ``backward(inputs=...)`` do not.
+        queue: the queue of deferred weight gradients.
+        leaves: looks parameters up by name.
+        sharded: gathers the parameters of a sharded module; None for other modules.
+        leaf: a tensor that requires a gradient and never gets one.
+        node: gradient accumulator of ``leaf``. The engine visits it in an ordinary backward, but
+            not for ``torch.autograd.grad`` or ``backward(inputs=...)``.
     """
 
     def __init__(
@@ -96,14 +99,14 @@ def run_split(
         fused_backward: whether the backward is I and W. It also is if a parameter has hooks, which
             fire in ``backward()``: an optimizer may step in one.
         in_data_parallel: whether data parallelism wraps the module. It counts how often the engine
-            visits a parameter, so no parameter may be an input of the node without need.
+            visits a parameter, so the node then has no sentinel parameters.
     """
     parameter_leaves = anchor.leaves.of(functions.parameter_names, state)
     parameters = parameter_leaves.parameters
     if not fused_backward and parameter_leaves.has_hooks():
         fused_backward = True
         anchor.queue.compute()
-    # Computed ones (torch.func.functional_call): no .grad is to come there.
+    # Computed parameters (torch.func.functional_call) have no .grad to defer.
     fused_backward = fused_backward or not all(map(_IS_LEAF, parameters))
     sentinel_parameters: Sequence[Tensor] = parameters
     if not fused_backward:
@@ -115,21 +118,21 @@ def run_split(
 
 
 class _Call(NamedTuple):
-    """One forward call of a split graph: what ``Split`` keeps of it for its backward.
+    """One forward call of a split graph, which ``Split`` keeps for its backward.
 
     Attributes:
-        functions: the graph's.
-        state: parameters and buffers.
-        anchor: of the graph's owner.
-        known: the parameters.
+        functions: F, I and W of the graph.
+        state: parameters and buffers by name.
+        anchor: the anchor of the graph's owner.
+        parameter_leaves: the parameters and their hooks.
         fused_backward: whether the backward is I and W.
-        sentinel_count: how many parameters are the node's last inputs.
+        sentinel_count: number of parameters at the end of the node's inputs.
     """
 
     functions: SplitFunctions
     state: State
     anchor: WeightAnchor
-    known: Leaves
+    parameter_leaves: Leaves
     fused_backward: bool
     sentinel_count: int
 
@@ -137,25 +140,31 @@ class _Call(NamedTuple):
 class Split(torch.autograd.Function):
     """F, whose backward is I.
 
-    Gradients of parameters come later, from W. The anchor gives the outputs a gradient
-    function all the same, and a few parameters are inputs besides, see
-    ``SplitFunctions.sentinel_parameters``. Where a
-    reducer waits for weight gradients, or parameters are computed, all of them are, and the
-    backward is I and W.
+    W computes the gradients of parameters later. The anchor is an input so that the outputs have a
+    gradient function even if no other input requires a gradient. A few parameters, the sentinels,
+    are inputs too, so that the backward notices requests for their gradients, see
+    ``SplitFunctions.probe_sample``. If a reducer waits for weight gradients, or if parameters are
+    computed tensors, all parameters are inputs and the backward is I and W.
     """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, _leaf: Tensor, *values: Any) -> tuple[Any, ...]:
+        """Run F and keep its residuals in ``ctx`` for the backward.
+
+        Args:
+            ctx: autograd's context of the node.
+            call: the call.
+            _leaf: the anchor's leaf.
+            values: the inputs of the graph, then the sentinel parameters.
+        """
         ctx.call = call
         functions, sharded = call.functions, call.anchor.sharded
         ctx.writes = () if sharded is None else sharded.writes()
         leaves = list(values[: len(values) - call.sentinel_count])
-        # What a loop made itself (a batch) it may write into once backward() is over. What an
-        # earlier module computed it has no hold of.
-        places = functions.caller_memory
-        ctx.batch = (
-            {at for _, at in places if at is not None and _is_batch(leaves[at])} if places else ()
-        )
+        # A training loop may write into its own batch after backward(), but it has no reference to
+        # the outputs of an earlier module. So W needs its own copy of the batch only.
+        positions = [at for _, at in functions.caller_memory if at is not None]
+        ctx.batch = {at for at in positions if _is_batch(leaves[at])}
         del values
         outputs, _, ctx.saved = functions.run(call.state, leaves)
         ctx.packed = has_saved_tensors_hooks()
@@ -163,8 +172,8 @@ class Split(torch.autograd.Function):
             ctx.save_for_backward(*ctx.saved.tensors)
             ctx.saved.drop_tensors()
         ctx.set_materialize_grads(False)
-        # Tensors of their own on the same storage: a saved output would keep its own graph
-        # alive, and autograd forbids writing into a view that a function returns.
+        # New tensors on the same storage: a saved output would keep its own graph alive, and
+        # autograd forbids writing into a view that a function returns.
         outputs = [v.detach() if isinstance(v, Tensor) else v for v in outputs]
         inside = functions.dependence.read_inside
         ctx.watched = watch((name, outputs[at]) for name, at in inside) if inside else ()
@@ -176,6 +185,14 @@ class Split(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run I; queue W, or run it if the caller waits for weight gradients.
+
+        Returns:
+            gradients of the inputs of ``forward``; None for the call and the anchor's leaf.
+
+        Raises:
+            SplitError: the backward would get wrong gradients, or runs a second time.
+        """
         call: _Call = ctx.call
         functions, anchor, saved = call.functions, call.anchor, ctx.saved
         if saved is None or torch.is_grad_enabled() or in_compiled_autograd():
@@ -195,7 +212,7 @@ class Split(torch.autograd.Function):
             anchor.sharded.check(ctx.writes)
         with without_autocast():
             grads, deferred, early = functions.backward_input(saved, arrived)
-        for at in idle:  # autograd knows no gradient from a gradient of zeros
+        for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
             grads[at] = None
         weights: Sequence[Tensor | None] = [None] * call.sentinel_count
         ordinary = will_run(anchor.node)
@@ -215,7 +232,7 @@ _apply = direct_apply(Split)
 
 
 def _sentinel_nodes(ctx: Any) -> list[Any]:
-    """Nodes of the parameters among the node's inputs."""
+    """Nodes of the sentinel parameters."""
     edges = ctx.next_functions
     return [node for node, _ in edges[len(edges) - ctx.call.sentinel_count :]]
 
@@ -230,11 +247,11 @@ def _queue_or_run_weights(
     """Queue W, or run it now for a caller that waits for weight gradients in this backward.
 
     Returns:
-        gradients of the parameters among the node's inputs; nothing where W is queued.
+        gradients of the sentinel parameters; empty if W is queued.
     """
     _, state, anchor, parameter_leaves, fused_backward, _ = ctx.call
     if not all(map(_NEEDS_GRAD, parameter_leaves.parameters)):
-        # Frozen since the forward: autograd drops their gradients.
+        # Parameters were frozen since the forward: autograd drops their gradients.
         skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}
     if skipped.issuperset(functions.parameter_names):
         return ()
@@ -258,7 +275,7 @@ def _queue_or_run_weights(
     if functions.visible_deferred:
         at_end_of_backward(partial(deferred.copy_reachable, functions.visible_deferred))
     anchor.queue.add(current_backward(), work)
-    if early and not deferred.tensors:  # I has made all of them, which would be held until W
+    if early and not deferred.tensors:  # I computed all of them: free them now, not in W
         at_end_of_backward(anchor.queue.compute)
     if sharded is not None and has_accumulate_hooks(sharded.parameters):
         # A hook waits for gradients of sharded parameters: an optimizer may step in it.
@@ -295,17 +312,20 @@ _LATE = "_autosplit_late_gradient"
 
 
 def _add_late(name: str, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Add to a parameter's gradient of this backward; return the parameter for the first part.
+    """Add to the gradient that a parameter has collected in this backward.
+
+    Returns:
+        the parameter for the first part of its gradient; None for later parts.
 
     Raises:
-        SplitError: it has a hook, and the engine brings another part of the gradient.
+        SplitError: the parameter has a hook, and the engine brings another part of the gradient.
     """
     if grad is None:
         return None
     if any(map(will_run, nodes_of_leaves([parameter]))) and Leaves([parameter]).has_hooks():
         raise SplitError(
             f"parameter {name} got a hook between the forward and the backward, and several graphs "
-            "use it: the hook would be called for each part of the gradient. Put hooks on "
+            "use it: the hook would be called for each part of the gradient. Register hooks on "
             "parameters before the forward"
         )
     backward = current_backward()
@@ -329,39 +349,39 @@ def _refuse_backward() -> NoReturn:
     if torch.is_grad_enabled():
         raise SplitError(
             "create_graph=True: a split backward cannot be differentiated again; run the "
-            "unsplit model where double backward is needed"
+            "unsplit model (.unsplit) for double backward"
         )
     if in_compiled_autograd():
         raise SplitError(
-            "autosplit defers weight gradients, which compiled autograd would lose; call "
-            "backward() without it"
+            "compiled autograd would lose deferred weight gradients; call backward() outside of "
+            "compiled autograd"
         )
     raise SplitError(
-        "backward() a second time through the same call of a split module: what the "
-        "forward saved is gone after the first. Pass retain_graph=True to the first, sum "
+        "backward() a second time through the same call of a split module: the tensors that "
+        "the forward saved were freed by the first. Pass retain_graph=True to the first, sum "
         "the losses before one backward(), or call the module again"
     )
 
 
 def _refuse_pipelining() -> None:
     raise SplitError(
-        "a schedule of torch.distributed.pipelining asks for input gradients now and for "
-        "weight gradients later, which it looks for where those of a split module are "
-        "not; give the module to autosplit.pipelining.SplitPipelineStage, or pass "
+        "this schedule of torch.distributed.pipelining computes weight gradients from autograd's "
+        "graph, which does not have those of a split module; pass the module to "
+        "autosplit.pipelining.SplitPipelineStage, or pass "
         "dw_builder=autosplit.pipelining.dw_builder(module) to torch's PipelineStage"
     )
 
 
 def refuse_parameter_request() -> NoReturn:
-    """Refuse a backward that asks for gradients of parameters.
+    """Refuse a backward that requests gradients of parameters.
 
     Raises:
         SplitError: always.
     """
     raise SplitError(
-        "torch.autograd.grad or backward(inputs=...) asks for gradients of parameters of a split "
-        "module, which are not computed in it. Call loss.backward() and read .grad, or ask with "
-        "a loss of the unsplit model, .unsplit of the split one, which has the same parameters"
+        "torch.autograd.grad or backward(inputs=...) requests gradients of parameters of a split "
+        "module, which that backward does not compute. Call loss.backward() and read .grad, or "
+        "compute the loss with the unsplit model (.unsplit), which has the same parameters"
     )
 
 
@@ -369,34 +389,40 @@ Watched = list[tuple[str, "weakref.ref[Tensor]"]]
 
 
 def watch(named: Iterable[tuple[str, Tensor]]) -> Watched:
-    """Outputs whose gradient would be a part, to be checked when a backward comes by."""
+    """Watch outputs that would get a partial gradient; the backward checks them.
+
+    Args:
+        named: name and tensor of each output.
+
+    Returns:
+        weak references, so that watching keeps no output alive.
+    """
     return [(name, weakref.ref(tensor)) for name, tensor in named]
 
 
 def refuse_partial_gradients(watched: Watched) -> None:
-    """Check that nobody asks for the gradient of an output that is read inside.
+    """Check that nothing reads the gradient of a watched output.
 
     Raises:
-        SplitError: there is a hook on one, or it is to retain its gradient.
+        SplitError: an output has a hook or ``retain_grad()``.
     """
     for name, reference in watched:
         tensor = reference()
         if tensor is None or not (tensor.retains_grad or has_hooks_of_users(tensor)):
             continue
         raise SplitError(
-            f"{name} has a hook or retain_grad(), and the module computes other outputs from it, "
-            "whose gradients do not pass there: it would get a part of its gradient. Take the "
-            "gradient in the unsplit model (.unsplit), or split the module before and behind this "
-            "value apart"
+            f"{name} has a hook or retain_grad() and would get a partial gradient, because the "
+            "module also computes other outputs from it. Take the gradient in the unsplit model "
+            f"(.unsplit), or split the module in two at {name}"
         )
 
 
 def hooks_text(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Report section on parameters with hooks; empty where none has one."""
+    """Report section on parameters with hooks; empty if no parameter has a hook."""
     names = [name for name, parameter in named_parameters if Leaves([parameter]).has_hooks()]
     if not names:
         return []
     return [
-        "backward() computes weight gradients too where a hook waits for one of them: "
+        "backward() also computes weight gradients, because hooks wait for them: "
         f"{few(names, 3)}. Without hooks on parameters they are deferred."
     ]

@@ -1,9 +1,11 @@
 """``LazyGradient``: a tensor subclass in ``.grad`` that runs W when its values are first used.
 
-While weight gradients are pending, ``.grad`` of each parameter holds one of these. Any operator on
-it has everything computed that the gradient waits for, and gets the real gradient instead.
+    .grad ──> LazyGradient ──weak──> GradientSlot ──> PendingQueue (runs W)
+                                          └──> grad: the sum of the computed parts
 
-State of one parameter's ``.grad`` while a part of the gradient is pending.
+While weight gradients are pending, ``.grad`` of each parameter is a ``LazyGradient``. Any operator
+on it computes all pending parts of the gradient, and gets the real gradient as its argument. A
+``GradientSlot`` has the state of one parameter's ``.grad`` meanwhile.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ _CLASS: Any = object.__dict__["__class__"]
 
 
 class LazyGradient(Tensor):
-    """Placeholder of a gradient of which a part is pending; any use of its values computes that.
-    It goes on to mean the gradient that it stood for, whatever becomes of ``.grad``.
+    """Placeholder of a gradient with a pending part; any use of its values computes that part.
+
+    A reference to a lazy gradient keeps its meaning: after the computation it stands for the real
+    gradient of that step, even if ``.grad`` has changed since.
     """
 
     _slot: weakref.ref[GradientSlot]
@@ -59,8 +63,9 @@ class LazyGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Operators called from C++: accumulation of a gradient that was not deferred, a
-        collective.
+        """Handle operators that C++ calls, such as autograd's accumulation or a collective.
+
+        Accumulating a gradient that was not deferred adds it to the slot, without computing W.
         """
         kwargs = kwargs or {}
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], LazyGradient):
@@ -75,7 +80,7 @@ class LazyGradient(Tensor):
 
     @property
     def __class__(self) -> type:
-        """``isinstance`` of a DTensor's says that it is one, as of the real gradient."""
+        """DTensor if the real gradient is one, so that ``isinstance`` finds it; else this class."""
         return dtensor_class() if is_dtensor(self._stands_for) else type(self)
 
     @__class__.setter
@@ -84,12 +89,12 @@ class LazyGradient(Tensor):
 
     @property
     def _stands_for(self) -> Tensor | None:
-        """The parameter, or the real gradient where that is there."""
+        """The parameter while a part is pending, and the real gradient afterwards."""
         target = pending_slot(self)
         return self._real if target is None else target[1]
 
     def __getattr__(self, name: str) -> Any:
-        """What only the gradient of a DTensor has: placements, a mesh, a local part."""
+        """Attributes of a DTensor's gradient only: placements, device mesh, local part."""
         if name.startswith("__") or name == "_slot":
             raise AttributeError(name)
         stands_for = self._stands_for
@@ -98,10 +103,11 @@ class LazyGradient(Tensor):
         return getattr(self.value(), name)
 
     def value(self) -> Tensor:
-        """The gradient itself, computed if need be.
+        """Return the real gradient; compute it first if a part is pending.
 
         Raises:
-            SplitError: it cannot be computed, or not any more, or not here.
+            SplitError: the pending part was discarded, its computation failed, or the computation
+                itself uses the gradient.
         """
         if self._heir is not None:
             return self._heir[0].value()
@@ -115,20 +121,20 @@ class LazyGradient(Tensor):
             return self._real
         if inside:
             raise SplitError(
-                "a gradient that was taken from .grad while a part of it was pending was used by "
-                "what computes that part"
+                "a gradient that was read from .grad while a part of it was pending is used by "
+                "the computation of that part"
             )
         raise SplitError(
-            "a gradient that was taken from .grad while a part of it was pending, and never used: "
-            "what was pending has been discarded since, a hook has taken it, or its parameter is "
-            "gone. Call backward_weight() before that, or read .grad again. Those of a module of "
-            "fully_shard are not there before they are reduced, which "
-            "set_requires_gradient_sync(False) puts off"
+            "a gradient that was read from .grad while a part of it was pending has no value: the "
+            "pending part was discarded, a hook consumed it, or its parameter was freed. Call "
+            "backward_weight() before that happens, or read .grad again. Gradients of a module of "
+            "fully_shard have no value until they are reduced, which "
+            "set_requires_gradient_sync(False) postpones"
         )
 
 
 def pending_slot(lazy: LazyGradient) -> tuple[GradientSlot, Tensor] | None:
-    """Slot and parameter of a lazy gradient of which a part is still to be computed."""
+    """The slot and the parameter of a lazy gradient; None if no part of it is pending."""
     if lazy._heir is not None:
         return pending_slot(lazy._heir[0])
     slot = lazy._slot()
@@ -146,31 +152,33 @@ def _with_real_gradients(tree: Any) -> Any:
 
 
 _SLOT_LOCK = threading.RLock()
-"""Held while slots and queues are looked at or changed, and while a gradient is added to a slot's:
-two threads must not both find that there is none. Never while anything is computed.
+"""Lock for reading and changing slots and queues, and for adding a gradient to a slot.
+
+Without it, two threads could both find a slot empty and one gradient would be lost. No thread
+computes gradients while it holds the lock.
 """
 
 
 class GradientSlot:
     """State of one parameter's ``.grad`` while a part of the gradient is pending in a queue.
 
-    The lazy gradient must not hold its slot, which holds what is pending: what ``.grad`` refers to
-    is hidden from Python's garbage collector.
+    The lazy gradient refers to its slot weakly. The slot refers to the pending work, and Python's
+    garbage collector cannot see references from ``.grad``, so a cycle would never be freed.
 
-    ``.grad`` goes from the lazy gradient to the real one in one step: another thread that reads it
-    finds either. The sum grows in ``grad`` here meanwhile, named as a parameter's, in whose place
-    gradients are added to it.
+    ``.grad`` changes from the lazy gradient to the real one in one assignment: another thread sees
+    one of the two, never a partial sum. Partial sums are in ``grad`` of the slot, which has the
+    name of a tensor's ``.grad`` so that the same code accumulates into either.
 
     Attributes:
-        queue: where the part is pending.
-        parameter: whose, while it lives.
-        key: its ``id``.
-        armed: whether the lazy gradient stands for a part that is pending.
-        lazy: the lazy gradient, kept to be used again, as making one takes longer than all else.
-        grad: what ``.grad`` was before, to which the pending part is added.
+        queue: the queue with the pending part.
+        parameter: weak reference to the parameter.
+        key: ``id`` of the parameter.
+        armed: whether the lazy gradient stands for a pending part.
+        lazy: the lazy gradient. It is reused, because its construction is expensive.
+        grad: the value of ``.grad`` before the pending part, and the sum while parts are added.
         computing: whether pending parts are being computed.
-        failure: why a part of the gradient is lost.
-        hidden: whether it is kept out of ``.grad``, see ``PendingQueue.hidden``.
+        failure: the error that lost a part of the gradient.
+        hidden: whether the lazy gradient is kept out of ``.grad``, see ``PendingQueue.hidden``.
     """
 
     __slots__ = (
@@ -203,12 +211,12 @@ class GradientSlot:
         return target[0] if target is not None and target[1] is parameter else None
 
     def parameter_of(self, lazy: LazyGradient) -> Tensor | None:
-        """The parameter, where a part of the gradient that ``lazy`` stands for is pending."""
+        """The parameter; None if ``lazy`` does not stand for a pending part of its gradient."""
         return self.parameter() if self.armed and self.lazy is lazy else None
 
     def is_present(self) -> bool:
-        """Whether somebody may still ask for the gradient: it is in ``.grad``, or referenced
-        elsewhere; or it is being computed.
+        """Whether the gradient can still be used: it is in ``.grad``, referenced elsewhere, or
+        being computed.
         """
         parameter = self.parameter()
         return parameter is not None and (
@@ -219,15 +227,17 @@ class GradientSlot:
         )
 
     def new_lazy(self, parameter: Tensor) -> LazyGradient:
-        """A new lazy gradient."""
+        """Create the lazy gradient of the parameter."""
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         lazy = self.lazy = memoryless_tensor(LazyGradient, parameter, dtype)
         lazy._slot = weakref.ref(self)
         return lazy
 
     def revive(self, parameter: Tensor) -> None:
-        """Go on after Python has begun to free the queue, which clears weak references. Whoever
-        holds the lazy gradient keeps the queue from now on, so another one is in ``.grad``.
+        """Keep the gradient usable after Python has begun to free the queue.
+
+        Freeing clears the weak references to the queue's slots. References to the old lazy gradient
+        now keep the queue alive, and a new lazy gradient replaces it in ``.grad``.
         """
         self.parameter, old_lazy = weakref.ref(parameter), self.lazy
         if old_lazy is not None:
@@ -238,8 +248,10 @@ class GradientSlot:
 
     @staticmethod
     def resolve(slots: Iterable[GradientSlot]) -> None:
-        """Put the gradients, of which nothing is pending any more, where the lazy ones stand: into
-        ``.grad``, and where somebody else refers to one; the next one is another object then.
+        """Replace lazy gradients without pending parts by the real ones.
+
+        The real gradient goes into ``.grad``. A lazy gradient that is referenced elsewhere gets the
+        real one as its value, and the slot does not reuse it.
         """
         for slot in slots:
             parameter, lazy = slot.parameter(), slot.lazy
@@ -247,17 +259,20 @@ class GradientSlot:
                 # No other thread runs between the two: nothing in here lets Python change threads.
                 if parameter is not None and (parameter.grad is lazy or slot.hidden):
                     parameter.grad = slot.grad
-            except RuntimeError as error:  # it has another shape, dtype or device by now
+            except RuntimeError as error:  # the parameter's shape, dtype or device changed
                 slot.failure = error
                 continue
-            # As ``_is_referenced``, without a call for each parameter of every step.
+            # ``_is_referenced`` inlined, to save a call for each parameter and step.
             if lazy is not None and (getrefcount(lazy) > _OWN_REFERENCES or tensor_users(lazy) > 1):
                 lazy._real, slot.lazy = slot.grad, None
             slot.armed, slot.grad = False, None
 
     def drop(self, parameter: Tensor | None = None) -> None:
-        """Note that nothing is pending any more. ``parameter``: whose ``.grad`` is to be as it was
-        before, and the lazy gradient nobody's.
+        """Forget the pending part.
+
+        Args:
+            parameter: if passed, its ``.grad`` is restored to the value before the pending part,
+                and the lazy gradient is not reused.
         """
         if parameter is not None and (self.hidden or parameter.grad is self.lazy):
             parameter.grad = self.grad
@@ -266,21 +281,21 @@ class GradientSlot:
         self.armed, self.grad, self.failure = False, None, None
 
     def _is_referenced(self) -> bool:
-        """Whether the lazy gradient, which is not in ``.grad``, is referenced elsewhere."""
+        """Whether anything but the slot refers to the lazy gradient, which is not in ``.grad``."""
         lazy = self.lazy
         return lazy is not None and (getrefcount(lazy) > _OWN_REFERENCES or tensor_users(lazy) > 1)
 
     def compute(self) -> bool:
-        """Have all that is pending in the queue computed.
+        """Compute all pending work of the queue.
 
         Returns:
-            Whether this thread is at it already.
+            whether this thread is already computing it, further up in the stack.
 
         Raises:
-            SplitError: a part is lost.
+            SplitError: a part of the gradient is lost.
         """
         self._refuse_failed()
-        # What tracing and torch.func set up for this thread is not meant for W.
+        # A fresh thread runs W without the tracing and torch.func state of this one.
         if in_compiler() or in_transform():
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(self.queue.compute).result()
@@ -297,7 +312,7 @@ class GradientSlot:
             ) from self.failure
 
     def add(self, parameter: Tensor, gradient: Tensor, alpha: float = 1) -> None:
-        """Accumulate a gradient that was not deferred."""
+        """Accumulate a gradient that was not deferred, times ``alpha``."""
         gradient = gradient if alpha == 1 else gradient.mul(alpha)
         with _SLOT_LOCK:
             add_gradient(parameter, self if self.armed else parameter, gradient, True)
@@ -309,6 +324,7 @@ def _own_references(slot: Any) -> int:
 
 
 _OWN_REFERENCES = _own_references(SimpleNamespace(lazy=object()))
-"""How many references Python has to what is only a slot's and a variable's, its being counted
-included: Python 3.14 counts fewer of these than those before it.
+"""Reference count of an object that only a slot and a local variable refer to.
+
+It includes the reference of the counting call. Measured, because Python 3.14 counts fewer.
 """

@@ -14,7 +14,7 @@ from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import in_compiler, is_exported, untraced
 from autosplit.torch_internals.state import share_state
 
-# Python looks these up on the class, past ``__getattr__``; a proxy has those that its model has.
+# Python looks these up on the class, not by ``__getattr__``. A proxy has them if its model does.
 _CONTAINER = (
     "__len__",
     "__getitem__",
@@ -36,10 +36,10 @@ _SHARED_HOOKS = (
 
 
 class ProxiedForward:
-    """Decorator for ``forward`` of a proxy: a method with the signature of the model's forward,
-    which torch.compile leaves alone.
+    """Decorator that gives a proxy's ``forward`` the signature of the model's forward.
 
-    A signature belongs to a function, so each proxy has a function of its own.
+    A signature belongs to a function, so each proxy has its own function. torch.compile does not
+    trace it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -49,22 +49,25 @@ class ProxiedForward:
         if proxy is None:
             return self.function
         if is_exported():
-            return proxy.__dict__["unsplit"]  # what is exported has no backward to split
+            return proxy.__dict__["unsplit"]  # an exported model has no backward to split
         return MethodType(proxy.__dict__["_forward"], proxy)
 
 
 class ModuleProxy(nn.Module):
-    """A stand-in for ``model``: parameters, buffers and submodules are the very same objects under
-    the same names, and an attribute that is set here is set there. ``isinstance`` takes it for
-    one of the model's class, too, and where the model is a container, so is this.
+    """A module that stands for ``model`` and shares its state.
+
+    Parameters, buffers and submodules are the same objects under the same names, and an attribute
+    that is set on the proxy is set on the model. A proxy is an instance of the model's class for
+    ``isinstance``, and a container if the model is one.
 
     A subclass decorates its ``forward`` with ``ProxiedForward``, and keeps its own attributes in
-    ``__dict__``. Methods that are replaced on the proxy (``proxy.forward = ...``) are the proxy's
-    own: they replace the proxy's method, not the model's.
+    ``__dict__``. A method that is replaced on the proxy (``proxy.forward = ...``) replaces the
+    proxy's method, not the model's.
 
     Attributes:
-        unsplit: the model itself. So is ``model``, unless the model has an attribute or a submodule
-            of that name, as most of transformers do: then it is that one.
+        unsplit: the model.
+        model: the model too, unless the model has an attribute or a submodule of that name, as most
+            models of transformers do.
     """
 
     unsplit: nn.Module
@@ -88,8 +91,10 @@ class ModuleProxy(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The model's class, for code that asks what a model is. ``type(proxy)`` is the proxy's,
-        and so is this under torch.compile, which calls methods that it finds on this class.
+        """The model's class, for code that checks what a model is.
+
+        ``type(proxy)`` is the proxy's class. So is this property under torch.compile, which calls
+        methods that it finds on this class.
         """
         model = self.__dict__.get("unsplit")
         return type(self) if model is None or in_compiler() else model.__class__
@@ -132,11 +137,11 @@ class ModuleProxy(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
             raise SplitError(
-                f"a {type(self).__name__} cannot become a {value.__name__}: what takes modules "
-                "over in this way (torch.distributed's fully_shard, for example) expects the "
-                "weights' gradients in backward(). It may have changed the model already: build "
-                "the model anew, and split what fully_shard returns, autosplit.split("
-                "fully_shard(model)), or wrap the split module in DistributedDataParallel"
+                f"a {type(self).__name__} cannot become a {value.__name__}: libraries that change "
+                "a module's class (torch.distributed's fully_shard, for example) expect weight "
+                "gradients in backward(). The model may have been changed already: build it "
+                "anew, and split the sharded module, autosplit.split(fully_shard(model)), or "
+                "wrap the split module in DistributedDataParallel"
             )
         if name in self.__dict__ or "unsplit" not in self.__dict__ or self._is_own(name, value):
             super().__setattr__(name, value)
@@ -144,8 +149,9 @@ class ModuleProxy(nn.Module):
             setattr(self.unsplit, name, value)
 
     def _is_own(self, name: str, value: Any) -> bool:
-        """Whether a new attribute belongs to the proxy: a method replaced, or one kept for later.
-        On the model it would have the model call the proxy, which calls the model.
+        """Whether a new attribute belongs to the proxy: a replaced method, or a saved old one.
+
+        If the model had it, the model would call the proxy, which calls the model, without end.
         """
         mine = getattr(value, "__self__", None) is self or value is self.__dict__.get("forward")
         return mine or hasattr(type(self), name)
@@ -168,12 +174,12 @@ class ModuleProxy(nn.Module):
 
 
 def _blank(kind: type, special: tuple[str, ...]) -> Any:
-    """An empty proxy of a class with these special methods. Pickles name this function."""
+    """Create an empty proxy of a class with these special methods. Pickles name this function."""
     return object.__new__(_with_special(kind, special))
 
 
 def _special(kind: type) -> tuple[str, ...]:
-    """The container and context-manager methods that a class has."""
+    """Names of the container and context-manager methods of a class."""
     return tuple(name for name in _CONTAINER if hasattr(kind, name))
 
 
@@ -195,8 +201,9 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """A method of a proxy, with the signature of the model's ``forward`` where that has one, which
-    torch.compile leaves alone.
+    """A proxy's method with the signature of the model's ``forward``, if that has one.
+
+    torch.compile does not trace it.
     """
 
     forward = untraced(function.__wrapped__)  # type: ignore[attr-defined]
@@ -212,14 +219,14 @@ def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
 
 
 def refuse_proxies(owner: str, module: nn.Module) -> None:
-    """Refuse a module that is split already, or has a part that is.
+    """Refuse a module that is split already, or that has a split submodule.
 
     Raises:
-        SplitError: names it.
+        SplitError: the module, or the submodule that it names, is split.
     """
     for name, part in module.named_modules():
         if isinstance(part, ModuleProxy):
-            subject = f"its part {name!r}" if name else "the module"
+            subject = f"its submodule {name!r}" if name else "the module"
             raise SplitError(
-                f"{owner}: {subject} is split already; give the module itself, .unsplit of this one"
+                f"{owner}: {subject} is split already; pass the unsplit one, its .unsplit"
             )

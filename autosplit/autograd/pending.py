@@ -1,9 +1,11 @@
-"""``PendingWork``: W of one backward through one graph, not run yet, and the queue of it.
+"""``PendingWork``, the W of one backward through one graph, and ``PendingQueue``, which runs it.
 
-Every face has the same: split modules, models that are split graph by graph, and compiled ones
-queue pending work in a ``PendingQueue``, behind lazy gradients: it installs them in ``.grad``,
-replaces them by real ones, and drops what is pending for those that are neither there nor anywhere
-else any more, as ``.grad`` was cleared.
+    backward()      add(): queue the work and install lazy gradients in .grad
+    first use       compute(): run W of the queue, oldest microbatch first
+    afterwards      real gradients replace the lazy ones
+    .grad cleared   the pending work of that parameter is dropped
+
+Split modules, models that are split graph by graph and compiled models all use this queue.
 """
 
 from __future__ import annotations
@@ -44,18 +46,19 @@ class PendingWork:
     """Pending W of one backward through one graph.
 
     Attributes:
-        graph: what runs W.
-        deferred: residuals of I.
-        state: parameters and buffers as they were in the forward; of parameters that are gone
-            since it may have none.
-        skipped: parameters that get no gradient: no output that depends on them took part, or
-            the gradient was dropped.
-        early: weight gradients that I made, in the order of ``graph.early_parameters``.
-        owner: of what the forward read as a parameter, the parameter that has its gradient in the
-            end: the sharded one of a gathered one; None where each is its own.
-        writes: how often each sharded parameter was written when the forward ran.
-        leaves: the parameters of ``graph.parameter_names``, where nothing is more to be known.
-        slots: theirs, once this is queued.
+        graph: runs W.
+        deferred: the tensors that I saved for W.
+        state: parameters and buffers of the forward by name. Parameters that were freed since may
+            be missing.
+        skipped: parameters without a gradient, because no output with a gradient depends on them
+            or because their gradient was dropped.
+        early: weight gradients that I computed, in the order of ``graph.early_parameters``.
+        owner: maps a parameter that the forward read to the one that gets the gradient: a gathered
+            parameter to its sharded one. None if they are the same.
+        writes: version of each sharded parameter when the forward ran.
+        leaves: the parameters of ``graph.parameter_names``; None if ``named_parameters`` must look
+            them up.
+        slots: the slots of the parameters, once the work is queued.
     """
 
     graph: SplitFunctions
@@ -70,31 +73,34 @@ class PendingWork:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """Tensors that it keeps alive, parameters and buffers left out."""
+        """Tensors that the work keeps alive, without parameters and buffers."""
         return (*self.deferred.tensors, *self.early)
 
     def named_leaves(self) -> list[tuple[str, Tensor]]:
-        """The leaves that W's gradients are of: those of the forward, wherever they are now."""
+        """Names and leaves of the forward for which W computes gradients."""
         named = [
             (n, self.state.get(n)) for n in self.graph.parameter_names if n not in self.skipped
         ]
         return [(name, leaf) for name, leaf in named if leaf is not None]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters that get a gradient."""
+        """Names and parameters that get a gradient."""
         owner = self.owner
         return [(n, leaf if owner is None else owner(leaf)) for n, leaf in self.named_leaves()]
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """The same without their names."""
-        if self.leaves is not None and not self.skipped:  # as a rule
+        """The parameters that get a gradient."""
+        if self.leaves is not None and not self.skipped:  # the common case
             return self.leaves
         return [parameter for _, parameter in self.named_parameters()]
 
     def gradients(self) -> Sequence[Tensor]:
-        """Run W. Gradients in the order of ``graph.parameter_names``, skipped ones too, of which
-        those that are ``graph.borrowed`` may share memory.
+        """Run W.
+
+        Returns:
+            gradients in the order of ``graph.parameter_names``, including skipped ones. Those in
+            ``graph.borrowed`` may share memory.
         """
         graph = self.graph
         late = graph.backward_weight(self.deferred)
@@ -112,14 +118,14 @@ class PendingWork:
 
 @dataclasses.dataclass
 class PendingBound:
-    """How many microbatches may wait for W.
+    """Limit for the number of pending microbatches.
 
     Attributes:
-        limit: the number; ``math.inf`` for no bound.
-        early: how many had W computed because of it.
+        limit: the number of microbatches; ``math.inf`` for no limit.
+        early: number of microbatches for which the limit made a forward run W.
 
     Raises:
-        SplitError: the limit is less than 1 or no number.
+        SplitError: the limit is less than 1 or not a number.
     """
 
     limit: float = 1
@@ -128,42 +134,45 @@ class PendingBound:
     def __post_init__(self) -> None:
         if type(self.limit) not in (int, float) or not self.limit >= 1:
             raise SplitError(
-                f"max_pending must be at least 1, or math.inf for no bound; got {self.limit!r}"
+                f"max_pending must be at least 1, or math.inf for no limit; got {self.limit!r}"
             )
 
     def text(self) -> list[str]:
-        """For a report."""
+        """Lines for a report; empty if the limit was never reached."""
         if not self.early:
             return []
         return [
             f"{self.early} microbatch(es) had their weight gradients computed by the next forward, "
-            f"because {self.limit} may wait; max_pending= lets more."
+            f"because at most {self.limit} may be pending; raise max_pending= to allow more."
         ]
 
     def count(self, microbatches: int | None, leave: float, pending: int) -> int:
-        """How many microbatches to compute, of those that are pending.
+        """Return the number of pending microbatches to compute.
 
         Args:
-            microbatches: how many are asked for; None: all,
-            leave: but for so many.
-            pending: so many are.
+            microbatches: the requested number; None for all but ``leave``.
+            leave: number of microbatches to leave pending, if ``microbatches`` is None.
+            pending: number of pending microbatches.
 
         Raises:
-            SplitError: fewer than asked for are pending.
+            SplitError: fewer microbatches than requested are pending.
         """
         if microbatches is None:
             return int(max(0, pending - leave))
         if not isinstance(microbatches, int) or not 1 <= microbatches <= pending:
-            ask = f"ask for 1 to {pending}, or for all, without a number"
+            advice = f"pass 1 to {pending}, or no number to compute all"
             if not pending:
-                ask = (
-                    "call loss.backward() first (each is one pending microbatch); without a "
-                    "number, backward_weight() computes what there is"
+                advice = (
+                    "call loss.backward() first (each call is one pending microbatch); without a "
+                    "number, backward_weight() computes all that are pending"
                 )
             if self.early:
-                ask += f". max_pending={self.limit} had {self.early} computed before; raise it"
+                advice += (
+                    f". Because of max_pending={self.limit}, {self.early} were computed before; "
+                    "raise it to keep more pending"
+                )
             raise SplitError(
-                f"backward_weight(microbatches={microbatches!r}): {pending} pending; {ask}"
+                f"backward_weight(microbatches={microbatches!r}): {pending} pending; {advice}"
             )
         return microbatches
 
@@ -173,19 +182,21 @@ _FEW = 64
 
 
 class PendingQueue:
-    """Microbatches between I and W, oldest first, behind lazy gradients. Several threads may add
-    and compute.
+    """Microbatches between I and W, oldest first, whose ``.grad`` are lazy gradients.
+
+    Several threads may add to and compute the same queue.
 
     Args:
-        delivery: computes.
-        bound: how many may wait.
+        delivery: runs W and accumulates the gradients.
+        bound: limits the number of pending microbatches.
 
     Attributes:
         delivery: as passed.
         bound: as passed.
-        microbatches: what ``backward()`` left of each; some of it may not be wanted any more.
-        thread: which thread computes; None where none does.
-        shares: whether work of other queues may be here, and the other way round.
+        microbatches: pending work by microbatch. Some may be for gradients that were dropped; call
+            ``sweep`` to remove it.
+        thread: the thread that computes; None if there is none.
+        shares: whether this queue may exchange work with other queues.
     """
 
     shares = True
@@ -197,8 +208,8 @@ class PendingQueue:
         self.thread: int | None = None
         self.microbatches: dict[Hashable, list[PendingWork]] = {}
         self._has_step_hook = False
-        # Whether somebody refers to a sum whose place a lazy gradient has taken: it is to be right
-        # when the backward is over.
+        # Whether anything refers to a sum that a lazy gradient has replaced in ``.grad``. That sum
+        # must have its final value at the end of the backward.
         self._sum_is_referenced = False
         self._slots: dict[int, GradientSlot] = {}
         self._limit = _FEW
@@ -207,8 +218,9 @@ class PendingQueue:
         self._mark = f"_autosplit_pending_{id(self)}"
 
     def __del__(self) -> None:
-        """Let gradients outlive the model: Python frees it together with its parameters and this
-        queue, which whoever holds a gradient, or a parameter, keeps from now on.
+        """Let gradients outlive the model, which Python frees together with this queue.
+
+        From now on, each reference to a gradient or a parameter keeps the queue alive.
         """
         if not self.microbatches:
             return
@@ -229,7 +241,7 @@ class PendingQueue:
 
     @property
     def bytes(self) -> int:
-        """Bytes of distinct storage that they hold."""
+        """Bytes of distinct storage that pending microbatches keep alive."""
         self.sweep()
         return distinct_storage_bytes(t for work in self.works() for t in work.tensors)
 
@@ -239,14 +251,20 @@ class PendingQueue:
             return [work for works in self.microbatches.values() for work in works]
 
     def parameters(self) -> list[Tensor]:
-        """The parameters that gradients are pending for, or being computed."""
+        """The parameters with a gradient that is pending or being computed."""
         with _SLOT_LOCK:
             parameters = [slot.parameter() for slot in self._slots.values() if slot.armed]
         return [parameter for parameter in parameters if parameter is not None]
 
     def add(self, microbatch: Hashable, work: PendingWork, *, moved: bool = False) -> None:
-        """Queue work, after earlier work of this microbatch; where a gradient of a parameter that
-        it has is pending in another queue, there. ``moved``: whether it comes from another queue.
+        """Queue work, after earlier work of the same microbatch.
+
+        If another queue has a pending gradient of one of the parameters, the work goes there.
+
+        Args:
+            microbatch: the microbatch of the work.
+            work: W of one backward through one graph.
+            moved: whether another queue has passed the work on to this one.
         """
         while True:
             with _SLOT_LOCK:
@@ -262,18 +280,17 @@ class PendingQueue:
             blocking.compute()
         if not self._has_step_hook:
             self._register_step_hook()
-        if sum_is_referenced:  # read without asking us
+        if sum_is_referenced:  # it may be read at any time after the backward
             at_end_of_backward(self.compute)
         elif len(self.microbatches) > self.bound.limit:
             at_end_of_backward(lambda: self._compute_down_to(self.bound.limit))
 
     def _install_lazy_gradients(self, work: PendingWork) -> GradientSlot | None:
-        """Put lazy gradients into ``.grad`` of the parameters of some work.
+        """Put lazy gradients into ``.grad`` of the parameters of the work.
 
         Returns:
-            None; or a slot to be computed first, and then promise again: a gradient that was
-            pending before is referenced elsewhere, and not in its ``.grad``, or it is pending in
-            another queue.
+            None, or a slot that must be computed before another try: its earlier gradient is
+            referenced elsewhere but no longer in ``.grad``, or is pending in another queue.
         """
         parameters = work.parameters
         if not parameters:
@@ -286,7 +303,7 @@ class PendingQueue:
             del sums
         if parameters is not self._latest[0]:
             new_slots = [self._slot(parameter) for parameter in parameters]
-            # Those of a compiled model, which has a new list each time, are not to be kept alive.
+            # Do not keep slots of a compiled model: it has a new list of parameters each time.
             self._latest = work.leaves if parameters is work.leaves else None, new_slots
         work.slots = slots = self._latest[1]
         for slot, parameter in zip(slots, parameters, strict=True):
@@ -301,11 +318,11 @@ class PendingQueue:
                 target = pending_slot(grad)
                 if target is not None:
                     return target[0]
-                grad, self._sum_is_referenced = grad.value(), True  # it stands for a real one
+                grad, self._sum_is_referenced = grad.value(), True  # its value is the real one
             slot.grad, slot.armed = grad, True
             try:
                 parameter.grad = slot.new_lazy(parameter) if slot.lazy is None else slot.lazy
-            except RuntimeError:  # the parameter has another shape, dtype or device by now
+            except RuntimeError:  # the parameter's shape, dtype or device changed
                 parameter.grad = slot.new_lazy(parameter)
         self._keep_alive_with(parameters[-1])
         return None
@@ -321,13 +338,13 @@ class PendingQueue:
         return slot
 
     def _keep_alive_with(self, parameter: Tensor) -> None:
-        """Let this live at least as long as the parameter, until nothing is pending."""
+        """Keep the queue alive as long as the parameter, until nothing is pending."""
         if self._mark not in parameter.__dict__:
             parameter.__dict__[self._mark] = _QueueReference(self)
             self._keepers.append(weakref.ref(parameter))
 
     def _release(self) -> None:
-        """Have no parameter keep this any more."""
+        """Remove the queue from the parameters that keep it alive."""
         for reference in self._keepers:
             parameter = reference()
             if parameter is not None:
@@ -335,10 +352,10 @@ class PendingQueue:
         self._keepers.clear()
 
     def _register_step_hook(self) -> None:
-        """Compute what is pending for an optimizer's parameters before its ``step()``, in which
-        compiled code, or kernels in C++, could meet a lazy gradient.
+        """Compute pending gradients of an optimizer's parameters before its ``step()``.
 
-        torch keeps such hooks in one global list; this one goes when the queue is collected.
+        Compiled code and kernels in C++ cannot use a lazy gradient. torch keeps the hooks of all
+        optimizers in one global list; this one is removed when the queue is collected.
         """
         self._has_step_hook, reference = True, weakref.ref(self)
 
@@ -353,76 +370,83 @@ class PendingQueue:
         weakref.finalize(self, register_optimizer_step_pre_hook(compute).remove)
 
     def make_room(self) -> None:
-        """Before a forward: compute the oldest microbatches, so that its own may wait."""
+        """Compute the oldest microbatches before a forward, to keep to the limit after it."""
         if self.microbatches and torch.is_grad_enabled() and current_backward() < 0:
             self._compute_down_to(self.bound.limit - 1)
 
     def _compute_down_to(self, waiting: float) -> None:
-        """Compute the oldest microbatches until so many wait, unless another thread computes."""
+        """Compute the oldest microbatches until ``waiting`` are pending.
+
+        Do nothing if a thread is computing.
+        """
         if self.thread is None and self.pending > waiting:
             self.bound.early += self.compute(leave=waiting)
 
     def compute(self, microbatches: int | None = None, *, leave: float = 0) -> int:
-        """Compute the oldest microbatches, and accumulate them into ``.grad``; behind another
-        thread that is at it. Where that fails, ``.grad`` raises when it is used.
+        """Compute the oldest microbatches, and accumulate their gradients into ``.grad``.
 
-        Nothing in here waits for autograd's engine, so that whoever waits for this may be one of
-        its threads.
+        Waits for another thread that computes. If the computation fails, every use of a lost
+        ``.grad`` raises. Nothing here waits for autograd's engine, so its threads may call this.
 
         Args:
-            microbatches: how many; None: all,
-            leave: but for the latest ones, so many.
+            microbatches: number of microbatches; None for all but ``leave``.
+            leave: number of latest microbatches to leave pending, if ``microbatches`` is None.
 
         Returns:
-            how many.
+            the number of microbatches that were computed.
 
         Raises:
-            SplitError: fewer than asked for are pending; or they cannot be computed.
+            SplitError: fewer microbatches than requested are pending, or their computation failed.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.compute(microbatches, leave=leave)
         with self._computing:
-            if self.thread is not None:  # by this thread, further out
+            if self.thread is not None:  # this thread computes further up in the stack
                 return 0
             with _SLOT_LOCK:
-                begun = self._live_slots()
+                slots = self._live_slots()
                 keys = [*self.microbatches]
                 count = self.bound.count(microbatches, leave, len(keys))
                 microbatch_works = [self.microbatches.pop(key) for key in keys[:count]]
-                for slot in begun:
+                for slot in slots:
                     slot.computing = True
                 self.thread = threading.get_ident()
             failure = None
             try:
-                self.delivery.deliver(microbatch_works, begun)
+                self.delivery.deliver(microbatch_works, slots)
             except BaseException as error:
                 failure = error
                 raise
             finally:
                 with _SLOT_LOCK:
                     self.thread = None
-                    self._finish(begun, failure)
+                    self._finish(slots, failure)
         self.delivery.announce(microbatch_works)
         return len(microbatch_works)
 
-    def _finish(self, begun: Iterable[GradientSlot], failure: BaseException | None) -> None:
-        """End a computation: what was pending when it began has been computed, or not."""
+    def _finish(self, slots: Iterable[GradientSlot], failure: BaseException | None) -> None:
+        """End a computation: replace the lazy gradients that it completed by the real ones.
+
+        Args:
+            slots: the slots that had a pending part when it began.
+            failure: the error that ended the computation; None if it succeeded.
+        """
         works = self.works() if self.microbatches else ()
         waiting = {id(parameter) for work in works for parameter in work.parameters}
-        for slot in begun:
+        for slot in slots:
             slot.computing = False
             if failure is not None:
                 slot.failure = failure
-        GradientSlot.resolve(s for s in begun if s.failure is None and s.key not in waiting)
+        GradientSlot.resolve(s for s in slots if s.failure is None and s.key not in waiting)
         if not self.microbatches:
             self._release()
 
     @contextlib.contextmanager
     def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Take lazy gradients out of ``.grad`` while parameters are traced."""
+        """Remove lazy gradients from ``.grad`` while parameters are traced."""
         with _SLOT_LOCK:
-            pairs = [(slot, each) for each in parameters if (slot := GradientSlot.of(each))]
+            pairs = [(slot, leaf) for leaf in parameters if (slot := GradientSlot.of(leaf))]
             for slot, parameter in pairs:
                 slot.hidden, parameter.grad = True, None
         try:
@@ -443,20 +467,20 @@ class PendingQueue:
             self._release()
 
     def sweep(self) -> None:
-        """Drop what is pending for every lazy gradient that was freed."""
+        """Drop pending work of lazy gradients that were freed."""
         with _SLOT_LOCK:
             self._live_slots()
 
     def _live_slots(self) -> list[GradientSlot]:
-        """Drop what is pending for every lazy gradient that was freed.
+        """Drop pending work of lazy gradients that were freed.
 
         Returns:
-            The slots of the others.
+            the slots of the other lazy gradients.
         """
         armed = [slot for slot in self._slots.values() if slot.armed]
         present = [
             slot
-            for slot in armed  # as a rule without a call
+            for slot in armed  # the common case, without a call
             if ((parameter := slot.parameter()) is not None and parameter.grad is slot.lazy)
             or slot.is_present()
         ]
@@ -475,7 +499,7 @@ class PendingQueue:
         self.forget([work for work in works if not work.parameters])
 
     def forget(self, works: Collection[PendingWork]) -> None:
-        """Remove work of which no gradient is wanted any more."""
+        """Remove work from the queue, without running it."""
         with _SLOT_LOCK:
             for key, queued in [*self.microbatches.items()]:
                 left = [work for work in queued if work not in works]
@@ -488,11 +512,11 @@ class PendingQueue:
 
 
 class _QueueReference:
-    """Attribute of a parameter: the queue that it keeps alive, which may outlive its module."""
+    """Attribute of a parameter that keeps a queue alive, even after the queue's module."""
 
     def __init__(self, queue: PendingQueue) -> None:
         self.queue = queue
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a parameter has no gradient; this is what any unpickler may load."""
+        """Pickle as an empty OrderedDict: a copy of a parameter has no pending gradient."""
         return OrderedDict, ()

@@ -1,5 +1,6 @@
-"""``Backend``: what makes callables of graphs; ``Eager``, operator by operator: the same kernels as
-plain autograd, so the same bits. And the garbage collector meanwhile.
+"""``Backend``: compiles graphs to callables; ``Eager`` runs them operator by operator.
+
+Eager runs the same kernels as plain autograd, and so computes the same bits.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Code(NamedTuple):
     """A compiled graph.
 
     Attributes:
-        call: takes one list, empties it and returns a list.
-        strides: of outputs that only the next graph sees, where the backend chose them.
+        call: takes one list of arguments, empties it, and returns the list of outputs.
+        strides: strides that the backend chose for outputs that only the next graph reads.
     """
 
     call: Boxed
@@ -43,22 +44,22 @@ class Code(NamedTuple):
 
 
 def with_strides(value: Any, strides: Strides | None) -> Any:
-    """A fake tensor with the strides that a backend chose for it, if it did."""
+    """A fake tensor with the strides that a backend chose; the same tensor if it chose none."""
     if strides is None or [*map(concrete, strides)] == [*map(concrete, value.stride())]:
         return value
     return value.new_empty_strided(value.shape, strides)
 
 
 class Backend:
-    """Makes callables of the graphs of one traced module.
+    """Compiles the graphs of one traced module to callables.
 
     Attributes:
-        decompositions: operators to trace through, rather than to record; None for those of eager.
-        compiles: whether graphs are compiled, not run as they are: that takes seconds, so a second
-            variant is to be avoided; what is compiled may write into the memory of donated
-            arguments (``donate``), and not into views of arguments.
-        generated: name of a graph -> source that was generated for it, of those compiled.
-        gathering: gathers the parameters that graphs read, where they are sharded.
+        decompositions: operators to trace through instead of recording them; None for eager's.
+        compiles: whether graphs are compiled, not run as they are. Compilation takes seconds, so
+            the caller avoids a second variant of a graph. A compiled graph may write into the
+            memory of donated arguments (``donate``), but not into views of arguments.
+        generated: generated source of each compiled graph, by the graph's name.
+        gathering: gathers sharded parameters that graphs read; None if there are none.
     """
 
     decompositions: dict[Any, Callable[..., Any]] | None = None
@@ -70,25 +71,31 @@ class Backend:
         """Prepare a joint graph, in place, before it is split."""
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
-        """Compile a graph, which is left as it is; it may call others (``passes.subgraph``)."""
+        """Compile a graph without changing it.
+
+        Args:
+            name: ``forward``, ``backward_input`` or ``backward_weight``, or the name of a subgraph.
+            module: the graph; it may call other graphs (``passes.subgraph``).
+        """
         raise NotImplementedError
 
 
 @contextlib.contextmanager
 def collecting_new_objects_only() -> Iterator[None]:
-    """Collect once, in the end, what is left of the objects made inside: tracing leaves tensors in
-    cycles, and allocates so much that the collector would go through the half a million objects of
-    a process with torch again and again.
+    """Disable the garbage collector inside, and collect the new objects once at the end.
+
+    Tracing leaves tensors in reference cycles. It also allocates so many objects that the collector
+    would scan the half a million objects of a process with torch again and again.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        # Whoever looks for leaks (gc.DEBUG_SAVEALL) is to be told of others than these.
+        # A search for leaks (gc.DEBUG_SAVEALL) must not report these objects.
         flags = gc.get_debug()
         gc.set_debug(0)
-        # Twice: autograd's graph, which the first collection drops, holds other tensors from C++.
+        # Twice: the first collection drops autograd's graph, which holds more tensors from C++.
         gc.collect(0)
         gc.collect(1)
         gc.set_debug(flags)
@@ -100,10 +107,10 @@ _OPERATORS = DirectOperators()
 
 
 class Eager(Backend):
-    """Runs the very source that ``dump`` writes.
+    """Runs the same source that ``dump`` writes.
 
     Args:
-        known: compiled graphs that others call; the rest are compiled here.
+        subgraph_calls: compiled subgraphs; other subgraphs are compiled here.
         gathering: see ``Backend``.
     """
 
@@ -116,6 +123,12 @@ class Eager(Backend):
         self.gathering = gathering
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
+        """Generate and execute the Python source of a graph.
+
+        Returns:
+            the generated function. Its call raises SplitError if an input has other strides than
+            the graph was traced with.
+        """
         source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
         constants = codegen.constants(module)
         for called in subgraphs(module.graph):
@@ -124,7 +137,7 @@ class Eager(Backend):
         digest = hashlib.sha256(source.encode()).hexdigest()[:12]
         file = f"autosplit-generated/{name}-{digest}.py"
         space = types.ModuleType(name)
-        # Tracebacks and debuggers ask the module's loader for the line that failed.
+        # Tracebacks and debuggers read the failing line from the module's loader.
         space.__loader__ = _Source(source)
         exec(compile(source, file, "exec"), space.__dict__)
         space.__dict__["aten"] = _OPERATORS
@@ -143,7 +156,7 @@ class Eager(Backend):
         return Code(call)
 
     def _compiled(self, called: Subgraph) -> Boxed:
-        """A graph that others call, compiled once."""
+        """Compile a subgraph, once."""
         if called not in self._called:
             self._called[called] = self.compile(called.name, called.module).call
         return self._called[called]
@@ -167,7 +180,7 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {"eager": Eager, "inductor": _in
 
 
 def backend_named(name: str) -> Backend:
-    """A backend of ``BACKENDS``, for one traced module."""
+    """Create a backend of ``BACKENDS``, for one traced module."""
     return BACKENDS[name]()
 
 

@@ -1,8 +1,7 @@
 """Graphs compiled by Inductor, torch's compiler: few fused kernels in place of many operators.
 
-Inductor keeps compiled graphs on disk, by what is in them: another layer, process or run that
-has the same graph finds it there. So that as many as possible are the same, graphs are handed
-over without the names that users gave.
+Inductor caches compiled graphs on disk by their text, so another layer, process or run with the
+same graph reuses it. Graphs are compiled without the user's names, so that more are the same.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from .backend import Backend, Boxed, Code, Eager, Strides, collecting_new_object
 
 aten = torch.ops.aten
 
-# What is returned so, only graphs take that are compiled later.
+# Only graphs that are compiled later read outputs of these kinds.
 _CROSSING = frozenset({Kind.SAVED, Kind.DEFERRED})
 
 
 class Inductor(Backend):
     """Compiles the graphs of one module.
 
-    Inductor may give a tensor that only the next graph sees other strides than were traced;
-    the next graph is then to be compiled for those.
+    Inductor may choose other strides than were traced for tensors that only the next graph reads.
+    The next graph is then compiled for the chosen strides.
     """
 
     compiles = True
@@ -66,7 +65,7 @@ class Inductor(Backend):
         return self._compile_whole(name, name != "forward", module)
 
     def _compile_around_calls(self, name: str, outlined: fx.GraphModule) -> Code:
-        """A graph that calls graphs, each compiled once."""
+        """Compile each subgraph once, and the calls around them as Python."""
         for node in [node for node in calls(outlined.graph) if SUBGRAPH in node.meta]:
             called: Subgraph = node.meta[SUBGRAPH]
             if called not in self._called:
@@ -82,8 +81,8 @@ class Inductor(Backend):
                 item.meta["val"] = with_strides(value.meta["val"], chosen.get(role))
         subgraph_calls = {called: code.call for called, code in self._called.items()}
         call = Eager(subgraph_calls, self.gathering).compile(name, outlined).call
-        left = outputs(outlined.graph, *_CROSSING)
-        values = {role: getattr(value, "meta", {}).get("val") for role, value in left}
+        crossing = outputs(outlined.graph, *_CROSSING)
+        values = {role: getattr(value, "meta", {}).get("val") for role, value in crossing}
         return Code(call, {r: v.stride() for r, v in values.items() if isinstance(v, Tensor)})
 
     def _compile_whole(self, name: str, is_backward: bool, module: fx.GraphModule) -> Code:
@@ -93,7 +92,7 @@ class Inductor(Backend):
         if not any(calls(module.graph)):
             values = [(role, getattr(value, "meta", {}).get("val")) for role, value in returned]
             strides = [v.stride() if isinstance(v, Tensor) else None for _, v in values]
-            return Code(Eager().compile(name, module).call, _chosen(returned, strides))
+            return Code(Eager().compile(name, module).call, _chosen_strides(returned, strides))
         copy, constants = _for_inductor(module)
         computed = [at for at, (_, value) in enumerate(returned) if isinstance(value, fx.Node)]
         results = [returned[at] for at in computed]
@@ -111,15 +110,15 @@ class Inductor(Backend):
         fixed_outputs = {
             at: value for at, (_, value) in enumerate(returned) if at not in set(computed)
         }
-        call = _boxed(compiled.call, constants, fixed_outputs, len(returned))
+        call = _with_all_outputs(compiled.call, constants, fixed_outputs, len(returned))
         sums = [at for at, role in enumerate(roles) if role.kind is Kind.ACCUMULATOR]
         return Code(
-            _conforming(call, sums) if sums else call,
-            _chosen(results, compiled.strides),
+            _with_contiguous_sums(call, sums) if sums else call,
+            _chosen_strides(results, compiled.strides),
         )
 
 
-def _chosen(
+def _chosen_strides(
     results: Sequence[tuple[Role, Any]], strides: Sequence[Strides | None]
 ) -> dict[Role, Strides]:
     pairs = zip(results, strides, strict=True)
@@ -129,15 +128,18 @@ def _chosen(
 
 
 def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A copy without names for Inductor to change, and the constant tensors that it takes as last
-    inputs: Inductor would compile the values of small ones in, and they may be written to later.
+    """Copy a graph without its names, for Inductor to change.
+
+    Returns:
+        the copy, and the constant tensors, which are its last inputs. Inductor would compile the
+        values of small constants into the code, but they may be written to later.
     """
     from autosplit.torch_internals.inductor import fake_like
 
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for at, node in enumerate(inputs(module.graph).values()):
-        # Inductor finds compiled graphs again by their text, which must say what is donated.
+        # Inductor's cache compares graphs by text, which must therefore name donated inputs.
         kind = "donated" if is_donated(node) else "input"
         copies[node] = _placeholder(graph, f"{kind}_{at}", node.meta["val"])
     constants = codegen.constants(module)
@@ -165,7 +167,7 @@ def _placeholder(graph: fx.Graph, name: str, value: Any) -> fx.Node:
 
 
 def _copy_without_name(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """A copy called after its operator: the node's own name tells of the user's modules."""
+    """Copy a node, named after its operator: the original name may be that of a user's module."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
     copy = graph.create_node(node.op, node.target, args, kwargs)
     copy.meta = dict(node.meta)
@@ -173,9 +175,7 @@ def _copy_without_name(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.
 
 
 def _accumulate(graph: fx.Graph, total: fx.Node, gradient: fx.Node) -> fx.Node:
-    """An addition in place as Inductor wants it: as a new value that is written back, which it
-    makes one kernel of.
-    """
+    """Add in place as a new value that is copied back, which Inductor compiles to one kernel."""
     new = graph.call_function(aten.add.Tensor, (total, gradient))
     written = graph.call_function(aten.copy_.default, (total, new))
     for node in (new, written):
@@ -183,29 +183,43 @@ def _accumulate(graph: fx.Graph, total: fx.Node, gradient: fx.Node) -> fx.Node:
     return written
 
 
-def _conforming(call: Boxed, sums: Sequence[int]) -> Boxed:
-    """Accumulators were traced as contiguous; one that is not is added to by way of a copy."""
+def _with_contiguous_sums(call: Boxed, sums: Sequence[int]) -> Boxed:
+    """Call with contiguous copies of accumulators that are not contiguous, and copy the sums back.
+
+    Accumulators were traced as contiguous.
+
+    Args:
+        call: the compiled graph.
+        sums: positions of the accumulators among its arguments.
+    """
 
     def run(args: list[Any]) -> list[Any]:
-        odd = [(args[at], at) for at in sums if not args[at].is_contiguous()]
-        copies = [total.contiguous() for total, _ in odd]
-        for (_, at), copy in zip(odd, copies, strict=True):
+        pairs = [(args[at], at) for at in sums if not args[at].is_contiguous()]
+        copies = [total.contiguous() for total, _ in pairs]
+        for (_, at), copy in zip(pairs, copies, strict=True):
             args[at] = copy
         results = call(args)
-        for (total, _), copy in zip(odd, copies, strict=True):
+        for (total, _), copy in zip(pairs, copies, strict=True):
             total.copy_(copy)
         return results
 
     return run
 
 
-def _boxed(
+def _with_all_outputs(
     call: Callable[[list[Any]], Any],
     constants: list[Tensor],
     fixed_outputs: dict[int, Any],
     count: int,
 ) -> Boxed:
-    """``given``: outputs that are no computed values, by position among ``count``."""
+    """Complete a compiled call to one that returns all outputs.
+
+    Args:
+        call: returns the computed outputs.
+        constants: tensors to append to the arguments.
+        fixed_outputs: outputs that are not computed, by position.
+        count: number of outputs.
+    """
 
     def run(args: list[Any]) -> list[Any]:
         args += constants

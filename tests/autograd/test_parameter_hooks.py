@@ -96,7 +96,7 @@ def test_deferred_again_without_hooks() -> None:
 def test_report_says_so(face: str) -> None:
     module = FACES[face](model_for(face))
     module(torch.randn(2, 4)).sum().backward()
-    message = "backward() computes weight gradients too where a hook waits for one of them"
+    message = "backward() also computes weight gradients, because hooks wait for them"
     assert message not in module.report()
     parameter = dict(module.named_parameters())["a.weight"]
     handle = parameter.register_post_accumulate_grad_hook(lambda _: None)

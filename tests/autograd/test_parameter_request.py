@@ -62,7 +62,7 @@ def test_refused_with_advice_that_works(
     expected = torch.autograd.grad(plain(x).square().sum(), inputs)
     parameters = [*split.parameters()]
     requested = [x, *parameters] if with_input else parameters
-    with pytest.raises(SplitError, match=r"Call loss\.backward\(\) and read \.grad, or ask with"):
+    with pytest.raises(SplitError, match=r"Call loss\.backward\(\) and read \.grad, or compute"):
         ASKS[ask](split(x).square().sum(), requested)
     assert split.pending == 0
     assert all(parameter.grad is None for parameter in parameters)
@@ -77,7 +77,7 @@ def test_one_parameter_of_those_near_the_ends(build: Callable[[], nn.Module]) ->
     split = autosplit.split(build())
     parameters = [*split.parameters()]
     for which in (0, 1, -2, -1):
-        with pytest.raises(SplitError, match="asks for gradients of parameters"):
+        with pytest.raises(SplitError, match="requests gradients of parameters"):
             torch.autograd.grad(split(batch()).sum(), parameters[which], allow_unused=True)
 
 

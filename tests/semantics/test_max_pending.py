@@ -129,7 +129,9 @@ def test_evaluation_leaves_what_waits() -> None:
 def test_who_misses_a_microbatch_is_told() -> None:
     model = split(nn.Linear(8, 8))
     one_by_one(model, torch.randn(3, 4, 8))
-    with pytest.raises(SplitError, match="max_pending=1 had 2 computed before; raise it"):
+    with pytest.raises(
+        SplitError, match="Because of max_pending=1, 2 were computed before; raise it"
+    ):
         model.backward_weight(microbatches=3)
 
 
