@@ -143,8 +143,8 @@ class Split(torch.autograd.Function):
     W computes the gradients of parameters later. The anchor is an input so that the outputs have a
     gradient function even if no other input requires a gradient. A few parameters, the sentinels,
     are inputs too, so that the backward notices requests for their gradients, see
-    ``SplitFunctions.probe_sample``. If a reducer waits for weight gradients, or if parameters are
-    computed tensors, all parameters are inputs and the backward is I and W.
+    ``SplitFunctions.sentinel_parameters``. If a reducer waits for weight gradients, or if
+    parameters are computed tensors, all parameters are inputs and the backward is I and W.
     """
 
     @staticmethod

@@ -215,8 +215,9 @@ class GradientSlot:
         return self.parameter() if self.armed and self.lazy is lazy else None
 
     def is_present(self) -> bool:
-        """Whether the gradient can still be used: it is in ``.grad``, referenced elsewhere, or
-        being computed.
+        """Whether the gradient can still be used.
+
+        It can if it is in ``.grad``, referenced elsewhere, or being computed.
         """
         parameter = self.parameter()
         return parameter is not None and (

@@ -185,8 +185,10 @@ def backend_named(name: str) -> Backend:
 
 
 def check_backend(name: str) -> None:
-    """Raises:
-    SplitError: the backend is unknown; lists the known ones.
+    """Check the name of a backend.
+
+    Raises:
+        SplitError: the backend is unknown; the message lists the known ones.
     """
     if name not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))

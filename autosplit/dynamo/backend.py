@@ -1,11 +1,10 @@
-"""``Compilation``: a graph that Dynamo found, split, compiled and callable in its place.
+"""The backend of ``torch.compile(model, backend="autosplit")``: it splits every graph of Dynamo.
 
-Names and roles of the inputs of a graph that Dynamo found.
+    SplittingBackend ──> Compilation ──> DynamoGraph, one for each graph
+                             └─ call ──> SplitCall: F, as a node of autograd's graph
 
-``torch.compile(model, backend="autosplit")``: every graph that Dynamo finds is split.
-
-The backward of each graph computes the gradients of its inputs; those of its parameters wait
-until ``autosplit.backward_weight(model)``.
+The backward of each graph computes the gradients of its inputs. The gradients of its parameters are
+pending until ``autosplit.backward_weight(model)``.
 """
 
 from __future__ import annotations
@@ -49,12 +48,14 @@ def input_roles(
     example_inputs: Sequence[Any],
     name_of: Callable[[nn.Parameter], str | None],
 ) -> list[Role]:
-    """PARAMETER for parameters that need a gradient, INPUT for the rest, with distinct names.
+    """The roles of a graph's inputs, with distinct names.
+
+    Parameters that require a gradient have the kind PARAMETER, and all other inputs INPUT.
 
     Args:
-        sources: where Dynamo found each input, as Python.
+        sources: Dynamo's source of each input, as a Python expression.
         example_inputs: values of the inputs.
-        name_of: name of a parameter, where it is known.
+        name_of: returns the name of a parameter; None if it is unknown.
     """
     roles: list[Role] = []
     names: set[str] = set()
@@ -71,12 +72,12 @@ def input_roles(
 def _readable(source: str) -> str:
     """``L['self']._modules['a']._parameters['weight']`` -> ``a.weight``."""
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
-    # After a graph break, Dynamo finds what was on the stack there in ___stack0, ___stack1, ...
+    # After a graph break, Dynamo names the values of the stack ___stack0, ___stack1, ...
     return re.sub(r"^(?:self|___stack\d+)\.", "", re.sub(r"^L\['(\w+)'\]", r"\1", text)) or "input"
 
 
 class GraphFunctions(SplitFunctions):
-    """F, I and W of a graph that Dynamo found."""
+    """F, I and W of a graph of Dynamo."""
 
     capture: GraphCapture
 
@@ -89,18 +90,18 @@ class GraphFunctions(SplitFunctions):
 
 
 class DTensorGraphFunctions(GraphFunctions, DTensorFunctions):
-    """Those of a graph with DTensors."""
+    """F, I and W of a graph of Dynamo with DTensors."""
 
 
 class DynamoGraph:
-    """One graph of a model, compiled.
+    """One compiled graph of a model.
 
     Attributes:
-        parameters: names of the parameters that need a gradient. Where modules share code,
-            they share the graph; the names are those of the first.
-        functions: F, I and W; None where the graph was not split.
-        reason: why it was not; empty where it was.
-        lines: ``file.py:3-9`` for the user's lines that the graph holds.
+        parameters: names of the parameters that require a gradient. Modules that share code share
+            the graph, and the names are those of the first module.
+        functions: F, I and W; None if the graph was not split.
+        reason: why the graph was not split; empty if it was.
+        lines: the user's lines in the graph, as ``file.py:3-9``.
     """
 
     def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
@@ -111,31 +112,31 @@ class DynamoGraph:
 
     @property
     def graphs(self) -> SplitGraphs | None:
-        """The split graphs; None where the graph has no backward or was not split."""
+        """The split graphs; None if the graph has no backward or was not split."""
         functions = self.functions
         return None if functions is None or not functions.has_backward else functions.graphs
 
     @property
     def is_split(self) -> bool:
-        """Whether there is a W."""
+        """Whether the graph has a W."""
         weight = None if self.graphs is None else self.graphs.backward_weight
         return weight is not None and bool(outputs(weight.graph))
 
     @property
     def state(self) -> str:
-        """``split``, or why not."""
+        """``split``, or the reason why the graph is not split."""
         if self.is_split or self.reason:
             return self.reason or "split"
         return "no backward" if self.graphs is None else "no parameters"
 
     @property
     def weight_flops(self) -> tuple[int, int]:
-        """Floating-point operations of weight gradients in W, and in I all the same."""
+        """FLOPs of weight gradients that W computes, and that I computes."""
         return (0, 0) if self.graphs is None else weight_flops(self.graphs)
 
 
 def _lines(graph: fx.Graph) -> str:
-    """The user's lines behind the graph, file by file."""
+    """The user's lines in a graph, by file."""
     lines: dict[str, set[int]] = {}
     for node in graph.nodes:
         place = source_line(node).partition(" ")[0]
@@ -151,34 +152,36 @@ def _span(numbers: set[int]) -> str:
 
 
 class GraphOwner(Protocol):
-    """Whose graphs Dynamo finds.
+    """Protocol of the owner of Dynamo's graphs, which collects their pending W.
 
     Attributes:
-        anchor: of their nodes in autograd's graph, and of their pending W.
+        anchor: an input of the graphs' autograd nodes, with the queue of pending W.
     """
 
     anchor: WeightAnchor
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The parameter's name, where the owner knows it."""
+        """The parameter's name; None if the owner does not know it."""
 
     def compiled(self, part: DynamoGraph) -> None:
-        """Note that a graph was compiled."""
+        """Record a compiled graph."""
 
     def entered(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
-        """Note that a graph is called, and tell of which forward call.
+        """Record a call of a graph.
 
         Args:
             part: the graph.
-            parameters: those whose gradients W computes.
+            parameters: the parameters whose gradients W computes.
+
+        Returns:
+            the forward call of the model that called the graph.
         """
 
 
 class Compilation:
-    """One graph of Dynamo, compiled.
+    """A callable for one graph of Dynamo, split and compiled, or unsplit if it cannot be split.
 
-    Which of its inputs are parameters is known from the ``nn.Parameter`` objects that Dynamo
-    calls it with.
+    Inputs that are ``nn.Parameter`` objects and require a gradient are the graph's parameters.
     """
 
     def __init__(
@@ -210,7 +213,7 @@ class Compilation:
 def _functions(
     module: fx.GraphModule, example_inputs: Sequence[Any], roles: list[Role], options: SplitOptions
 ) -> GraphFunctions:
-    """F, I and W, compiled while Dynamo knows what sizes are.
+    """Split and compile a graph, while Dynamo has the values of its sizes.
 
     Raises:
         CaptureError, PassError: the graph cannot be split.
@@ -233,7 +236,7 @@ def _functions(
 
 
 class SplitCall:
-    """A graph as AOTAutograd's wrappers call it: F, as autograd sees it."""
+    """A graph in the calling convention of AOTAutograd's wrappers: F, as a node of autograd."""
 
     _boxed_call = True
 
@@ -268,11 +271,11 @@ _OPTIONS = ("backend", "max_pending")
 
 
 class SplittingBackend:
-    """A Dynamo backend that splits.
+    """A Dynamo backend that splits graphs.
 
     Args:
-        owner: collects what is deferred; where None it waits on the parameters.
-        options: how graphs are split and run.
+        owner: collects pending work; None for a queue that the parameters refer to.
+        options: options for splitting and running the graphs.
     """
 
     def __init__(
@@ -282,8 +285,10 @@ class SplittingBackend:
         self._options = options or SplitOptions()
 
     def __deepcopy__(self, _: dict[int, Any]) -> SplittingBackend:
-        """Itself: it is its owner's. Lightning has ``torch.compile`` copy what it is given, and a
-        copy of the owner would compile again, and be copied, without end.
+        """Return the backend itself, because it belongs to its owner.
+
+        Lightning makes ``torch.compile`` copy its arguments. A copy of the owner would compile
+        again, and be copied again, without end.
         """
         return self
 
@@ -291,7 +296,7 @@ class SplittingBackend:
         """Compile one graph for Dynamo.
 
         Raises:
-            ShardedError: FSDP manages a module that the graph is of.
+            ShardedError: FSDP manages a module of the graph.
         """
         for root in traced_modules(module):
             refuse_sharded(root)
@@ -304,17 +309,17 @@ def backend(
     *,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The backend that torch knows as ``"autosplit"``.
+    """The backend that is registered in torch as ``"autosplit"``.
 
     Args:
         module: the graph.
-        example_inputs: what Dynamo calls it with.
-        options: some of ``{"backend": name, "max_pending": number}``: how the split graphs are
-            run, and how many microbatches of each graph may wait for weight gradients, see
+        example_inputs: the inputs of the graph's first call.
+        options: ``{"backend": name, "max_pending": number}``, both optional: the backend of the
+            split graphs, and the limit for pending microbatches of each graph, see
             ``autosplit.split``.
 
     Raises:
-        SplitError: an option or a backend is unknown; lists the known ones.
+        SplitError: an option or a backend is unknown; the message lists the known ones.
     """
     chosen = dict(options or {})
     if unknown := chosen.keys() - set(_OPTIONS):

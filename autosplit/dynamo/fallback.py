@@ -1,4 +1,7 @@
-"""``Fallback``: how a split module runs calls that cannot be captured in one graph."""
+"""``Fallback`` runs calls of a split module that cannot be captured in one graph.
+
+capture in one graph ──fails──> split graph by graph ──fails──> plain autograd
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Fallback:
-    """Runs calls that cannot be captured in one graph, and tells which later ones to capture.
+    """Runs calls that cannot be captured in one graph: graph by graph, or by plain autograd.
 
     Args:
         model: the model.
-        options: how it is split; models split graph by graph have no memory setting.
-        fullgraph: whether to raise instead.
-        queue: of the microbatches that wait for W.
+        options: options for splitting. A model that is split graph by graph has no memory setting.
+        fullgraph: whether to raise instead of a fallback.
+        queue: the queue of pending microbatches.
 
     Attributes:
-        partial: the model split graph by graph; None until it is needed. From then on calls go to
-            it without a try to capture them.
+        partial: the model split graph by graph; None until it is needed. Afterwards all calls use
+            it, without another attempt to capture one graph.
     """
 
     def __init__(
@@ -42,27 +45,30 @@ class Fallback:
         self._model, self._queue = model, queue
         self._options, self._fullgraph = options, fullgraph
         self.partial: PartialModel | None = None
-        self._is_first_run = False  # whether no call by graphs has run yet
-        self._failure: FailingCallError | None = None  # why no graph is tried any more
+        self._is_first_run = False  # whether the next call by graphs is the first
+        self._failure: FailingCallError | None = None  # why calls run unsplit
         self._unsplit: dict[str, int] = {}
 
     @property
     def is_in_use(self) -> bool:
-        """Whether reports are to be about the model split graph by graph."""
+        """Whether calls run graph by graph, so that reports must describe those graphs."""
         return self.partial is not None and self._failure is None
 
     def split_by_graphs(self, error: AutosplitError) -> PartialModel:
-        """Split graph by graph from now on.
+        """Split the model graph by graph from now on.
+
+        Args:
+            error: why the call cannot be captured in one graph.
 
         Raises:
-            AutosplitError: ``error``, where one graph is insisted on.
+            AutosplitError: ``error``, if the model requires one graph.
         """
         if self._fullgraph:
             raise error
         memory = self._options.memory
         if memory != "balanced":
             error.add_note(
-                f"memory={memory!r} needs one graph; in parts a model is split as 'balanced'"
+                f"memory={memory!r} needs one graph; a model with several supports 'balanced' only"
             )
             raise error
         if self.partial is None:
@@ -72,8 +78,9 @@ class Fallback:
         return self.partial
 
     def run_by_graphs(self, partial: PartialModel, args: Any, kwargs: Any) -> Any:
-        """The forward graph by graph. If a first one fails, it is run by plain autograd, and so are
-        later ones unless that fails, too.
+        """Run a forward graph by graph.
+
+        If the first one fails, it runs by plain autograd. If that succeeds, so do all later ones.
         """
         if self._failure is not None:
             return self.run_unsplit(self._failure, args, kwargs)
@@ -93,28 +100,32 @@ class Fallback:
         if failing is not None:
             restore()
             self.partial = None
-            result = self.run_unsplit(failing, args, kwargs)  # here, for the user's own error alone
+            # Outside of ``except``, so that the user's own error has no context.
+            result = self.run_unsplit(failing, args, kwargs)
             self.partial, self._failure = partial, failing
             return result
         self._is_first_run = False
         return result
 
     def run_unsplit(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
-        """The call by plain autograd: where that fails too, with the user's own error."""
+        """Run the call by plain autograd, and warn at the first time.
+
+        If the call fails, the user's own error is raised.
+        """
         if self._fullgraph:
             raise error
         result = self._model(*args, **kwargs)
         if not self._unsplit:
             warnings.warn(
                 f"{type(self._model).__name__} runs calls like this one unsplit, by plain "
-                f"autograd, as they fail where they are traced. report() says so too. {error}",
+                f"autograd, because they fail while they are traced; report() lists them. {error}",
                 stacklevel=3,
             )
         self._unsplit[str(error)] = self._unsplit.get(str(error), 0) + 1
         return result
 
     def unsplit_calls(self) -> list[str]:
-        """For a report: how many calls ran unsplit, and why."""
+        """Lines for a report: the number of unsplit calls, and the reasons."""
         name = type(self._model).__name__
         return [
             f"{count} call(s) of {name} ran unsplit, by plain autograd: {reason}"
@@ -128,7 +139,7 @@ class Fallback:
 
 
 def _snapshot(model: nn.Module) -> Callable[[], None]:
-    """Puts buffers and generators of random numbers back as they are now."""
+    """A function that restores the present buffers and states of random number generators."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     states = GeneratorStates.of([*model.parameters(), *model.buffers()])
 

@@ -1,10 +1,8 @@
-"""``PartialModel``: models with graph breaks, branches on data or code that Dynamo cannot trace.
+"""``PartialModel``: a model that is split graph by graph, and its report.
 
-The model runs under ``torch.compile``. Every graph that Dynamo finds is split; what lies
-between the graphs runs as ordinary Python and ordinary autograd. Recompilation, guards and
-symbolic shapes are Dynamo's, as users of ``torch.compile`` know them.
-
-``report()`` of a model that is split graph by graph.
+It supports models with graph breaks, branches on data, or code that Dynamo cannot trace. The model
+runs under ``torch.compile``. Every graph of Dynamo is split, and the code between graphs runs as
+ordinary Python with ordinary autograd. Recompilation, guards and symbolic shapes are Dynamo's.
 """
 
 from __future__ import annotations
@@ -40,7 +38,12 @@ from autosplit.torch_internals.pytree import tree_flatten
 
 
 def partial_report(partial: PartialModel, title: str) -> str:
-    """Tables of graphs and breaks, parameters outside graphs, and the deferred share."""
+    """Text with tables of graphs and breaks, parameters outside of graphs, and the deferred share.
+
+    Args:
+        partial: the model, after a call.
+        title: the model's name.
+    """
     count = sum(part.is_split for part in partial.parts)
     sections = [
         f"{title} is split graph by graph: Dynamo found {len(partial.parts)}, "
@@ -102,10 +105,11 @@ class PartialModel:
 
     Args:
         model: the model; it keeps its parameters and its Python side effects.
-        options: how graphs are split and run; each is split as ``memory="balanced"``.
-        reason: why no single graph holds it, for the report.
-        because: the same in a line, for a warning.
-        queue: of microbatches that wait for W, maybe others, too; None for one without a bound.
+        options: options for splitting and running graphs, all with ``memory="balanced"``.
+        reason: why the model cannot be captured in one graph, for the report.
+        because: the reason in one line, for a warning.
+        queue: the queue of pending microbatches, which may have others; None for a new queue
+            without a limit.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class PartialModel:
         self._model = model
         self.reason = reason
         self._because = because
-        # torch keeps a backend, and what it compiled, for as long as the process: not the model.
+        # torch keeps backends and compiled code until the process ends, so refer to self weakly.
         backend = SplittingBackend(weakref.proxy(self), options or SplitOptions())
         self._compiled = compile_model(model, backend)
         self._parts: list[DynamoGraph] = []
@@ -162,7 +166,7 @@ class PartialModel:
         return result
 
     def _warn_of_little(self) -> None:
-        """Warn once where most weight gradients cannot be deferred."""
+        """Warn once if most weight gradients cannot be deferred."""
         share = self.share
         if share is None or self._warned:
             return
@@ -174,49 +178,48 @@ class PartialModel:
         self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
 
     def backward_weight(self, microbatches: int | None = None) -> None:
-        """Compute pending weight gradients and accumulate them into ``.grad``, as
-        ``SplitModule.backward_weight`` does.
+        """Compute pending weight gradients, as ``SplitModule.backward_weight`` does.
 
         Args:
-            microbatches: how many, the oldest ``backward()`` first; all where None.
+            microbatches: number of microbatches, oldest ``backward()`` first; None for all.
 
         Raises:
-            SplitError: fewer than asked for are pending.
+            SplitError: fewer microbatches than requested are pending.
         """
         self._queue.compute(microbatches)
 
     def discard(self) -> None:
-        """Forget what is pending, as ``SplitModule.discard`` does."""
+        """Discard pending work, as ``SplitModule.discard`` does."""
         self._queue.discard()
 
     @property
     def pending(self) -> int:
-        """Microbatches whose weight gradients have not been computed."""
+        """Number of microbatches with pending weight gradients."""
         return self._queue.pending
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of distinct storage that pending microbatches hold."""
+        """Bytes of distinct storage that pending microbatches keep alive."""
         return self._queue.bytes
 
     @property
     def parts(self) -> tuple[DynamoGraph, ...]:
-        """The graphs that were compiled so far, oldest first."""
+        """The compiled graphs, oldest first."""
         return tuple(self._parts)
 
     @property
     def breaks(self) -> tuple[BreakReason, ...]:
-        """Where Dynamo ended a graph and why, in the order in which it met them."""
+        """Lines at which Dynamo ended a graph, with reasons, in the order of their discovery."""
         return tuple(self._breaks)
 
     @property
     def calls(self) -> Counter[DynamoGraph]:
-        """How often the latest forward call that needed a gradient ran each graph."""
+        """Number of runs of each graph in the latest forward call that required a gradient."""
         return Counter() if self._seen is None else self._seen.calls
 
     @property
     def late(self) -> list[nn.Parameter]:
-        """The parameters that entered a graph in that call, whose W computes their gradients."""
+        """The parameters whose gradients W computes: inputs of graphs in that call."""
         seen = self._seen
         return [] if seen is None or seen.fused_backward else [*seen.deferred]
 
@@ -233,13 +236,13 @@ class PartialModel:
 
     @property
     def share(self) -> float | None:
-        """Share of the elements of weight gradients that W computes; None where there are none."""
+        """Share of the elements of weight gradients that W computes; None without parameters."""
         late = sum(parameter.numel() for parameter in self.late)
         total = late + sum(parameter.numel() for parameter in self.ordinary)
         return late / total if total else None
 
     def report(self) -> str:
-        """Which parts are split, which are not and why, and the share that is deferred.
+        """Text on split and unsplit graphs, reasons, and the deferred share of gradients.
 
         Raises:
             SplitError: the model has not been called yet.
@@ -253,8 +256,10 @@ class PartialModel:
         return "\n\n".join([text, *self._queue.bound.text()])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write the graphs of every part as readable, runnable code, with tables of the
-        boundaries, a folder each.
+        """Write the split graphs as runnable Python code, with tables of the boundaries.
+
+        Args:
+            folder: gets a subfolder for each graph of Dynamo.
 
         Raises:
             OutputError: the folder cannot be written.
@@ -275,7 +280,7 @@ class PartialModel:
         self._parts.append(part)
 
     def entered(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
-        """The forward call under way; a recomputation in a backward belongs to the latest."""
+        """The running forward call; for a recomputation in a backward, the latest call."""
         call: ForwardCall = getattr(self._running, "microbatch", None) or self._latest
         call.calls[part] += 1
         call.deferred |= dict.fromkeys(parameters)
@@ -283,6 +288,6 @@ class PartialModel:
 
 
 def _is_differentiable(tree: Any) -> bool:
-    """Whether autograd has a history of a tensor of a pytree."""
+    """Whether any tensor in a pytree has a ``grad_fn``."""
     leaves, _ = tree_flatten(tree)
     return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves)

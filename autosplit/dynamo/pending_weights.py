@@ -1,7 +1,7 @@
 """Pending weight gradients of compiled models: ``autosplit.backward_weight(model)``.
 
-``torch.compile(model, backend="autosplit")`` leaves no object of ours in the user's hands, so
-deferred work waits on the parameters that it is for.
+``torch.compile(model, backend="autosplit")`` returns no object of autosplit to the user, so pending
+work is found by the parameters, whose lazy gradients refer to it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class ForwardCall:
-    """One forward call of the model, as the owner tells calls apart.
+    """One forward call of the model, as far as the owner distinguishes calls.
 
     Attributes:
         fused_backward: whether its backward is I and W in one.
-        in_data_parallel: whether data parallelism counts how often the engine comes by a parameter.
-        calls: how often it ran each graph.
+        in_data_parallel: whether data parallelism wraps it and counts visits of the parameters.
+        calls: number of runs of each graph.
         deferred: the parameters whose gradients W of these graphs computes.
     """
 
@@ -48,7 +48,7 @@ class ForwardCall:
 
 
 class PendingOnParameters(PendingQueue):
-    """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
+    """Owner of one graph's pending work, which is found by the graph's parameters."""
 
     def __init__(self, bound: PendingBound) -> None:
         super().__init__(Delivery(), bound)
@@ -56,13 +56,13 @@ class PendingOnParameters(PendingQueue):
         self.anchor = WeightAnchor(self, leaves=self._leaves)  # Dynamo keeps it
 
     def name_of(self, parameter: nn.Parameter) -> None:
-        """No name: parameters are known by Dynamo's source only."""
+        """Return None: the parameter's name is Dynamo's source."""
 
     def compiled(self, part: DynamoGraph) -> None:
-        """Nothing: there is no report."""
+        """Do nothing: there is no report."""
 
     def entered(self, part: DynamoGraph, parameters: Sequence[nn.Parameter]) -> ForwardCall:
-        """Microbatches are told apart by their backward alone."""
+        """A new call each time: microbatches are distinguished by their backward only."""
         wrapper = data_parallel()
         if wrapper is not None:
             self.delivery.has_observers = True
@@ -76,7 +76,7 @@ class PendingOnParameters(PendingQueue):
         return ForwardCall(fused_backward, wrapper is not None)
 
     def add(self, microbatch: Hashable, work: PendingWork, *, moved: bool = False) -> None:
-        # Dynamo keeps the graph, and this.
+        # Dynamo keeps the graph and this queue, which must not keep the parameters.
         work.state, work.leaves = weakref.WeakValueDictionary(work.state), None
         super().add(microbatch, work, moved=moved)
 
@@ -84,24 +84,27 @@ class PendingOnParameters(PendingQueue):
 class Deferral:
     """Weight gradients that ``torch.compile(model, backend="autosplit")`` has deferred.
 
-    The face is that of ``SplitModule``, lazy gradients included. One microbatch is what one
-    ``backward()`` left.
+    The methods are those of ``SplitModule``, and ``.grad`` is lazy as there. One microbatch is the
+    pending work of one ``backward()``.
 
     Args:
         model_or_parameters: the model, compiled or not, or some of its parameters.
 
     Raises:
-        SplitError: it is something else.
+        SplitError: the argument is neither a module nor parameters.
         ShardedError: FSDP manages the model or a part of it.
     """
 
     def __init__(self, model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
-        given = model_or_parameters
-        if isinstance(given, Tensor):
-            given = [given]
-        if isinstance(given, nn.Module):
-            refuse_sharded(given)  # some of its graphs never came to us
-        self._parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
+        parameters: Iterable[Tensor]
+        if isinstance(model_or_parameters, nn.Module):
+            refuse_sharded(model_or_parameters)  # some of its graphs were never split
+            parameters = model_or_parameters.parameters()
+        elif isinstance(model_or_parameters, Tensor):
+            parameters = [model_or_parameters]
+        else:
+            parameters = model_or_parameters
+        self._parameters = list(parameters)
         for parameter in self._parameters:
             if not isinstance(parameter, Tensor):
                 raise SplitError(
@@ -110,27 +113,27 @@ class Deferral:
 
     @property
     def pending(self) -> int:
-        """Microbatches whose weight gradients have not been computed."""
+        """Number of microbatches with pending weight gradients."""
         return len(_microbatches(self._owners()))
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of distinct storage that pending microbatches hold."""
+        """Bytes of distinct storage that pending microbatches keep alive."""
         works = chain.from_iterable(owner.works() for owner in self._owners())
         return distinct_storage_bytes(tensor for work in works for tensor in work.tensors)
 
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
-        They are of backwards that were before any hook on the parameters: none fires. The weight
-        gradients of one graph are computed together: asked for some parameters, this also delivers
-        those of others that share a graph with them.
+        No hook on a parameter fires, because no parameter had a hook when its backward ran. The
+        weight gradients of one graph are computed together, also those of parameters that are not
+        among these.
 
         Args:
-            microbatches: how many, the oldest ``backward()`` first; all where None.
+            microbatches: number of microbatches, oldest ``backward()`` first; None for all.
 
         Raises:
-            SplitError: fewer than asked for are pending.
+            SplitError: fewer microbatches than requested are pending.
         """
         owners = self._owners()
         waiting = _microbatches(owners)
@@ -141,8 +144,9 @@ class Deferral:
             owner.compute(leave=len(left & owner.microbatches.keys()))
 
     def discard(self) -> None:
-        """Forget what is pending, as ``SplitModule.discard`` does, for these parameters and others
-        that share a graph with them.
+        """Discard pending work, as ``SplitModule.discard`` does.
+
+        It discards work for these parameters, and for others that share a graph with them.
         """
         for owner in self._owners():
             owner.discard()
@@ -158,17 +162,19 @@ class Deferral:
 
 
 def _microbatches(owners: Iterable[PendingOnParameters]) -> list[Hashable]:
-    """Backwards that left pending work, oldest first."""
+    """Numbers of the backwards with pending work, oldest first."""
     return sorted({number for owner in owners for number in owner.microbatches})  # type: ignore
 
 
 def backward_weight(
     model_or_parameters: nn.Module | Tensor | Iterable[Tensor], microbatches: int | None = None
 ) -> None:
-    """Compute the weight gradients that a model compiled with ``backend="autosplit"`` has
-    deferred: ``Deferral(model_or_parameters).backward_weight(microbatches)``.
+    """Compute the weight gradients that a compiled model has deferred.
+
+    The model is compiled with ``backend="autosplit"``. This calls
+    ``Deferral(model_or_parameters).backward_weight(microbatches)``.
 
     Raises:
-        SplitError: fewer microbatches than asked for are pending.
+        SplitError: fewer microbatches than requested are pending.
     """
     Deferral(model_or_parameters).backward_weight(microbatches)

@@ -1,20 +1,21 @@
-"""Private API of torch, by subject; the installed version of torch, and the oldest supported one.
+"""Private API of torch, by subject; the installed and the oldest supported version of torch.
 
-What differs between them in how torch.distributed.pipelining drives stages, and what sees to it
-(defects of capture: ``autosplit.capture.workarounds``). Nothing asks for the version:
+The supported versions differ in how torch.distributed.pipelining drives stages. This table lists
+the differences and the code that handles them, without a check of the version. (For defects of
+capture, see ``autosplit.capture.workarounds``.)
 
-| torch | what | seen to by |
+| torch | difference | handled by |
 |---|---|---|
-| 2.11 | shapes are found in another way, and once, also if training becomes evaluation | \
-``pipelining/agreement.py``, in all versions alike |
-| 2.11 | connects a rank with itself | ``pipelining_stage.py`` leaves these messages out |
-| 2.11, 2.12 | ``step()`` takes no ``loss_kwargs`` | |
-| 2.14 | stages keep copies of buffers while shapes are found | ``pipelining_stage.py`` keeps none |
-| 2.15 | a reduction of gradients is begun and waited for apart, or put off to a later step | \
+| 2.11 | infers shapes in another way, and only once, even if evaluation follows training | \
+``pipelining/agreement.py``, in the same way for all versions |
+| 2.11 | connects a rank with itself | ``pipelining_stage.py`` omits these messages |
+| 2.11, 2.12 | ``step()`` has no ``loss_kwargs`` | |
+| 2.14 | stages copy buffers during shape inference | ``pipelining_stage.py`` copies none |
+| 2.15 | a gradient reduction starts and ends in two actions, or in a later step | \
 ``pipelining/stage.py``, ``pipelining/step.py`` |
-| 2.15 | pairs of ranks may have groups of their own | ``pipelining_stage.py`` |
+| 2.15 | pairs of ranks may have their own process groups | ``pipelining_stage.py`` |
 | 2.15 | a context around forwards | ``pipelining_stage.py`` refuses it |
-| 2.15 | files of a schedule's actions list where sends are waited for | ``distributed.py`` |
+| 2.15 | files of a schedule's actions list the waits for sends | ``distributed.py`` |
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from __future__ import annotations
 import torch
 
 OLDEST = (2, 11)
-"""Before it, Dynamo does not export a capture together with its guards."""
+"""Oldest supported version: earlier Dynamo cannot export a capture together with its guards."""
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-"""The torch at hand: major and minor version."""
+"""Major and minor version of the installed torch."""
 
 if TORCH < OLDEST:
     raise ImportError(

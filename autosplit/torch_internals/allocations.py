@@ -1,4 +1,4 @@
-"""Every allocation and release of tensors' memory in a stretch of a program, in order."""
+"""Record allocations and releases of tensor memory, and the peaks between marks in a program."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MARK = "autosplit allocations"
 
 
 class Stretch(NamedTuple):
-    """What happened between one mark and the next.
+    """Allocated memory between one mark and the next, relative to the first mark.
 
     Attributes:
-        highest: bytes, the most that there were at any time of it, over those at the first mark.
-        end: bytes at its end, likewise; below 0 where more was released than allocated.
+        highest: the peak, in bytes.
+        end: the memory at the end, in bytes; negative if more was released than allocated.
     """
 
     highest: int
@@ -29,24 +29,24 @@ class Stretch(NamedTuple):
 
 
 def can_count(device: torch.device) -> bool:
-    """Whether allocations can be counted now: on the CPU not while another profiler runs."""
+    """Whether allocations can be counted now: on the CPU only while no profiler runs."""
     return device.type != "cpu" or not torch._C._autograd._profiler_enabled()
 
 
 def allocations_on(device: torch.device) -> HostAllocations | DeviceAllocations:
-    """Counts what a device's allocator gives."""
+    """A counter of the allocations on a device."""
     return HostAllocations() if device.type == "cpu" else DeviceAllocations(device)
 
 
 class HostAllocations:
-    """Counts what torch's allocator for the CPU gives this thread, and takes back from it.
+    """Counts this thread's allocations and releases in torch's CPU allocator.
 
-    It is torch's profiler that tells, to the byte and inside operators and compiled kernels too.
-    What was allocated before the stretch counts neither then nor when it is released, and so
-    does what another thread allocates or releases.
+    torch's profiler reports them to the byte, inside operators and compiled kernels too. Memory
+    that was allocated earlier is not counted, and neither is its release. Memory of other threads
+    is not counted either.
 
     Raises:
-        AutosplitError: a profiler runs already; there can be one.
+        AutosplitError: another profiler is running.
     """
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ class HostAllocations:
     def __enter__(self) -> Self:
         if not can_count(torch.device("cpu")):
             raise AutosplitError(
-                "a profiler is running in this process, and memory is recorded with torch's "
-                "profiler, of which there can be one: end the other first, or leave "
-                "record='memory' out for this step"
+                "a profiler is running in this process. Memory is recorded with torch's profiler, "
+                "which runs only once in a process: end the other profiler first, or record this "
+                "step without 'memory'"
             )
         with quiet_stderr():
             self._profiler.__enter__()
@@ -69,16 +69,17 @@ class HostAllocations:
             self._profiler.__exit__(*raised)
 
     def mark(self) -> int:
-        """Begin another stretch; its number, counted from 0."""
+        """Begin another stretch and return its number, from 0."""
         with profiler.record_function(_MARK):
             self._count += 1
         return self._count - 1
 
     def stretches(self) -> list[Stretch]:
-        """Those behind each mark, once the context has ended; what was before the first mark
-        counts for nothing.
+        """The stretch after each mark, once the context has ended.
+
+        Changes before the first mark are ignored.
         """
-        changes: list[tuple[int, int | None]] = []  # when, and bytes; None at a mark
+        changes: list[tuple[int, int | None]] = []  # time in ns, and bytes or None for a mark
         for event in self._events():
             if event.name() == _MARK:
                 changes.append((event.start_ns(), None))
@@ -101,9 +102,9 @@ class HostAllocations:
 
 
 class DeviceAllocations:
-    """The same from the statistics of an accelerator's allocator, whose peaks it resets.
+    """Counts allocations by the statistics of an accelerator's allocator, whose peaks it resets.
 
-    The host's allocator calls are what counts, wherever the device is in its work.
+    An allocation counts at the host's call of the allocator, not when the device uses the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -140,8 +141,9 @@ class DeviceAllocations:
 
 @contextlib.contextmanager
 def record_sizes() -> Iterator[None]:
-    """Around what another thread than the counting one allocates on the CPU: that one then sees how
-    much goes where it releases some of it. Only a thread with a profiler notes sizes.
+    """Record the sizes of this thread's CPU allocations, which another thread may release.
+
+    The counting thread sees the size of a release only if the allocating thread has a profiler.
     """
     config = torch._C._profiler.ProfilerConfig(
         torch._C._profiler.ProfilerState.CPU,
@@ -161,7 +163,7 @@ def record_sizes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """The profiler prints on the file descriptor itself when it starts and stops."""
+    """Silence file descriptor 2, to which the profiler prints when it starts and stops."""
     saved = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

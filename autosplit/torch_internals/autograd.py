@@ -1,10 +1,10 @@
-"""Autograd's engine: the backward that runs, accumulation into ``.grad``, and who holds that.
+"""Autograd's engine: the running backward, hooks, accumulation into ``.grad`` and its references.
 
-Autograd ends at a node for each parameter, AccumulateGrad, which only adds to ``.grad``
-(torch/csrc/autograd/functions/accumulate_grad.h) unless the tensor or that node has
-hooks. Where none is to fire, adding here is the same and takes a tenth of the engine's time.
+Autograd's graph ends at a node for each parameter, AccumulateGrad, which adds to ``.grad``
+(torch/csrc/autograd/functions/accumulate_grad.h) and runs the hooks of the tensor and of the node.
+If no hook fires, adding here has the same result in a tenth of the engine's time.
 
-And what is around a call: ``torch.func`` transforms, torch.compile, torch.export, torch.jit.
+Also the context of a call: ``torch.func`` transforms, torch.compile, torch.export, torch.jit.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from torch.utils.hooks import RemovableHandle
 from .dtensor import is_dtensor, local_tensor, with_sharding_of
 
 without_autocast = torch._C._DisableAutocast
-"""Context in which no operator is autocast: for graphs whose casts are operators already."""
+"""Context that disables autocast, for graphs that already have casts as operators."""
 
 is_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device."""
 
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
-"""Whether the backward that is under way has ``retain_graph=True``."""
+"""Whether the running backward has ``retain_graph=True``."""
 
 current_backward = torch._C._current_graph_task_id
-"""Number of the backward that is under way on this thread; later ones have higher numbers."""
+"""Number of the running backward of this thread, or -1; later backwards have higher numbers."""
 
 
 def at_end_of_backward(function: Callable[[], object]) -> None:
-    """Have a function called when the backward under way has come to its end, and before whoever
-    asked for it goes on; now, where there is none.
+    """Call a function at the end of the running backward, before ``backward()`` returns.
+
+    Without a running backward, call it now.
     """
     if current_backward() < 0:
         function()
@@ -69,29 +70,31 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def will_run(node: Node) -> bool:
-    """Whether the backward under way comes to a node: ``torch.autograd.grad`` and
-    ``backward(inputs=...)`` leave those out that they need not.
+    """Whether the running backward visits a node.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` skip nodes that they do not need.
     """
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def is_requested(node: Node) -> bool:
-    """Whether the backward under way comes to a leaf's node, also where it is to return, and not
-    to accumulate, that leaf's gradient.
-    """
+    """Whether the running backward computes a leaf's gradient, to accumulate or to return it."""
     try:
         return will_run(node)
-    except RuntimeError:  # torch does not answer for what torch.autograd.grad was given
+    except RuntimeError:  # raised for the inputs of torch.autograd.grad
         return True
 
 
 def in_transform() -> bool:
-    """Whether this runs inside a ``torch.func`` transform or forward-mode differentiation."""
+    """Whether a ``torch.func`` transform or forward-mode differentiation is active."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def direct_apply(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``kind.apply`` outside of ``torch.func``'s transforms, without looking for them."""
+    """``kind.apply`` without its check for ``torch.func`` transforms.
+
+    The caller must know that no transform is active.
+    """
     apply: Callable[..., Any] = super(torch.autograd.Function, kind).apply  # type: ignore[misc]
     return apply
 
@@ -101,8 +104,9 @@ T = TypeVar("T")
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: ``torch.compile`` leaves the function and what it calls alone. Costs next to
-    nothing outside of it, and does not import it.
+    """Decorator that keeps ``torch.compile`` from tracing the function and its callees.
+
+    It costs almost nothing outside of ``torch.compile``, and does not import Dynamo.
     """
     disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
@@ -116,22 +120,22 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs the backward under way, or makes a graph of it."""
+    """Whether compiled autograd runs or traces the running backward."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def in_compiler() -> bool:
-    """Whether this is asked by torch.compile, or by what it traces, while it makes a graph."""
+    """Whether torch.compile is tracing, in itself or in the code that it traces."""
     return TracingContext.try_get() is not None
 
 
 def is_exported() -> bool:
-    """Whether ``torch.export``, ``torch.onnx`` or ``torch.jit.trace`` runs this to record it."""
+    """Whether ``torch.export``, ``torch.onnx`` or ``torch.jit.trace`` is recording this call."""
     if torch._C._get_tracing_state() is not None:
         return True
-    # The flag is the process's: another thread may be capturing a model. Asked for it by
-    # ``is_exporting()``, Dynamo of torch 2.11 says True always.
+    # The flag is global, and another thread may be exporting. ``is_exporting()`` cannot be used:
+    # in torch 2.11 it is always True under Dynamo.
     return torch.compiler._is_exporting_flag and (
         torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
     )
@@ -144,16 +148,16 @@ _PLAIN = {Tensor}
 
 
 class Leaves:
-    """Parameters and their hooks, which can be checked cheaply at every step.
+    """Parameters with a check for hooks that is cheap enough for every step.
 
-    Their nodes are held: a hook that is put on one later is found, and autograd would make
-    another node where nobody holds it.
+    It keeps references to the parameters' nodes, to find a hook that is registered on a node later.
+    Without a reference, autograd would free the node and create another.
 
     Args:
-        parameters: these.
+        parameters: the parameters.
 
     Attributes:
-        parameters: as given.
+        parameters: as passed.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -163,8 +167,8 @@ class Leaves:
         self._checked = -1
 
     def has_hooks(self) -> bool:
-        """Whether one of them, or its autograd node, has a hook."""
-        latest = RemovableHandle.next_id  # counts every hook that is put on anything
+        """Whether a parameter or its autograd node has a hook."""
+        latest = RemovableHandle.next_id  # counts every registered hook of the process
         if latest != self._checked:
             if any(self._hooks) or has_gradient_hooks(self.parameters):
                 return True
@@ -173,11 +177,14 @@ class Leaves:
 
 
 class LeavesCache:
-    """The parameters of graphs, looked at once; of so many as a graph has the latest, as graphs of
-    a module share them. They hold autograd's nodes, so parameters must not hold this.
+    """A cache of ``Leaves`` by the number and the first of the parameters.
+
+    Graphs of a module mostly share their parameters. Of lists with the same length, only the latest
+    is kept, unless its parameters belong to the module. ``Leaves`` refer to autograd's nodes, so
+    parameters must not refer to this cache.
 
     Args:
-        owned: parameters of which those of several graphs are kept.
+        owned: returns the parameters of the module.
     """
 
     def __init__(self, owned: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -185,7 +192,12 @@ class LeavesCache:
         self._cache: dict[tuple[int, int], Leaves] = {}
 
     def of(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
-        """The parameters of these names."""
+        """The leaves of these names.
+
+        Args:
+            names: names of parameters.
+            state: parameters and buffers by name.
+        """
         parameters = [*map(state.__getitem__, names)]
         count, first = len(parameters), id(parameters[0]) if parameters else 0
         leaves = self._cache.get((count, first))
@@ -198,8 +210,9 @@ class LeavesCache:
 
 
 class UncachedLeaves(LeavesCache):
-    """Parameters that nothing here holds between calls. Hooks on their nodes are looked for only
-    if a hook was put on anything since the last look.
+    """Leaves that keep no references to parameters between calls.
+
+    Hooks on nodes are searched only if any hook was registered since the last search.
     """
 
     def __init__(self) -> None:
@@ -211,7 +224,7 @@ class UncachedLeaves(LeavesCache):
         return self.among([*map(state.__getitem__, names)])
 
     def among(self, parameters: Sequence[Tensor]) -> Leaves:
-        """These parameters."""
+        """The leaves of these parameters."""
         ids = [*map(id, parameters)]
         if ids != self._ids:
             self._ids, self._checked = ids, [-1]
@@ -219,11 +232,12 @@ class UncachedLeaves(LeavesCache):
 
 
 class _TransientLeaves(Leaves):
-    """Parameters whose nodes are not held.
+    """Leaves without references to autograd's nodes.
 
     Args:
         parameters: the parameters.
-        checked: the number of hooks at the last look that found none, shared between calls.
+        checked: the number of registered hooks at the last search without a result, in a list that
+            calls share.
     """
 
     def __init__(self, parameters: Sequence[Tensor], checked: list[int]) -> None:
@@ -238,20 +252,21 @@ class _TransientLeaves(Leaves):
 
 
 def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
-    """Whether one of them has a hook of ``register_hook``."""
+    """Whether a parameter has a hook of ``register_hook``."""
     return any(map(_TENSOR_HOOKS, parameters))
 
 
 def has_hooks_of_users(tensor: Tensor) -> bool:
-    """Whether it has a hook of ``register_hook`` that is not torch's own: those of FSDP ask for the
-    moment at which a gradient comes, not for its value.
+    """Whether a tensor has a hook of ``register_hook`` that is not torch's own.
+
+    FSDP's hooks need the time of a gradient, not its value.
     """
     hooks = (_TENSOR_HOOKS(tensor) or {}).values()
     return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
 def has_accumulate_hooks(parameters: Iterable[Tensor]) -> bool:
-    """Whether one of them has a hook of ``register_post_accumulate_grad_hook``."""
+    """Whether a parameter has a hook of ``register_post_accumulate_grad_hook``."""
     return any(map(_LATE_HOOKS, parameters))
 
 
@@ -278,19 +293,19 @@ def call_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
 
 
 def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
-    """Whether one of them has either kind of hook."""
+    """Whether a parameter has a hook of either kind."""
     return has_tensor_hooks(parameters) or has_accumulate_hooks(parameters)
 
 
 def hook_tables(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
-    """Dictionaries of hooks of these tensors and of their nodes, those that have some."""
+    """The dictionaries of hooks of tensors and of their nodes, without empty ones."""
     tables = [table for t in tensors for table in (_TENSOR_HOOKS(t), _LATE_HOOKS(t)) if table]
     return [*tables, *filter(None, node_hooks(tensors))]
 
 
 @contextlib.contextmanager
 def without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """No hook of these tensors or their nodes fires, though those of data parallelism do."""
+    """Disable the hooks of tensors and of their nodes inside, except those of data parallelism."""
     tables = hook_tables([*parameters])
     contents = [dict(table) for table in tables]
     for table in tables:
@@ -311,10 +326,10 @@ def add_gradients(
     """Add to every ``.grad`` as AccumulateGrad does; call it without grad mode.
 
     Args:
-        parameters: whose; leaves.
-        grads: one for each.
-        borrowed: which of them are not tensors of their own, and are copied.
-        homes: what has the ``.grad`` of each; None: the parameters themselves.
+        parameters: leaves.
+        grads: their gradients.
+        borrowed: whether each gradient shares memory with other tensors, and is copied.
+        homes: the object with the ``.grad`` of each; None for the parameters themselves.
     """
     homes = parameters if homes is None else homes
     sums = [home.grad for home in homes]
@@ -323,19 +338,21 @@ def add_gradients(
     if together and (_PLAIN.issuperset(map(type, grads)) or not any(map(is_dtensor, grads))):
         add_together(present, grads)
         return
-    for each in zip(parameters, homes, grads, borrowed, strict=True):
-        add_gradient(*each)
+    for parameter, home, grad, is_borrowed in zip(parameters, homes, grads, borrowed, strict=True):
+        add_gradient(parameter, home, grad, is_borrowed)
 
 
 def add_together(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Add to all of them at once."""
+    """Add gradients to sums in one call."""
     if sums:
         torch._foreach_add_(list(sums), list(grads))
 
 
 def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values into buffers, all of a dtype at once: a network of batch norms has hundreds, and
-    a GPU takes longer to be told of each than to write it.
+    """Copy values into buffers, in one call for each dtype.
+
+    A network of batch norms has hundreds of buffers, whose single kernels would take longer to
+    launch than to run.
     """
     kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     with torch.no_grad():
@@ -349,7 +366,7 @@ def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def add_gradient(parameter: Tensor, home: Any, grad: Tensor, borrowed: bool) -> None:
-    """The same for one."""
+    """Add to one ``.grad``, see ``add_gradients``."""
     total = home.grad
     if total is None:
         home.grad = as_grad(parameter, grad, borrowed)
@@ -365,7 +382,7 @@ def checks_nan() -> bool:
 
 
 class _Visit(torch.autograd.Function):
-    """A root that the engine comes from to leaves, and brings them nothing."""
+    """A root whose backward makes the engine visit leaves without gradients."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> Tensor:
@@ -378,8 +395,9 @@ class _Visit(torch.autograd.Function):
 
 
 def visit_leaves(leaves: Mapping[int, Tensor]) -> None:
-    """Have the engine come by the nodes of leaves that need a gradient: hooks of data parallelism
-    fire, the user's do not.
+    """Make the engine visit the nodes of leaves that require a gradient.
+
+    Hooks of data parallelism fire, the user's do not.
     """
     trainable = [leaf for leaf in leaves.values() if leaf.requires_grad]
     if trainable:
@@ -388,7 +406,7 @@ def visit_leaves(leaves: Mapping[int, Tensor]) -> None:
 
 
 def nodes_of_leaves(tensors: Iterable[Tensor]) -> list[Node]:
-    """AccumulateGrad nodes of the leaves that need a gradient."""
+    """AccumulateGrad nodes of the leaves that require a gradient."""
     leaves = {id(tensor): tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
     return [get_gradient_edge(leaf).node for leaf in leaves.values()]
 
@@ -397,9 +415,11 @@ _MARK = "autosplit_node"
 
 
 def node_hooks(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
-    """Dictionaries of the hooks on AccumulateGrad nodes of leaves. A node lives while somebody
-    holds it, and a new one has no hooks: only nodes that outlive a mark are asked, as asking counts
-    as a hook that is put on.
+    """The dictionaries of hooks on AccumulateGrad nodes of leaves.
+
+    A node lives as long as its references, and a new node has no hooks. Reading a node's hooks
+    registers a hook, which counts. So each node is marked first, and only nodes that still have
+    the mark are read.
     """
     for metadata in map(_metadata, nodes_of_leaves(tensors)):
         metadata[_MARK] = True
@@ -412,7 +432,7 @@ def _metadata(node: Node) -> dict[str, Any]:
 
 
 def _python_hooks(node: Node) -> list[dict[int, Any]]:
-    """The dictionaries in which hooks before and after the node are kept."""
+    """The dictionaries of a node's pre-hooks and hooks."""
     handles = [node.register_prehook(_nothing), node.register_hook(_nothing)]
     dictionaries = [cast(dict[int, Any], handle.hooks_dict_ref()) for handle in handles]
     for handle in handles:
@@ -425,8 +445,11 @@ def _nothing(*_: Any) -> None:
 
 
 def as_grad(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
-    """A gradient as ``.grad``: itself where it is not borrowed and has the parameter's strides. Of
-    a DTensor, this rank's part; it lies over ranks as before, which need not be as the parameter.
+    """A gradient in the form of ``.grad``: not borrowed, in the parameter's strides and dtype.
+
+    Returns:
+        the gradient itself if it has this form, else a copy. A DTensor keeps its placements, which
+        may differ from the parameter's; the strides are those of this rank's local tensor.
     """
     dtype = getattr(parameter, "grad_dtype", None) or grad.dtype
     if is_dtensor(grad):
@@ -452,14 +475,14 @@ def _owned(layout: Tensor, grad: Tensor, borrowed: bool, dtype: torch.dtype) -> 
 
 
 def memoryless_tensor(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
-    """A tensor of a subclass of Tensor, without memory, in the shape and on the device of another.
-    Functions in C that ask for its memory raise a RuntimeError; without being told, they read it
-    at address 0.
+    """A tensor without memory, of a subclass of Tensor.
+
+    C functions that access its memory raise a RuntimeError. By default they would read address 0.
 
     Args:
         kind: the subclass.
-        like: the other tensor.
-        dtype: of the new one.
+        like: a tensor with the same shape and device.
+        dtype: the dtype of the new tensor.
     """
     make: Any = Tensor._make_wrapper_subclass
     wrapper = make(kind, like.shape, dtype=dtype, device=like.device)
@@ -473,8 +496,9 @@ tensor_users = Tensor._use_count  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def outside_dispatch() -> Iterator[None]:
-    """Context with the dispatch keys of a fresh thread: below ``__torch_dispatch__`` autograd is
-    off, whatever ``enable_grad`` says.
+    """Context with the dispatch keys of a fresh thread.
+
+    Inside ``__torch_dispatch__``, autograd is off, and ``enable_grad`` cannot enable it.
     """
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
         yield
@@ -495,8 +519,9 @@ _OUTSIDE = _dispatch_outside()
 
 
 def any_referenced(gradients: Iterable[Tensor]) -> bool:
-    """Whether anything but ``.grad`` of one parameter, and this list, refers to one of these or its
-    memory: a variable, another ``.grad``, a view, an array of NumPy, a flat buffer.
+    """Whether a gradient is referenced by anything but ``.grad`` of one parameter and this list.
+
+    References to its memory count too: views, NumPy arrays, flat buffers.
     """
     for gradient in gradients:
         if getrefcount(gradient) > _REFERENCES or tensor_users(gradient) > _USERS:
@@ -506,7 +531,7 @@ def any_referenced(gradients: Iterable[Tensor]) -> bool:
         storage = gradient.untyped_storage()
         users = torch._C._storage_Use_Count(storage._cdata)
         if users > _STORAGE and gradient._base is not None and not _is_held_base(gradient):
-            users -= 1  # of a gradient that was made as a view nobody else has what it is a view of
+            users -= 1  # the base of the view, which nothing else refers to
         if users > _STORAGE or getrefcount(storage) > _HANDLES:
             return True
     return False
@@ -518,7 +543,7 @@ def _is_held_base(view: Tensor) -> bool:
 
 
 def _unreferenced_counts() -> tuple[int, int, int, int]:
-    """The counts of ``any_referenced`` for a gradient that nothing else refers to."""
+    """The four counts of ``any_referenced`` for a gradient with no other reference."""
     parameter = torch.zeros((), requires_grad=True)
     parameter.grad = torch.zeros(())
     gradients = [parameter.grad]

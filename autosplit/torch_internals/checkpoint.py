@@ -1,7 +1,7 @@
-"""The ``.metadata`` of torch.distributed.checkpoint, read without running anything that it names.
+"""Read the ``.metadata`` of torch.distributed.checkpoint without running any code that it names.
 
-It is a pickle, and unpickling calls whatever a file asks for. Here that is refused, but for what
-such a file is made of.
+The file is a pickle, and unpickling calls any function that the file names. This unpickler refuses
+all but the classes that torch writes into such a file.
 """
 
 from __future__ import annotations
@@ -44,46 +44,54 @@ _CALLABLES: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes tuples, dictionaries, dtypes, paths and torch's records, and nothing else.
+    """Creates tuples, dictionaries, dtypes, paths and torch's records, and nothing else.
 
-    In Python: the one in C takes memory for as many objects as a file says that it has.
+    It is written in Python, because the unpickler in C allocates as much memory as a file claims to
+    need.
     """
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        """The class or function of a name in the pickle.
+
+        Raises:
+            CheckpointError: torch writes no such name into a ``.metadata``.
+        """
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if module.startswith("torch.distributed."):
             if name in _RECORDS:
                 return _RECORDS[name]
-            if name.endswith("MEM_FORMAT_ENCODING"):  # torch 2.2 has it elsewhere
+            if name.endswith("MEM_FORMAT_ENCODING"):  # torch 2.2 has it in another module
                 return _MEM_FORMAT_ENCODING
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
             return PurePosixPath
         if (module, name) in _CALLABLES:
             return _CALLABLES[module, name]
         raise CheckpointError(
-            f"it asks for {module}.{name}, which torch.distributed.checkpoint never writes there: "
-            "reading it as a pickle could run code. Nothing was run"
+            f"it names {module}.{name}, which torch.distributed.checkpoint never writes: loading "
+            "this pickle could run code. No code was run"
         )
 
     def load_build(self) -> None:
-        """Set the attributes of an object: not those of a class, nor of what others have, too."""
+        """Set attributes of a record; refuse classes and global objects."""
         kind = type(self.stack[-2])
         if kind not in _RECORDS.values():
-            raise CheckpointError(f"it would change a {kind.__name__}, which torch never writes")
+            raise CheckpointError(
+                f"it would set attributes of a {kind.__name__}, which torch never writes"
+            )
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 
 
 def unpickled_metadata(content: bytes) -> Any:
-    """What the bytes of a ``.metadata`` file say, if it is anything.
+    """Unpickle the bytes of a ``.metadata`` file.
 
     Raises:
-        CheckpointError: they ask for something else than such a file does.
-        Exception: of any kind, they make no sense.
+        CheckpointError: the pickle names a class or function that torch does not write.
+        Exception: of any type, if the bytes are not a valid pickle.
     """
     return _Unpickler(io.BytesIO(content)).load()

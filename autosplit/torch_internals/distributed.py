@@ -1,5 +1,6 @@
-"""DistributedDataParallel, FSDP and torch.distributed.pipelining around a module: found, or
-refused; collectives as graphs run them.
+"""Detect DistributedDataParallel, FSDP and torch.distributed.pipelining around a module.
+
+Also refusals of FSDP, gradient averaging, and properties of process groups.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from .autograd import without_hooks
 
 
 def called_by_stage_backward() -> bool:
-    """Whether a schedule of torch.distributed.pipelining that runs I and W apart is asking this
-    thread for input gradients; weights it then looks for in autograd's graph.
+    """Whether this runs inside ``stage_backward_input`` of torch.distributed.pipelining.
+
+    Schedules that run I and W separately call it for input gradients, and later search autograd's
+    graph for weight gradients.
     """
     module = sys.modules.get("torch.distributed.pipelining._backward")
     code = getattr(getattr(module, "stage_backward_input", None), "__code__", None)
@@ -32,25 +35,27 @@ def called_by_stage_backward() -> bool:
 
 
 def data_parallel() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward calls this."""
+    """The DistributedDataParallel whose forward is running; None if there is none."""
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     return active
 
 
 _FSDP_MARK = "_is_fsdp_managed_module"
-"""What FSDP leaves, for Dynamo, on every module that it manages."""
+"""Attribute that FSDP sets, for Dynamo, on every module that it manages."""
 
 
 def is_fsdp_managed(module: nn.Module) -> bool:
-    """Whether FSDP manages the module itself; cheap enough to be asked at every call."""
+    """Whether FSDP manages the module itself; cheap enough for every call."""
     return _FSDP_MARK in module.__dict__
 
 
 def fsdp_part(module: nn.Module) -> tuple[str, str] | None:
-    """Name and class of the first submodule, or the module itself, that FSDP manages: by
-    ``fully_shard`` (with any mesh, replicated too) or inside ``FullyShardedDataParallel``.
+    """Name and class of the first part of a module that FSDP manages; None if there is none.
+
+    The part may be the module itself. It is managed by ``fully_shard`` (with any mesh, replicated
+    too) or inside of ``FullyShardedDataParallel``.
     """
-    library = sys.modules.get("torch.distributed.fsdp")  # nothing can be sharded without it
+    library = sys.modules.get("torch.distributed.fsdp")  # without it, no module is sharded
     if library is None:
         return None
     kinds = (library.FSDPModule, library.FullyShardedDataParallel)
@@ -61,14 +66,14 @@ def fsdp_part(module: nn.Module) -> tuple[str, str] | None:
 
 
 def is_wrapped_by_fsdp(module: nn.Module) -> bool:
-    """Whether ``FullyShardedDataParallel``, which flattens parameters, is around or in a module."""
+    """Whether a module is or has a ``FullyShardedDataParallel``, which flattens parameters."""
     library = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(library, "FullyShardedDataParallel", ())
     return any(isinstance(part, kind) for part in module.modules())
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of a group's tensors, by the operators that graphs of DTensors have."""
+    """Sum a tensor over the ranks of a group, by the operators that graphs of DTensors use."""
     exchange = torch.ops._c10d_functional
     begun = exchange.all_reduce.default(tensor, "sum", group.group_name)
     total: torch.Tensor = exchange.wait_tensor.default(begun)
@@ -76,26 +81,26 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a group waits for communication of tensors on a device; torch's default where its
-    backend has no options.
-    """
+    """Timeout of a group for communication on a device; torch's default without backend options."""
     options: Any = getattr(group._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether the backend of a group is "fake": this process dry-runs one of its ranks alone."""
+    """Whether a group's backend is "fake", with which one process dry-runs one of the ranks."""
     return str(dist.get_backend(group)) == "fake"
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store of a group; a new one for a fake group, whose own may keep nothing."""
+    """The store of a group; a new one for a fake group, whose store may not keep values."""
     return dist.HashStore() if is_fake(group) else group.get_group_store()  # type: ignore[attr-defined]
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """FSDP gathers parameters, and reduces and frees weight gradients, in hooks that no graph has.
+    """Refuse a module that FSDP manages, because graphs do not run FSDP's hooks.
+
+    Those hooks gather parameters, and reduce and free weight gradients.
 
     Raises:
         ShardedError: FSDP manages the module or a part of it.
@@ -106,45 +111,46 @@ def refuse_sharded(module: nn.Module) -> None:
         subject = f"{name} ({kind})" if name else kind
         raise ShardedError(
             f"FSDP (fully_shard or FullyShardedDataParallel) manages {subject}, whose parameters "
-            "are not whole here. A whole module that fully_shard was called with goes into "
-            "autosplit.split, and into autosplit.pipelining.SplitPipelineStage for torch's "
-            "schedules; PipelineTrainer takes a function that builds and shards each stage, beside "
-            "a mesh with 'dp_shard'; elsewhere build the model without FSDP, and wrap a split "
-            "module in DistributedDataParallel"
+            "are not whole here. Pass a whole module of fully_shard to autosplit.split, or to "
+            "autosplit.pipelining.SplitPipelineStage for torch's schedules; pass PipelineTrainer a "
+            "function that builds and shards each stage, and a mesh with 'dp_shard'. In other "
+            "places, build the model without FSDP, and wrap the split module in "
+            "DistributedDataParallel"
         )
 
 
 def average_gradients(wrapper: DistributedDataParallel) -> None:
-    """Average the ``.grad`` of all parameters over the ranks, by the reducer and its communication
-    hook, as at the end of a backward.
+    """Average the ``.grad`` of all parameters over the ranks, as at the end of a backward.
+
+    The wrapper's reducer and its communication hook run.
     """
     parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
     if not parameters:
         return
     wrapper.reducer.prepare_for_backward([])
     with without_hooks(parameters), torch.enable_grad():
-        # It takes what arrives at a parameter for the last part of its gradient.
+        # The reducer counts a gradient of zeros as the last part of a parameter's gradient.
         torch.autograd.backward(parameters, [p.new_zeros(()).expand_as(p) for p in parameters])
 
 
 def synchronises() -> bool:
-    """Whether a forward of DistributedDataParallel is under way whose backward is to average
-    gradients over the ranks: outside ``no_sync()``.
+    """Whether DistributedDataParallel runs a forward whose backward averages gradients.
 
-    The reducer takes the next gradient that arrives at every parameter, once, and waits for the
-    other ranks. So that backward computes weight gradients too, after everything that is pending:
-    deferred, they would be averaged where each rank happens to use them first.
+    It does outside of ``no_sync()``. Its reducer accepts one gradient for each parameter, the next
+    one, and then waits for the other ranks. So this backward must compute weight gradients, after
+    all pending ones. Deferred gradients would be averaged at different times on different ranks.
 
     Raises:
-        SplitError: it is the first of ``static_graph=True``, whose backward is reduced in any case.
+        SplitError: it is the first forward with ``static_graph=True``, whose backward reduces even
+            inside of ``no_sync()``.
     """
     wrapper = data_parallel() if torch.is_grad_enabled() else None
     if wrapper is None or wrapper.require_backward_grad_sync:
         return wrapper is not None
     if wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued:
         raise SplitError(
-            "DistributedDataParallel(static_graph=True) records its first backward and reduces it, "
-            "which fails inside of no_sync(): run the first forward and backward outside of it, or "
-            "leave static_graph out"
+            "DistributedDataParallel(static_graph=True) records and reduces its first backward, "
+            "which fails inside of no_sync(): run the first forward and backward outside of "
+            "no_sync(), or leave out static_graph"
         )
     return False

@@ -1,5 +1,6 @@
-"""DTensors, the tensors that ``parallelize_module`` makes of parameters: what a rank has of them,
-gradients put together again, and those that cannot be trained refused before anything runs.
+"""DTensors, to which ``parallelize_module`` converts parameters: local tensors and shardings.
+
+``refuse_unsupported_shardings`` refuses those that cannot be trained before anything runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autosplit.errors import ShardedError
 
 
 def dtensor_class() -> Any:
-    """That of DTensors; None where nothing has imported it, so that there are none."""
+    """The class of DTensors; None if it was never imported, so that there are no DTensors."""
     library = sys.modules.get("torch.distributed.tensor")
     return None if library is None else library.DTensor
 
@@ -32,27 +33,25 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """What this rank has of a DTensor: the very tensor, whichever is asked for how often; any other
-    tensor is its own.
-    """
+    """The local tensor of a DTensor, the same object in each call; other tensors themselves."""
     if not is_dtensor(tensor):
         plain: Tensor = tensor
         return plain
     local: Any = tensor._local_tensor
-    wait = getattr(local, "trigger_wait", None)  # of a redistribution that is under way
+    wait = getattr(local, "trigger_wait", None)  # a pending redistribution
     complete: Tensor = local if wait is None else wait()
     return complete
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a DTensor lies over ranks.
+    """The sharding of a DTensor over ranks.
 
     Attributes:
-        mesh: the ranks.
+        mesh: the device mesh.
         placements: one for each dimension of the mesh.
-        shape: of the whole tensor.
-        stride: likewise.
+        shape: shape of the whole tensor.
+        stride: strides of the whole tensor.
     """
 
     mesh: Any
@@ -62,13 +61,13 @@ class Sharding:
 
     @classmethod
     def of(cls, tensor: Any) -> Sharding:
-        """That of a DTensor; one that was traced has a stand-in for its mesh."""
+        """The sharding of a DTensor, traced or real."""
         mesh = tensor.device_mesh
-        mesh = getattr(mesh, "real_obj", mesh)
+        mesh = getattr(mesh, "real_obj", mesh)  # a traced DTensor has a proxy of its mesh
         return cls(mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
     def whole(self, local: Tensor) -> Tensor:
-        """The DTensor of which this rank has ``local``, without autograd's history."""
+        """The DTensor with the local tensor ``local`` on this rank, without autograd history."""
         from torch.distributed.tensor import DTensor
 
         with torch.no_grad():
@@ -78,8 +77,9 @@ class Sharding:
         return whole
 
     def local(self, tensor: Any) -> Tensor:
-        """What this rank has of a DTensor of this shape when it lies so; redistributed, which all
-        ranks take part in, where it lies otherwise.
+        """The local tensor of a DTensor of this shape in this sharding.
+
+        Collective if the DTensor has other placements: it is then redistributed.
         """
         if tuple(tensor.placements) != self.placements:
             with torch.no_grad():
@@ -87,12 +87,12 @@ class Sharding:
         return local_tensor(tensor)
 
     def by_dimension(self) -> list[tuple[str, Any]]:
-        """Name of each dimension of the mesh, its number where it has none, and the placement."""
+        """Name of each mesh dimension (its index if it has no name), and its placement."""
         names = getattr(self.mesh, "mesh_dim_names", None) or range(len(self.placements))
         return list(zip(map(str, names), self.placements, strict=True))
 
     def is_sharded_along(self, name: str) -> bool:
-        """Whether ranks along a dimension of this name have parts of their own."""
+        """Whether the tensor is sharded along the mesh dimension of this name."""
         return any(
             dimension == name and placement.is_shard()
             for dimension, placement in self.by_dimension()
@@ -100,7 +100,7 @@ class Sharding:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks of the mesh, as the default process group numbers them."""
+        """All ranks of the mesh, by their numbers in the default process group."""
         return tuple(sorted(self.mesh.mesh.flatten().tolist()))
 
     def __str__(self) -> str:
@@ -108,28 +108,33 @@ class Sharding:
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
-    """How a tensor lies over ranks; None where it is no DTensor."""
+    """The sharding of a tensor; None if it is not a DTensor."""
     return Sharding.of(tensor) if is_dtensor(tensor) else None
 
 
 def with_sharding_of(tensor: Tensor, local: Tensor) -> Tensor:
-    """``local`` as this rank's part of what lies over ranks as ``tensor`` does; itself where that
-    is no DTensor.
+    """A DTensor with the sharding of ``tensor`` and the local tensor ``local``.
+
+    Returns ``local`` itself if ``tensor`` is not a DTensor.
     """
     return Sharding.of(tensor).whole(local) if is_dtensor(tensor) else local
 
 
 def redistribute_gradient(parameter: Tensor) -> None:
-    """Have the gradient of a DTensor lie over ranks as it does: a sum that ranks have parts of is
-    reduced. Its ranks take part.
+    """Redistribute the gradient of a DTensor to the parameter's placements.
+
+    Collective. Partial sums are reduced.
     """
     if is_dtensor(parameter.grad):
         parameter.grad = redistribute(parameter.grad, Sharding.of(parameter).placements)
 
 
 def redistribute(tensor: Any, placements: Sequence[Any]) -> Any:
-    """A DTensor with these placements on its mesh; itself where it lies so, or is None. Its ranks
-    take part.
+    """Redistribute a DTensor over its mesh. Collective if its placements differ.
+
+    Args:
+        tensor: a DTensor; None returns None.
+        placements: the new placements.
     """
     if tensor is None or tuple(tensor.placements) == tuple(placements):
         return tensor
@@ -138,8 +143,13 @@ def redistribute(tensor: Any, placements: Sequence[Any]) -> Any:
 
 
 def replicate_like(value: Any, tensor: Tensor) -> Any:
-    """A value that each rank has the whole of, as copies on the ranks of ``tensor``; itself where
-    that is no DTensor, or where it is a single number. Nothing is sent.
+    """A value as a replicated DTensor on the mesh of ``tensor``, without communication.
+
+    Returns the value itself if ``tensor`` is not a DTensor or if the value is a single number.
+
+    Args:
+        value: a value that is the same on each rank.
+        tensor: a tensor, maybe a DTensor.
     """
     if not (is_dtensor(tensor) and isinstance(value, Tensor) and value.dim()):
         return value
@@ -152,43 +162,43 @@ def replicate_like(value: Any, tensor: Tensor) -> Any:
 
 
 _WHOLE = {
-    "pp": "the stages of the pipeline, of which each has parameters of its own",
+    "pp": "the stages of the pipeline, each of which has its own parameters",
     "dp_replicate": "replicas, each of which has all parameters",
 }
-"""Dimensions of meshes over which no parameter is sharded, by the ecosystem's names for them."""
+"""Mesh dimensions over which no parameter may be sharded, by their usual names."""
 
 
 def refuse_unsupported_shardings(module: nn.Module) -> None:
-    """Check how a module's parameters and buffers lie over ranks.
+    """Check the shardings of a module's parameters and buffers.
 
     Raises:
-        ShardedError: one is a sum that has not been reduced, is sharded unevenly, over the stages
-            of a pipeline, or over ranks without this one.
+        ShardedError: a tensor is a partial sum, is sharded unevenly or over the stages of a
+            pipeline, or is on a mesh without this rank.
     """
     for name, tensor in _dtensors(module):
         sharding = Sharding.of(tensor)
         if any(placement.is_partial() for placement in sharding.placements):
             raise ShardedError(
-                f"{name} is a DTensor that ranks have parts of a sum of ({sharding}); a parameter "
-                "is sharded or replicated. Call redistribute() on it, to Replicate() for example, "
-                "before it becomes a parameter"
+                f"{name} is a DTensor with partial sums ({sharding}); a parameter must be sharded "
+                "or replicated. Call redistribute() on it, to Replicate() for example, before it "
+                "becomes a parameter"
             )
         if tensor.device_mesh.get_coordinate() is None:
             raise ShardedError(
-                f"{name} lies on {sharding.mesh}, in which this rank is not; build a stage on the "
-                "ranks of its own mesh, such as mesh['tp'] of a mesh that has all ranks"
+                f"{name} is on {sharding.mesh}, which does not contain this rank; build a stage on "
+                "the ranks of its own mesh, such as mesh['tp'] of a mesh of all ranks"
             )
         _refuse_uneven(name, sharding)
         for dimension, placement in sharding.by_dimension():
             if dimension in _WHOLE and placement.is_shard():
                 raise ShardedError(
-                    f"{name} is sharded over {dimension!r} ({sharding}), {_WHOLE[dimension]}; give "
-                    "parallelize_module the dimension of tensor parallelism, mesh['tp']"
+                    f"{name} is sharded over {dimension!r} ({sharding}), {_WHOLE[dimension]}; pass "
+                    "the dimension of tensor parallelism, mesh['tp'], to parallelize_module"
                 )
 
 
 def _refuse_uneven(name: str, sharding: Sharding) -> None:
-    """All ranks see it, though only some have less: those alone would fail, and others wait."""
+    """Refuse uneven shards on all ranks; later, only the ranks with smaller shards would fail."""
     parts: Counter[int] = Counter()
     for at, placement in enumerate(sharding.placements):
         if placement.is_shard():
@@ -196,9 +206,9 @@ def _refuse_uneven(name: str, sharding: Sharding) -> None:
     for dim, count in parts.items():
         if sharding.shape[dim] % count:
             raise ShardedError(
-                f"{name} has {sharding.shape[dim]} elements in dimension {dim}, which {count} "
-                f"ranks cannot share evenly ({sharding}); make it a multiple of {count}, or leave "
-                "this layer out of the plan of parallelize_module"
+                f"{name} has {sharding.shape[dim]} elements in dimension {dim}, which cannot be "
+                f"sharded evenly over {count} ranks ({sharding}); make it a multiple of {count}, "
+                "or leave this layer out of the plan of parallelize_module"
             )
 
 

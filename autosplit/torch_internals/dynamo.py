@@ -1,4 +1,4 @@
-"""What stands for values in graphs; graph breaks as Dynamo reports them, without another run."""
+"""Dynamo's records: fake values of nodes, names of sources, and reasons of graph breaks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
 
 def traced_value(node: fx.Node) -> Any:
-    """What stands for a node's value: Dynamo has it under a name of its own, but for inputs."""
+    """The fake value of a node, which Dynamo stores as ``example_value`` except for inputs."""
     return node.meta.get("val", node.meta.get("example_value"))
 
 
 def source_name(source: Any) -> str:
-    """What Dynamo calls where it found something, as Python; empty where it has no such name."""
+    """Dynamo's name of a source as a Python expression; empty if it has none."""
     try:
         name = getattr(source, "name", "")
         return name() if callable(name) else str(name)
@@ -33,7 +33,12 @@ _TORCH = os.path.dirname(torch.__file__)
 
 @dataclasses.dataclass(frozen=True)
 class BreakReason:
-    """Why Dynamo ended a graph. ``line``: ``file:line code`` of the user, or empty."""
+    """The reason why Dynamo ended a graph.
+
+    Attributes:
+        line: ``file:line code`` of the user; empty if unknown.
+        reason: the first line of Dynamo's reason.
+    """
 
     line: str
     reason: str
@@ -47,7 +52,7 @@ class BreakWatch:
         self._attempts = get_compilation_metrics()
 
     def reasons(self) -> list[BreakReason]:
-        """Ends of graphs, and functions that Dynamo gave up on."""
+        """Reasons of graph breaks, and of functions that Dynamo could not compile."""
         if len(graph_break_reasons) < self._breaks:  # torch._dynamo.reset() empties the list
             self._breaks = 0
         ended = graph_break_reasons[self._breaks :]
@@ -65,14 +70,14 @@ class BreakWatch:
 def _given_up(attempt: Any) -> BreakReason:
     path = attempt.fail_user_frame_filename or attempt.co_filename or ""
     number = attempt.fail_user_frame_lineno or attempt.co_firstlineno or 0
-    subject = f"all of {attempt.co_name}" if attempt.co_name else "such a call"
+    subject = f"all of {attempt.co_name}" if attempt.co_name else "this call"
     reason = f"{_short(attempt.fail_reason)}; {subject} runs without a graph"
     return BreakReason(_place(path, number), reason)
 
 
 def _users_line(stack: Sequence[traceback.FrameSummary]) -> str:
     frames = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
-    user_frames = frames or [*stack][-1:]  # the model is one of torch's modules
+    user_frames = frames or [*stack][-1:]  # without user code, the model is a module of torch
     return _place(user_frames[-1].filename, user_frames[-1].lineno or 0) if user_frames else ""
 
 

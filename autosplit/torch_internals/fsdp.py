@@ -1,5 +1,6 @@
-"""Parameter groups of ``fully_shard``, what FSDP does to each of them, and its modules as plain
-ones while a graph of them is captured or looked up.
+"""Parameter groups of ``fully_shard``: gather, free and reduce them without FSDP's hooks.
+
+``PlainView`` makes modules of ``fully_shard`` plain ones while a graph is captured or looked up.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from .dtensor import Sharding
 
 
 def roots_of(module: nn.Module) -> list[Root]:
-    """The topmost modules that ``fully_shard`` was called with; several may have one state."""
+    """The topmost modules of ``fully_shard`` in a module, one for each FSDP state."""
     states = {id(state): state for state in map(_state_of, _topmost(module))}
     return [*map(Root, states.values())]
 
 
 def managed_from_outside(module: nn.Module) -> bool:
-    """Whether FSDP manages parameters of a module by what is around it, or is none of the module's
-    own: ``FullyShardedDataParallel``, or ``fully_shard`` of a module that this one is a part of.
+    """Whether FSDP manages parameters of a module from a module around it.
+
+    That is ``FullyShardedDataParallel``, or ``fully_shard`` of a module that contains this one.
     """
     inside = {id(part) for root in _topmost(module) for part in root.modules()}
     return any(
@@ -45,7 +47,7 @@ def _topmost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of one state; torch 2.11 has at most one."""
+    """The parameter groups of one FSDP state; torch 2.11 has at most one."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
@@ -53,10 +55,10 @@ def groups_of(state: Any) -> list[Any]:
 
 
 class Root:
-    """A topmost module of ``fully_shard``, or several with one state.
+    """A topmost module of ``fully_shard``, or several with the same state.
 
     Args:
-        state: what FSDP keeps of it.
+        state: its FSDP state.
     """
 
     def __init__(self, state: Any) -> None:
@@ -64,26 +66,24 @@ class Root:
 
     @property
     def is_inner(self) -> bool:
-        """Whether it has run as a part of another."""
+        """Whether it has run as a submodule of another module of ``fully_shard``."""
         return self._state._is_root is False
 
     def make_ready(self) -> None:
-        """Have FSDP find out, as in a first forward, that this is a root, what is below it, and
-        what a root does not reshard.
-        """
+        """Initialize the FSDP states of the root and its submodules, as a first forward does."""
         self._state._lazy_init()
 
     def finish_backward(self) -> None:
-        """Wait for the reductions below it, as FSDP does at the end of a backward."""
+        """Wait for the reductions of the root and its submodules, as FSDP's backward does."""
         context = self._state._state_ctx
-        # torch 2.15 notes in the backward's hooks whether its user is to finish it.
+        # In torch 2.15, hooks of the backward record whether the user finishes it.
         if getattr(context, "manual_backward_finalization_active", False) is None:
             context.manual_backward_finalization_active = context.manual_backward_finalization
         self._state._root_post_backward_final_callback()
 
 
 def _sharding(spec: Any) -> Sharding:
-    """That of a DTensor's spec, as torch 2.11 to 2.15 have them."""
+    """The sharding of a DTensor's spec, in torch 2.11 to 2.15."""
     meta = spec.tensor_meta
     return Sharding(spec.mesh, tuple(spec.placements), meta.shape, meta.stride)
 
@@ -92,7 +92,7 @@ class ParameterGroup:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
     Attributes:
-        name: the module that ``fully_shard`` was called with, the first of several.
+        name: name of the module that ``fully_shard`` was called with, the first of several.
     """
 
     def __init__(self, group: Any, name: str) -> None:
@@ -102,7 +102,7 @@ class ParameterGroup:
 
     @classmethod
     def within(cls, module: nn.Module) -> list[ParameterGroup]:
-        """All of a module, in the order of ``modules()``."""
+        """All parameter groups in a module, in the order of ``modules()``."""
         states: dict[int, tuple[str, Any]] = {}
         for name, part in module.named_modules():
             if isinstance(part, FSDPModule):
@@ -112,7 +112,7 @@ class ParameterGroup:
 
     @property
     def refusal(self) -> str:
-        """Why its parameters cannot be those of a graph; empty where they can."""
+        """Why graphs cannot use the parameters; empty if they can. Completes "was called"."""
         if isinstance(self._group.offload_policy, CPUOffloadPolicy):
             return "with an offload policy, which moves parameters and gradients to the host"
         if getattr(self._group.mesh_info, "is_spmd_mesh", False):
@@ -135,8 +135,10 @@ class ParameterGroup:
 
     @property
     def gathered_shardings(self) -> list[tuple[Tensor, Sharding | None]]:
-        """Each sharded parameter, and how it lies over ranks when it is gathered: None where this
-        rank has the whole then, and not a part along other dimensions (``parallelize_module``).
+        """Each sharded parameter, and the sharding that it keeps while it is gathered.
+
+        The sharding is None if this rank gathers the whole parameter. A parameter of
+        ``parallelize_module`` stays sharded along the other mesh dimensions.
         """
         return [
             (parameter.sharded_param, _sharding(_gathered_spec(parameter)))
@@ -147,8 +149,9 @@ class ParameterGroup:
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each sharded parameter, and the one that stands in the module while it is gathered: the
-        same object each time, whose memory is freed in between.
+        """Each sharded parameter, and the gathered parameter that replaces it in the module.
+
+        The gathered parameter is the same object each time; its memory is freed in between.
         """
         return [
             (parameter.sharded_param, parameter._unsharded_param)
@@ -158,9 +161,9 @@ class ParameterGroup:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Have the module hold the gathered parameters inside, without their memory if need be.
+        """Put the gathered parameters into the module inside, maybe without their memory.
 
-        The first time parameters are gathered and freed for that, to be made.
+        The first call gathers and frees the parameters once, which creates the objects.
         """
         if self.is_unsharded:
             self.share_requires_grad()
@@ -183,22 +186,25 @@ class ParameterGroup:
                 parameter._setattr_on_modules(parameter.sharded_param if fewer is None else fewer)
 
     def share_requires_grad(self) -> None:
-        """Make ``requires_grad`` of gathered and sharded parameters equal. Whoever sets it while
-        parameters are gathered sets that of the gathered ones, and FSDP would put back that of the
-        sharded ones the next time it gathers them.
+        """Make ``requires_grad`` of gathered and sharded parameters equal.
+
+        The user may have set it while parameters were gathered, which sets it on the gathered ones
+        only. The next gathering would restore the value of the sharded ones.
         """
         for sharded, whole in self.pairs if self.is_unsharded else ():
             needed, key = whole.requires_grad, id(sharded)
             if needed != sharded.requires_grad:
-                needed = not self._needed.get(key, not needed)  # whichever was set since
+                needed = not self._needed.get(key, not needed)  # the one that was set since
                 sharded.requires_grad_(needed)
                 whole.requires_grad_(needed)
             self._needed[key] = needed
 
     @property
     def writes(self) -> list[int]:
-        """How often each sharded parameter was written: operators on a DTensor are counted there,
-        those on this rank's part of it on that.
+        """Version of each sharded parameter, which counts writes.
+
+        Operators on a DTensor count there, and those on its local tensor count on that, so this is
+        the sum of both.
         """
         return [
             parameter.sharded_param._version + parameter._sharded_local_tensor._version
@@ -211,31 +217,34 @@ class ParameterGroup:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are to be reduced (``set_requires_gradient_sync``)."""
+        """Whether gradients are reduced (``set_requires_gradient_sync``)."""
         return bool(self._group.reduce_grads)
 
     @property
     def reduces_copies(self) -> bool:
-        """Whether they are reduced over copies of the shards, too (``set_requires_all_reduce``)."""
+        """Whether gradients are also reduced over replicas (``set_requires_all_reduce``)."""
         return bool(self._group.all_reduce_grads)
 
     @property
     def frees(self) -> bool:
-        """Whether a forward frees it (``reshard_after_forward``); roots by default do not."""
+        """Whether a forward frees the parameters (``reshard_after_forward``).
+
+        By default, roots keep theirs.
+        """
         return bool(self._group._reshard_after_forward)
 
     @property
     def reshards_after_backward(self) -> bool:
-        """What ``set_reshard_after_backward`` has set."""
+        """Whether a backward frees the parameters (``set_reshard_after_backward``)."""
         return bool(self._group.reshard_after_backward)
 
     def start_unshard(self) -> None:
-        """Have the all-gather under way."""
+        """Start the all-gather."""
         self._group.lazy_init()
         self._group.unshard(async_op=True)
 
     def finish_unshard(self) -> None:
-        """Wait for it; the module has the gathered parameters from now on."""
+        """Wait for the all-gather, and put the gathered parameters into the module."""
         self._group.wait_for_unshard()
 
     def reshard(self) -> None:
@@ -244,13 +253,14 @@ class ParameterGroup:
         self._group.reshard()
 
     def reshard_after_forward(self) -> None:
-        """As ``reshard_after_forward`` says: not, wholly, or to a smaller mesh."""
+        """Reshard as ``reshard_after_forward`` configures it: not, fully, or to a smaller mesh."""
         with self._group.use_training_state(TrainingState.FORWARD):
             self.reshard()
 
     def accumulate(self) -> None:
-        """Add this microbatch's unreduced gradients to those before it, in the policy's
-        ``reduce_dtype``.
+        """Add the unreduced gradients of this microbatch to those of earlier ones.
+
+        The sums have the mixed precision policy's ``reduce_dtype``.
         """
         for parameter in self._group.fsdp_params:
             if not hasattr(parameter, "_unsharded_param"):
@@ -263,7 +273,7 @@ class ParameterGroup:
 
     @property
     def adds_in_another_dtype(self) -> bool:
-        """Whether ``accumulate`` puts gradients of the parameters' dtype into another."""
+        """Whether ``accumulate`` converts gradients to another dtype than the parameters'."""
         return any(
             parameter.reduce_dtype not in (None, parameter._unsharded_param.dtype)
             for parameter in self._group.fsdp_params
@@ -272,17 +282,20 @@ class ParameterGroup:
 
     @property
     def unreduced(self) -> bool:
-        """Whether gradients were accumulated that are not reduced yet."""
+        """Whether there are accumulated gradients that are not reduced yet."""
         return bool(self._sums)
 
     def divide(self, divisor: int) -> None:
-        """Divide what was accumulated."""
+        """Divide the accumulated gradients."""
         for total in self._sums:
             total.div_(divisor)
 
     @property
     def _sums(self) -> list[Tensor]:
-        """What was accumulated, each tensor once: torch 2.15 has one under both names."""
+        """The accumulated gradients, each tensor once.
+
+        In torch 2.15, both attributes are the same tensor.
+        """
         gathered = [
             parameter
             for parameter in self._group.fsdp_params
@@ -297,8 +310,10 @@ class ParameterGroup:
         )
 
     def start_reduce(self) -> None:
-        """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
-        the sharded parameters; and free the gathered ones, where FSDP does after a backward.
+        """Start the reduce-scatter of the accumulated gradients.
+
+        Its result is added to ``.grad`` of the sharded parameters. The gathered ones are freed if
+        FSDP frees them after a backward.
         """
         self.share_requires_grad()
         with torch.no_grad():
@@ -306,8 +321,9 @@ class ParameterGroup:
 
     @property
     def ranks(self) -> tuple[list[int], list[int]]:
-        """The ranks that hold shards of its parameters, and those that hold the same ones as this
-        rank.
+        """The ranks with the shards of the parameters, and the ranks with this rank's shards.
+
+        Both are global ranks and include this rank.
         """
         info = self._group.mesh_info
         dimensions = info.shard_mesh_dim, info.replicate_mesh_dim
@@ -322,14 +338,16 @@ class ParameterGroup:
         return shards.tolist(), copies.tolist()
 
     @contextlib.contextmanager
-    def communicating(self, sharing: Any, copying: Any, parts: int | None = None) -> Iterator[None]:
+    def communicating(
+        self, shard_group: Any, replicate_group: Any, divisor: int | None = None
+    ) -> Iterator[None]:
         """Communicate over other process groups of the same ranks inside.
 
         Args:
-            sharing: for parameters and for gradients.
-            copying: for gradients of ranks that hold the same shards; None where none do.
-            parts: by what to divide sums of gradients, where ``set_gradient_divide_factor`` has not
-                said; None: by how many ranks reduce them.
+            shard_group: the group for all-gather and reduce-scatter.
+            replicate_group: the group for all-reduce over replicas; None if there are none.
+            divisor: divisor of sums of gradients, unless ``set_gradient_divide_factor`` was called;
+                None for the number of ranks that reduce them.
         """
         group = self._group
         original = (
@@ -337,16 +355,16 @@ class ParameterGroup:
             group.gradient_divide_factor,
             group.force_sum_reduction_for_comms,
         )
-        if parts is not None and group.gradient_divide_factor is None:
-            group.gradient_divide_factor = float(parts)
-            # Gloo knows no sum that is multiplied before; alone, torch would divide twice.
-            group.force_sum_reduction_for_comms = sharing.size() > 1
+        if divisor is not None and group.gradient_divide_factor is None:
+            group.gradient_divide_factor = float(divisor)
+            # Gloo has no PREMUL_SUM. With a single rank, torch would divide twice.
+            group.force_sum_reduction_for_comms = shard_group.size() > 1
         info = copy.copy(group.mesh_info)
-        info.shard_process_group = sharing
+        info.shard_process_group = shard_group
         if hasattr(info, "reduce_scatter_process_group"):  # torch 2.13
-            info.reduce_scatter_process_group = sharing
+            info.reduce_scatter_process_group = shard_group
         if info.replicate_mesh_dim is not None:
-            info.replicate_process_group = copying
+            info.replicate_process_group = replicate_group
         group.mesh_info = info
         try:
             yield
@@ -356,7 +374,7 @@ class ParameterGroup:
             )
 
     def forget(self, sharded: int) -> None:
-        """Drop what was accumulated for one of the sharded parameters (its ``id``)."""
+        """Drop the accumulated gradient of one sharded parameter, passed as its ``id``."""
         for parameter in self._group.fsdp_params:
             if id(parameter.sharded_param) == sharded and hasattr(parameter, "_unsharded_param"):
                 if _sums_apart(parameter):
@@ -365,14 +383,15 @@ class ParameterGroup:
 
 
 def _gathered_spec(parameter: Any) -> Any:
-    """How a gathered parameter lies over the ranks of other dimensions; torch 2.11's name of it."""
+    """DTensor spec of a gathered parameter; torch 2.11 has it under another name."""
     is_renamed = hasattr(parameter, "_unsharded_dtensor_spec")
     return parameter._unsharded_dtensor_spec if is_renamed else parameter._tp_spec
 
 
 def _sums_apart(parameter: Any) -> bool:
-    """Whether sums of another dtype lie beside ``.grad`` of the gathered parameter; from torch 2.15
-    on they are in it.
+    """Whether sums of another dtype have their own attribute.
+
+    From torch 2.15 on, they are in ``.grad`` of the gathered parameter.
     """
     return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
 
@@ -390,7 +409,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def _cast(dtype: torch.dtype, *, output: bool) -> Callable[..., Any]:
-    """A hook that casts a forward's inputs, positional and by keyword, or its output."""
+    """A hook that casts a forward's positional and keyword inputs, or its output."""
 
     def to(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -402,9 +421,11 @@ def _cast(dtype: torch.dtype, *, output: bool) -> Callable[..., Any]:
 
 
 class PlainView:
-    """Takes from one module what ``fully_shard`` has put on it, and gives it back: its class, its
-    hooks and its marks for Dynamo, which makes guards of a managed module's attributes too few.
-    What the mixed precision policy casts is cast by hooks that can be traced.
+    """Removes from a module what ``fully_shard`` has added, and restores it.
+
+    ``fully_shard`` adds a class, hooks and marks for Dynamo. Its hooks cannot be traced, and Dynamo
+    guards too few attributes of a marked module. While they are removed, hooks that can be traced
+    do the casts of the mixed precision policy.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -441,7 +462,10 @@ class PlainView:
         self._sharded, self._class = {}, None
 
     def _without(self, name: str, hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
-        """The hooks, FSDP's replaced; the same dictionary as before, as guards may hold it."""
+        """The hooks, with FSDP's replaced by casts.
+
+        It returns the same dictionary each time, because guards may refer to it.
+        """
         plain, items = self._plain[name], list(hooks.items())
         if self._seen.get(name) != items:
             self._seen[name] = items
@@ -455,18 +479,18 @@ class PlainView:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` has left anything on this module."""
+    """Whether ``fully_shard`` has marked this module or given it a state."""
     return _MARKS[0] in module.__dict__ or _state_of(module) is not None
 
 
 def _state_of(module: Any) -> Any:
-    """What ``fully_shard`` keeps of one of its modules; None of others."""
+    """FSDP state of a module of ``fully_shard``; None for other modules."""
     get = getattr(module, "_get_fsdp_state", None)
     return None if get is None else get()
 
 
 def _handle_ids(state: Any) -> list[int]:
-    """Numbers of the hooks on forwards; one object may stand for many, and twice for the same."""
+    """Ids of the hooks on forwards. A handle may have several hooks, and two the same."""
     ids = []
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         ids += [part.id for part in getattr(handle, "handles", (handle,))]

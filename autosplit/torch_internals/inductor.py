@@ -1,4 +1,4 @@
-"""Compilation of one graph by Inductor."""
+"""Compile one graph by Inductor, and rewrite a joint graph by its passes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Compiled:
     """A graph that Inductor compiled.
 
     Attributes:
-        call: takes a list, empties it, and returns the outputs.
-        strides: what each output really has; None for what is no tensor, or is not known.
-        source: what Inductor generated.
+        call: takes one list of arguments, empties it, and returns the outputs.
+        strides: actual strides of each output; None if it is not a tensor, or if they are unknown.
+        source: the generated source.
     """
 
     call: Callable[[list[Any]], Sequence[Any]]
@@ -38,16 +38,18 @@ class Compiled:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Operators that Inductor wants traced through. It refuses to compile some of them."""
+    """Operators that must be decomposed for Inductor, which cannot compile some of them."""
     return dict(select_decomp_table())
 
 
 def rewrite_joint(joint: fx.GraphModule) -> None:
-    """Inductor's rewrites of a joint graph before partitioning: attention and other patterns are
-    fused, constants folded, random operators become functions of seeds.
+    """Rewrite a joint graph by Inductor's passes before partitioning.
+
+    They fuse attention and other patterns, fold constants, and replace random operators by
+    functions of seeds.
     """
     mode = _fake_mode(joint.graph)
-    joint.graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's expects what it traced
+    joint.graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's expects the traced signature
     roles = joint.graph.output_node().meta["roles"]
     drawn_in = _draws(joint.graph)
     with compile_lock, V.set_fake_mode(mode), tracing(TracingContext(mode)):
@@ -55,13 +57,16 @@ def rewrite_joint(joint: fx.GraphModule) -> None:
     joint.graph.output_node().meta["roles"] = roles
     for node in joint.graph.nodes:
         if node.op == "call_function" and is_random(node):
-            # Seeds are new operators; they belong where what they stand for was drawn.
+            # Seeds are new operators; they belong to the graph of the operators that they replace.
             node.meta.setdefault(_TAG, drawn_in)
     joint.recompile()
 
 
 def _draws(graph: fx.Graph) -> str:
-    """Where random numbers are drawn, as AOTAutograd marks it: also in the backward, or not."""
+    """AOTAutograd's tag for the graphs that draw random numbers.
+
+    It is ``is_backward`` if the backward draws any, and ``is_forward`` if only the forward does.
+    """
     drawing = (n for n in graph.nodes if n.op == "call_function" and is_random(n))
     late = any(node.meta.get(_TAG) == "is_backward" for node in drawing)
     return "is_backward" if late else "is_forward"
@@ -75,25 +80,25 @@ def compile_module(
     visible: Collection[int],
     donated: Collection[int] = (),
 ) -> Compiled:
-    """Compile a graph; it is changed.
+    """Compile a graph; this changes the graph.
 
     Args:
-        module: returns nodes only; its placeholders' ``meta["val"]`` are what it is called with.
+        module: the graph. It returns nodes only, and its placeholders' ``meta["val"]`` are fake
+            tensors for its inputs.
         is_backward: as in ``torch.compile``.
-        static: positions of inputs that keep their address, parameters above all.
-        visible: positions of outputs that must have the strides that were traced.
-        donated: positions of inputs of a backward whose memory it may write its own values into.
-            What is compiled is found again by the text of the graph, so the names of its inputs
-            must tell which these are.
+        static: positions of inputs that keep their address, mostly parameters.
+        visible: positions of outputs that must have the traced strides.
+        donated: positions of inputs of a backward whose memory it may overwrite. The names of these
+            inputs must differ from others, because the cache compares graphs by their text.
     """
     mode = _fake_mode(module.graph)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     module.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
     context = TracingContext(mode)
-    # Where AOTAutograd says it, of all that it says there the one thing that Inductor reads.
+    # Inductor reads only this attribute of AOTAutograd's metadata.
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated))  # type: ignore[assignment]
-    # Its CUDA graphs write every call's results where those of the last call were, and a next
-    # microbatch comes before the last one's are used up.
+    # Inductor's CUDA graphs write results over those of the last call, but the next microbatch runs
+    # before the last one's results are consumed.
     eager_launch = torch._inductor.config.patch({"triton.cudagraphs": False})
     with compile_lock, V.set_fake_mode(mode), tracing(context), eager_launch:
         compiled: Any = compile_fx_inner(
@@ -104,14 +109,14 @@ def compile_module(
 
 
 def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:
-    """A fake tensor for a real one, in the fake mode of a graph."""
+    """A fake tensor with the properties of a real one, in the fake mode of a graph."""
     return _fake_mode(graph).from_tensor(value, static_shapes=True)
 
 
 def _strides(
     expressions: Sequence[str] | None, mode: FakeTensorMode
 ) -> tuple[int | torch.SymInt, ...] | None:
-    """Inductor keeps strides as text, so that they can be cached."""
+    """Strides from Inductor's text, which it can cache; None if there are none."""
     if expressions is None:
         return None
     if mode.shape_env is None:

@@ -1,5 +1,6 @@
-"""What a stage learns of the torch.distributed.pipelining schedule that runs it, and schedules made
-for torch's runtime.
+"""Properties of the torch.distributed.pipelining schedule that runs a stage.
+
+``runtime_of`` creates schedules for torch's runtime.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class RunningSchedule:
-    """What a stage can learn of the schedule that runs it.
+    """Properties of the schedule that runs a stage.
 
     Attributes:
-        name: its class.
-        single: whether it holds one stage a rank.
+        name: name of the schedule's class.
+        single: whether each rank has one stage.
         stages: this rank's stages.
         placement: stage -> rank.
         scales: whether gradients are divided by the number of microbatches.
-        microbatches: how many there are.
-        rows: per rank its actions as text, computations only; empty where there is no list.
-        reduces: the stages whose gradients the schedule has divided itself.
+        microbatches: the number of microbatches.
+        rows: the computations of each rank as text; empty if the schedule has no list of actions.
+        reduces: the stages whose gradients the schedule divides by itself.
     """
 
     name: str
@@ -40,8 +41,9 @@ class RunningSchedule:
 
 
 def running_schedule() -> Any:
-    """The schedule whose ``step`` or ``eval`` calls this; None where there is none. Torch does not
-    tell its stages.
+    """The schedule whose ``step`` or ``eval`` is running; None if there is none.
+
+    It is found in the stack, because torch gives stages no reference to their schedule.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -53,8 +55,16 @@ def running_schedule() -> Any:
 
 
 def install_runner(schedule: Any, make: Callable[[Any, Callable[..., Any]], R]) -> R:
-    """What runs the microbatches of a schedule's steps, that which calls this included, in the
-    place of its own method: made once, of the schedule and of that method.
+    """Replace the method of a schedule that runs the microbatches of a step.
+
+    The replacement already runs the current step, and is created once for each schedule.
+
+    Args:
+        schedule: the schedule.
+        make: creates the replacement from the schedule and its original method.
+
+    Returns:
+        the replacement.
     """
     runner: R = vars(schedule).get("_step_microbatches") or make(
         schedule, type(schedule)._step_microbatches
@@ -64,35 +74,38 @@ def install_runner(schedule: Any, make: Callable[[Any, Callable[..., Any]], R]) 
 
 
 def reduces_gradients(schedule: Any) -> bool:
-    """Whether the step that runs reduces gradients of sharded parameters; False where its caller
-    has put that off, which can be from torch 2.15 on.
+    """Whether the running step reduces gradients of sharded parameters.
+
+    From torch 2.15 on, the caller of ``step`` may postpone it to a later step.
     """
     return getattr(schedule, "_finalize_gradients", True)
 
 
 def called_by_compile_check() -> bool:
-    """Whether the caller's caller is the check by which zero-bubble schedules refuse modules of
-    ``torch.compile``, whose backward torch's own stage cannot split.
+    """Whether the caller's caller is torch's check for modules of ``torch.compile``.
+
+    Zero-bubble schedules refuse such modules, because torch's own stage cannot split their
+    backward.
     """
     check = getattr(schedules, "_check_torch_compile_compatibility", None)
     return sys._getframe(2).f_code is getattr(check, "__code__", None)
 
 
 def forget_shapes(schedule: Any) -> None:
-    """Have a schedule initialise its stages anew in its next step."""
+    """Make a schedule initialize its stages again in its next step."""
     for name in vars(schedule):
         if name.startswith("_stage") and name.endswith("_initialized"):
             setattr(schedule, name, False)
 
 
 def action_lists(schedule: Any) -> Any:
-    """The object that holds a schedule's actions: another one once they were exchanged."""
+    """The object with a schedule's actions; a new object once the actions were replaced."""
     listed = getattr(schedule, "pipeline_order_with_comms", None)
     return schedule.pipeline_order if listed is None else listed
 
 
 def describe_schedule(schedule: Any) -> RunningSchedule:
-    """What there is to know of a schedule of torch's."""
+    """Describe a schedule of torch.distributed.pipelining."""
     single = isinstance(schedule, schedules.PipelineScheduleSingle)
     stages = [schedule._stage] if single else list(schedule._stages)
     order = {} if single else schedule.pipeline_order
@@ -123,7 +136,16 @@ def runtime_of(
     loss_fn: Any,
     options: Mapping[str, Any],
 ) -> Any:
-    """Torch's runtime with these computations, per rank; it adds sends and receives."""
+    """Create a schedule for torch's runtime, which adds sends and receives.
+
+    Args:
+        name: name of the schedule's class.
+        rows: the computations of each rank as text.
+        stages: this rank's stages.
+        microbatches: the number of microbatches.
+        loss_fn: as in torch's schedules.
+        options: further arguments of torch's schedules.
+    """
     kind = type(name, (schedules._PipelineScheduleRuntime,), {})
     schedule = kind(list(stages), microbatches, loss_fn=loss_fn, **options)
     parse = schedules._Action.from_str
@@ -133,7 +155,7 @@ def runtime_of(
 
 
 def _computations(actions: Iterable[Any]) -> Iterable[Any]:
-    """F, I, W and B of a row, those inside of others too."""
+    """The actions F, I, W and B of a row, including those inside of other actions."""
     for action in actions:
         if action is None:
             continue

@@ -1,8 +1,8 @@
-"""The stage of torch.distributed.pipelining without what it computes: what schedules call on it.
+"""A stage for torch.distributed.pipelining that receives and sends; its subclass computes.
 
-Torch 2.11 to 2.15 find out shapes in different ways, and keep what they found in different state.
-None of that is used: stages agree on shapes by messages of autosplit's own, and receive and send by
-what they have agreed on.
+torch 2.11 to 2.15 infer shapes in different ways, and store them in different attributes. This
+stage uses none of them. Stages agree on shapes by messages of autosplit, and receive and send by
+those.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ from autosplit.errors import PipelineError
 
 from .pytree import TreeSpec, tree_flatten, tree_unflatten
 
-# RuntimeError before torch had an error of its own for these.
+# Older versions of torch raise RuntimeError for metadata.
 _MetadataError: Any = getattr(_utils, "PipeliningMetadataError", RuntimeError)
 
 
 class StageShapeError(PipelineError, _MetadataError):  # type: ignore[misc]
-    """Tensors of a stage have other shapes or dtypes than were agreed on or given as examples; also
-    what torch's own stage raises then.
+    """Raised when tensors of a stage differ in shape or dtype from the agreed ones or the examples.
+
+    It is also the error that torch's own stage raises in this case.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class StridedTensorMeta:
-    """What stages agree on about a tensor that crosses between them: how it lies in memory, and
-    whether a gradient comes back for it.
+    """Metadata of a tensor that crosses between stages, on which both stages agree.
+
+    Attributes:
+        shape: its shape.
+        stride: its strides, in elements.
+        dtype: its dtype.
+        requires_grad: whether its gradient is sent back.
     """
 
     shape: torch.Size
@@ -51,14 +57,14 @@ class StridedTensorMeta:
 
 @dataclasses.dataclass(frozen=True)
 class StageShapes:
-    """What a stage and its neighbours have agreed on.
+    """The shapes on which a stage and its neighbours have agreed.
 
     Attributes:
-        inputs: per microbatch, what comes from the stage before; nothing for the first stage.
-        structure: how that makes up the argument, where it is not the arguments themselves.
-        results: per microbatch, what the stage returns.
-        gradients: per microbatch, what comes back for each output; None where nothing does.
-        wanted: for each input, whether the stage before waits for its gradient.
+        inputs: tensors from the previous stage, for each microbatch; none for the first stage.
+        structure: pytree of the module's argument; None if the inputs are the arguments.
+        results: results of the stage, for each microbatch.
+        gradients: gradient of each output, for each microbatch; None if the next stage sends none.
+        wanted: whether the previous stage waits for the gradient of each input.
     """
 
     inputs: Sequence[Sequence[StridedTensorMeta]] = ()
@@ -68,7 +74,7 @@ class StageShapes:
     wanted: Sequence[bool] = ()
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """What the module is called with where these came."""
+        """The arguments of the module, from the received tensors."""
         if self.structure is None:
             return tuple(tensors)
         value = tree_unflatten(tensors, self.structure)
@@ -76,17 +82,16 @@ class StageShapes:
 
 
 class RuntimeStage(PipelineStage):
-    """Stage that torch's runtime drives: it receives and sends as torch's own does. Its subclass
-    computes.
+    """A stage for torch's runtime that receives and sends as torch's own stage does.
 
-    Memory for what is received is taken when a receive begins, and given away to the computation.
-    Tensors travel as they lie in memory, whatever their strides.
+    A receive allocates its memory when it starts, and the computation then owns it. Tensors are
+    sent in their memory order, with any strides.
 
     Attributes:
-        agree: has all stages of the rank agree with the others, where that is due in this step;
-            called before the first microbatch, when the ranks next to this one are in the step.
-        shapes: what is received and sent.
-        agreement: the exchange in which that was agreed on; None before the first.
+        agree: makes all stages of the rank agree with their neighbours, if this step requires it.
+            Called before the first microbatch, while the neighbouring ranks are in the step too.
+        shapes: shapes of the tensors to receive and send.
+        agreement: the exchange that agreed on the shapes; None before the first.
         ranks: the process group of the pipeline.
     """
 
@@ -102,45 +107,45 @@ class RuntimeStage(PipelineStage):
         self._inputs: dict[int, Sequence[Tensor | None]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
 
-    # The beginning of a step.
+    # --- start of a step
 
     def clear_runtime_states(self) -> None:
-        """Begin a step."""
+        """Clear the tensors of the last step."""
         for tensors in (self.fwd_cache, self.bwd_cache, self._inputs, self._gradients):
             tensors.clear()
         self.output_chunks.clear()
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> Any:
-        self.args_recv_info = {0: ()}  # schedules look for stages that skip others in it
+        self.args_recv_info = {0: ()}  # schedules search it for connections that skip stages
         self.agree()
 
     def _prepare_backward_infra(self, *_: Any, **__: Any) -> Any:
         self.agree()
 
     def _pre_metadata_inference_backup(self) -> None:
-        """Nothing: no module runs before the first microbatch."""
+        """Do nothing: no module runs before the first microbatch."""
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing, as before."""
+        """Do nothing: there was no backup."""
 
     def register_forward_context(self, *_: Any) -> Any:
-        """From torch 2.15 on, a context around each forward of the module.
+        """Refuse a context around each forward of the module, which torch has from 2.15 on.
 
         Raises:
             PipelineError: always.
         """
         raise PipelineError(
-            f"stage {self.stage_index} takes no forward context: it runs graphs, in which the "
-            "module's Python code and what it would find in a context are not. Give forwards what "
-            "they need as arguments, or keep torch's PipelineStage"
+            f"stage {self.stage_index} does not support a forward context: it runs captured "
+            "graphs, not the module's Python code, which would read the context. Pass the values "
+            "as arguments of the forward, or use torch's PipelineStage"
         )
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # A stage of this rank is among them (torch 2.11), which Gloo does not send to.
+        # torch 2.11 includes the stages of this rank, but Gloo cannot send to the own rank.
         operations = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.peer != dist.get_rank()]
 
-    # Receives and sends.
+    # --- receives and sends
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         metas = self._shapes_of(self.shapes.inputs, fwd_chunk_id)
@@ -153,12 +158,12 @@ class RuntimeStage(PipelineStage):
         return self._receive(self._gradients, bwd_chunk_id, metas, self.stage_index + 1)
 
     def keep_for_send(self, chunk: int, tensors: tuple[Tensor, ...]) -> None:
-        """Keep what is to be sent: to a stage of this rank torch's runtime hands results itself."""
+        """Keep results to send. torch's runtime passes them by itself to a stage of this rank."""
         if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self.fwd_cache[chunk] = tensors
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        # From here on the operations hold what they send.
+        # From here on, only the operations refer to the tensors.
         return self._send(self.fwd_cache.pop(fwd_chunk_id, ()), self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -171,7 +176,7 @@ class RuntimeStage(PipelineStage):
         self._inputs[mb_index] = [tensor.detach() for tensor in tensors]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        # In an evaluation, torch's runtime asks all the same.
+        # torch's runtime calls this in an evaluation too.
         return self.bwd_cache.pop(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -193,8 +198,8 @@ class RuntimeStage(PipelineStage):
         return self._operations(dist.isend, tensors, target, (self.stage_index, target))
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Those that messages go over."""
-        # From torch 2.15 on, each pair of ranks may have groups of its own.
+        """The process groups for messages."""
+        # From torch 2.15 on, each pair of ranks may have its own groups.
         return [self.ranks, *getattr(self, "_p2p_edge_groups", {}).values()]
 
     def _operations(
@@ -205,12 +210,17 @@ class RuntimeStage(PipelineStage):
             return []
         group = self._get_p2p_group(*edge) if hasattr(self, "_get_p2p_group") else self.group
         rank = dist.get_global_rank(self.ranks, self.stage_index_to_group_rank[peer])
-        return [dist.P2POp(call, _as_it_lies(tensor), rank, group) for tensor in present]
+        return [dist.P2POp(call, _in_memory_order(tensor), rank, group) for tensor in present]
 
-    # What has come for a computation, which alone holds it from then on.
+    # --- received tensors, which only the computation refers to from then on
 
     def arguments(self, chunk: int, first_stage_arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Those of a microbatch; ``given`` are the first stage's."""
+        """The arguments of a microbatch.
+
+        Args:
+            chunk: the microbatch.
+            first_stage_arguments: returned on the first stage; others return received tensors.
+        """
         metas = self._shapes_of(self.shapes.inputs, chunk)
         if self.is_first:
             return first_stage_arguments
@@ -222,7 +232,7 @@ class RuntimeStage(PipelineStage):
         return self.shapes.arguments(tensors)
 
     def gradients(self, chunk: int) -> list[Tensor | None]:
-        """Those of the outputs for a microbatch."""
+        """The received gradients of the outputs for a microbatch."""
         self._shapes_of(self.shapes.gradients, chunk)
         return [*self._received(self._gradients, chunk, "gradient")]
 
@@ -231,23 +241,23 @@ class RuntimeStage(PipelineStage):
     ) -> Sequence[Tensor | None]:
         if chunk not in buffers:
             raise PipelineError(
-                f"stage {self.stage_index}, microbatch {chunk}: no {kind} was received before it "
-                "is computed with; the schedule must list the receive first"
+                f"stage {self.stage_index}, microbatch {chunk}: no {kind} was received before its "
+                "computation; the schedule must list the receive first"
             )
         return buffers.pop(chunk)
 
     def _shapes_of(self, table: Sequence[Any], chunk: int) -> Any:
         if not 0 <= chunk < len(table):
             raise PipelineError(
-                f"stage {self.stage_index} knows no microbatch {chunk}: it has agreed on the "
-                f"shapes of {len(table)} with its neighbours. Let a schedule's step() or eval() "
-                "drive the stage: it has the stages agree, and then calls each of them"
+                f"stage {self.stage_index} has no microbatch {chunk}: it has agreed with its "
+                f"neighbours on the shapes of {len(table)} microbatches. Run the stage by a "
+                "schedule's step() or eval(), which agrees on shapes before it calls the stages"
             )
         return table[chunk]
 
 
-def _as_it_lies(tensor: Tensor) -> Tensor:
-    """A tensor as a run of memory: transports want contiguous ones."""
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A flat view of a tensor's memory, because transports require contiguous tensors."""
     if not tensor.ndim or tensor.is_contiguous():
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,))

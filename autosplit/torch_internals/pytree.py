@@ -1,9 +1,9 @@
 """Pytrees with names for their leaves, and objects that hold tensors as pytrees.
 
-torch's pytrees know lists, tuples, dicts and registered classes. A forward may take and return
-other objects too, a plain dataclass, a ``BlockMask``, a cache of keys and values. Such an object is
-taken apart into its attributes: those with tensors inside become children, the rest is kept as it
-is. Of a ``BlockMask``, what its function closes over are children, too.
+torch's pytrees support lists, tuples, dicts and registered classes. A forward may also accept and
+return other objects, such as a dataclass, a ``BlockMask`` or a cache of keys and values. Here these
+are flattened by attribute: attributes with tensors become children, and the others are kept in the
+structure. The closure of a ``BlockMask``'s function becomes children too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["TreeSpec", "flatten_named", "tree_flatten", "tree_map", "tree_unflat
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """As torch's, but that objects that hold tensors are taken apart, too."""
+    """torch's ``tree_flatten``, which also flattens objects that hold tensors."""
     leaves, spec = _pytree.tree_flatten(tree)
     wrapped = [*map(_hold_leaf, leaves)]
     if all(map(operator.is_, wrapped, leaves)):
@@ -42,15 +42,16 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def is_flat(spec: Any) -> bool:
-    """Whether a tree is one leaf, or a tuple or list of leaves."""
+    """Whether a pytree is one leaf, or a tuple or list of leaves."""
     if spec.is_leaf():
         return True
     return issubclass(spec.type, tuple | list) and all(child.is_leaf() for child in spec.children())
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
-    """Leaves of a pytree with the Python path that reaches each: ``output['logits'][0]``. In
-    classes that were registered without keys, numbers stand for them.
+    """Leaves of a pytree, each with its path in Python: ``output['logits'][0]``.
+
+    Children of classes that were registered without keys have numbers.
     """
 
     def is_inside(node: Any) -> bool:
@@ -80,14 +81,15 @@ def _key(key: Any) -> str:
 
 _VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _PLAIN = (torch.Tensor, *_VALUES, torch.SymInt, type, torch.nn.Module)
-# Objects of torch's own that are not data, whatever hangs on them.
+# Modules of torch whose objects are not data, even if they refer to tensors.
 _MACHINERY = ("torch.fx.", "torch.distributed.", "torch._")
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """An object on its way through a pytree; flattening it gives its tensors, and putting the
-    tree together again gives an object of the same class.
+    """Wrapper that makes an object a pytree node, whose children are its tensors.
+
+    Unflattening creates an object of the same class.
     """
 
     value: Any
@@ -95,14 +97,15 @@ class Holder:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Skeleton:
-    """Class and attributes of an object without its tensors. Equal where the class is, the names of
-    attributes are, and those that are numbers or text are.
+    """Class and attributes of an object without its tensors.
+
+    Two are equal if class, names of attributes, and attributes that are numbers or text are equal.
 
     Attributes:
         kind: the class.
-        children: names of the attributes with tensors inside.
+        children: names of the attributes with tensors.
         rest: the other attributes.
-        context: what a class that takes itself apart keeps in their place.
+        context: for a class that flattens itself, its own context in place of ``rest``.
     """
 
     kind: type
@@ -122,7 +125,7 @@ class Skeleton:
 
 
 def hold(tree: Any) -> Any:
-    """The tree with every object that holds tensors, and is no pytree node, in a Holder."""
+    """Wrap every object in a pytree that holds tensors, and is not a pytree node, in a Holder."""
     leaves, spec = _pytree.tree_flatten(tree)
     return tree_unflatten([_hold_leaf(leaf) for leaf in leaves], spec)
 
@@ -138,7 +141,7 @@ def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
     kind = type(leaf)
     if id(leaf) in seen or kind.__module__.startswith(_MACHINERY):
         return False
-    if _is_block_mask(kind) and TORCH < (2, 13):  # its function is compared by what it closes over
+    if _is_block_mask(kind) and TORCH < (2, 13):  # its function is compared by its closure
         return False
     seen.add(id(leaf))
     inside, _ = _pytree.tree_flatten(dict(vars(leaf)))
@@ -146,8 +149,9 @@ def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
 
 
 def _is_block_mask(kind: type) -> bool:
-    """Whether it is torch's ``BlockMask``: it can take itself apart, but torch registers that
-    nowhere. By its name, as importing it takes time.
+    """Whether a class is torch's ``BlockMask``, which can flatten itself but is not registered.
+
+    The class is compared by name, because its import is slow.
     """
     return (kind.__module__, kind.__name__) == ("torch.nn.attention.flex_attention", "BlockMask")
 
@@ -155,7 +159,7 @@ def _is_block_mask(kind: type) -> bool:
 def _flatten(holder: Holder) -> tuple[list[Any], Skeleton]:
     kind = type(holder.value)
     if _is_block_mask(kind):
-        # It would leave the function's tensors where they are if torch compiles something.
+        # While torch compiles, BlockMask does not flatten the closure of its function.
         compiling = torch.compiler.is_compiling() and patched(
             torch.compiler, "is_compiling", lambda: False
         )

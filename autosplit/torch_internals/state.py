@@ -1,6 +1,4 @@
-"""State: of storages (versions, lifetimes, users, bytes), of modules by name, and how much an
-optimizer will keep before its first step.
-"""
+"""State: versions and bytes of storages, modules' state by name, and bytes of optimizer state."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
     try:
         return tuple(map(_VERSION, tensors))
     except (AttributeError, RuntimeError):
-        # Some kernels return None where their fake promises a tensor (a workspace not needed);
-        # an inference tensor has no version, nor has a number.
+        # Some kernels return None for a fake tensor (an unused workspace). Inference tensors and
+        # numbers have no version.
         counted = [isinstance(t, torch.Tensor) and not t.is_inference() for t in tensors]
         return tuple([t._version if c else 0 for t, c in zip(tensors, counted, strict=True)])
 
@@ -36,29 +34,29 @@ _OTHER_MEMORY = "_autosplit_other_memory"
 
 
 def allow_other_memory(tensors: Iterable[torch.Tensor]) -> None:
-    """Note that the owner of these tensors frees their memory and takes other memory for the same
-    values.
-    """
+    """Mark tensors whose owner may free their memory and allocate other memory for the values."""
     for tensor in tensors:
         setattr(tensor, _OTHER_MEMORY, True)
 
 
 def allows_other_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may lie elsewhere than before, with the same values."""
+    """Whether a tensor's values may be in other memory than before."""
     return hasattr(tensor, _OTHER_MEMORY)
 
 
 def storage_sizes(
     tensors: Iterable[torch.Tensor | None],
 ) -> dict[tuple[torch.device, int], int]:
-    """Bytes of each storage behind the tensors, by where it lies; of sparse ones, the parts',
-    of DTensors, what this rank has."""
+    """Bytes of each storage of the tensors, by device and address.
+
+    Sparse tensors count their indices and values, and DTensors their local tensors.
+    """
     storages = (part.untyped_storage() for tensor in tensors for part in _strided_parts(tensor))
     return {(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}
 
 
 def distinct_storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of distinct storage behind the tensors."""
+    """Bytes of distinct storage of the tensors."""
     return sum(storage_sizes(tensors).values())
 
 
@@ -71,11 +69,11 @@ def _strided_parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 class StateReader:
-    """Reader of a module's parameters and buffers by name, as they are at the time of the call.
+    """Reads the present parameters and buffers of a module by name.
 
-    Looks each one up where the module keeps it, so that a parameter that was moved or
-    replaced since is found, without walking the module tree on every call. Of a subclass that holds
-    tensors (quantized weights), these are there, too, under the names of their attributes.
+    It looks each one up in its module's dictionary, which finds parameters that were replaced
+    since, without walking the module tree in each call. Tensors inside of a tensor subclass
+    (quantized weights) are included, under the names of their attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -91,7 +89,7 @@ class StateReader:
             for space in spaces:
                 for name in space:
                     slots[f"{prefix}.{name}" if prefix else name] = (space, name)
-        # As columns, to be looked up without a call of Python for each.
+        # Columns, for lookups without a Python call for each.
         self._names = list(slots)
         self._spaces = [space for space, _ in slots.values()]
         self._keys = [name for _, name in slots.values()]
@@ -113,7 +111,7 @@ class StateReader:
 
 
 def _holds_tensors(tensor: torch.Tensor | None) -> bool:
-    """Whether graphs take what a parameter or buffer holds in its place."""
+    """Whether a parameter or buffer is a subclass whose inner tensors are inputs of graphs."""
     return is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
 
 
@@ -126,15 +124,15 @@ def _tensors_of(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _table(names: Any) -> dict[str, Any]:
-    """The dictionary in which a module keeps its own; TorchScript keeps them elsewhere."""
+    """The dictionary of a module's members; for TorchScript a copy, as it has no dictionary."""
     return names if isinstance(names, dict) else dict(names.items())
 
 
 def share_state(proxy: nn.Module, module: nn.Module) -> None:
-    """Make ``proxy`` hold the very parameters, buffers and submodules of ``module``.
+    """Share the parameters, buffers and submodules of ``module`` with ``proxy``.
 
-    The dictionaries are shared, not copied: both have one ``state_dict`` without a prefix,
-    and replacing a parameter on either replaces it on both.
+    The dictionaries are the same objects: both modules have one ``state_dict`` without a prefix,
+    and replacing a parameter of either replaces it in both.
     """
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         proxy.__dict__[name] = module.__dict__[name]
@@ -142,8 +140,9 @@ def share_state(proxy: nn.Module, module: nn.Module) -> None:
 
 
 def register_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
-    """Register these parameters and buffers of ``model`` in ``stage`` too, under the same names, in
-    containers where the model has modules.
+    """Register parameters and buffers of ``model`` in ``stage``, under the same names.
+
+    Submodules of the stage are empty containers.
     """
     for name in names:
         *path, last = name.split(".")
@@ -163,7 +162,7 @@ def register_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> 
 
 @contextlib.contextmanager
 def preserve_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Every submodule is in training or evaluation afterwards as it was before."""
+    """Restore the training mode of every submodule afterwards."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         yield
@@ -173,14 +172,14 @@ def preserve_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 _SIDE = 8
-"""Of a tensor that stands for a parameter: what is kept for each row or element shows in it."""
+"""Largest dimension of the small tensors in place of parameters: enough to show state by row."""
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of an optimizer's state: what it has, or where it has none, what its first step makes.
+    """Bytes of an optimizer's state, or of the state that its first step will create.
 
-    That step is run on small tensors in the parameters' place, of as many dimensions, by an
-    optimizer that shares everything else. Where that fails nothing is known, and counts as none.
+    The prediction runs a step of a copy of the optimizer on small tensors with as many dimensions
+    as the parameters, and scales the result. It is 0 if that step fails.
     """
     if optimizer is None:
         return 0
@@ -193,7 +192,7 @@ def _predicted(optimizer: torch.optim.Optimizer) -> int:
     twin.__dict__.update(optimizer.__dict__)
     twin.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        twin.__dict__[hooks] = OrderedDict()  # the user's are for true steps
+        twin.__dict__[hooks] = OrderedDict()  # the user's hooks run in real steps only
     pairs: list[tuple[Tensor, nn.Parameter]] = []
     twin.param_groups = []
     for group in optimizer.param_groups:
@@ -202,7 +201,7 @@ def _predicted(optimizer: torch.optim.Optimizer) -> int:
         twin.param_groups.append({**group, "params": small})
     try:
         type(optimizer).step(twin)
-    except Exception:  # of anybody's making
+    except Exception:  # any optimizer's step may fail on small tensors
         return 0
     total = 0.0
     for parameter, stand_in in pairs:

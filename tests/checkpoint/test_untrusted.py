@@ -53,7 +53,7 @@ def test_metadata_runs_nothing_beside_what_belongs_there(tmp_path: Path, payload
     for protocol in (2, 4):
         metadata.planner_data = {**metadata.planner_data, "more": payload}
         (path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
-        refused(path, r"it asks for posix\.system")
+        refused(path, r"it names posix\.system")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_metadata_runs_nothing_beside_what_belongs_there(tmp_path: Path, payload
 def test_metadata_can_name_nothing_else(call: bytes, payload: Payload, tmp_path: Path) -> None:
     content = call % str(payload.witness).encode() if b"%s" in call else call
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="asks for"):
+    with pytest.raises(CheckpointError, match="it names"):
         read_checkpoint(tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_metadata_cannot_change_torchs_classes(what: bytes, tmp_path: Path) -> N
     """BUILD sets attributes of whatever is on the stack, classes and constants among them."""
     content = b"\x80\x02ctorch.distributed.checkpoint." + what + b"N}U\x05stateK\x01s\x86b."
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="it would change a"):
+    with pytest.raises(CheckpointError, match="it would set attributes of a"):
         read_checkpoint(tmp_path)
     assert not hasattr(dcp.Metadata, "state")
 

@@ -201,11 +201,11 @@ BEFORE = {
     ),
     "a stage without a schedule": Case(
         lambda: SplitPipelineStage(block(), 0, 2, CPU).forward_one_chunk(0, (torch.randn(2, 4),)),
-        "PipelineError: stage 0 knows no microbatch 0: it has agreed on",
+        "PipelineError: stage 0 has no microbatch 0: it has agreed with its",
     ),
     "a context of forwards": Case(
         lambda: SplitPipelineStage(block(), 0, 2, CPU).register_forward_context(lambda _: None),
-        "PipelineError: stage 0 takes no forward context: it runs graphs",
+        "PipelineError: stage 0 does not support a forward context: it runs",
     ),
     "integers for a linear layer": Case(
         lambda: alone(torch.ones(8, 4, dtype=torch.int32)),

@@ -43,7 +43,7 @@ def lying(mesh: DeviceMesh, placement: Placement, rows: int = 4) -> nn.Linear:
 
 
 def test_parameter_that_is_a_sum(mesh: DeviceMesh) -> None:
-    with pytest.raises(ShardedError, match=r"weight is a DTensor .*parts of a sum.*tp: P.*redis"):
+    with pytest.raises(ShardedError, match=r"weight is a DTensor .*partial sums.*tp: P.*redis"):
         autosplit.split(lying(mesh["tp"], Partial()), torch.randn(2, 4))
 
 
