@@ -144,7 +144,7 @@ class SplitModule(ModuleProxy):
             options,
             limit=attributes["_max_graphs"],
             require_graph=require_graph,
-            traced=attributes["_queue"].hidden,
+            traced=attributes["_queue"].hide_lazy_gradients,
             sharding=sharded,
         )
         attributes["_anchor"] = WeightAnchor(attributes["_queue"], sharded)

@@ -93,7 +93,7 @@ class ShardedModule:
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """A context in which the module is a plain one, for captures and guards."""
-        with self.standing_in():
+        with self.with_gathered_parameters():
             for view in self._views:
                 view.enter()
             try:
@@ -103,12 +103,12 @@ class ShardedModule:
                     view.leave()
 
     @contextlib.contextmanager
-    def standing_in(self) -> Iterator[None]:
+    def with_gathered_parameters(self) -> Iterator[None]:
         """A context in which the module has its gathered parameters, possibly without memory."""
         self._make_ready()
         with contextlib.ExitStack() as stack:
             for group in self.groups:
-                stack.enter_context(group.standing_in())
+                stack.enter_context(group.with_gathered_parameters())
             self._index_parameters()
             yield
 
@@ -130,7 +130,7 @@ class ShardedModule:
         if not self.groups:
             return False
         self._make_ready()
-        kept = [group for group in self.groups if whole or not group.frees]
+        kept = [group for group in self.groups if whole or not group.reshards_after_forward]
         missing = [group for group in kept if not group.is_unsharded]
         for group in missing:
             group.start_unshard()
@@ -224,7 +224,7 @@ class ShardedModule:
         Returns:
             whether any was started.
         """
-        groups = [group for group in reversed(self.groups) if group.reduces and group.unreduced]
+        groups = [group for group in reversed(self.groups) if group.reduces and group.has_unreduced]
         for group in groups:
             if divisor != 1:
                 group.divide(divisor)

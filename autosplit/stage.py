@@ -486,7 +486,7 @@ class Stage:
         """Move gradients to the sharded parameters' own sums, if those are in the dtype of the
         reduction.
         """
-        if any(group.adds_in_another_dtype for group in self.sharding.groups):
+        if any(group.converts_gradients for group in self.sharding.groups):
             self._weights.sums.publish()
             self.sharding.accumulate()
 

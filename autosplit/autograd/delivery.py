@@ -60,7 +60,7 @@ class Delivery:
             for works in microbatches:
                 self._add(works, slots)
 
-    def announce(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
+    def notify_observers(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
         """Have autograd's engine visit the nodes of the parameters, once for each microbatch.
 
         Does nothing without observers. Inside of a backward the visit is put off to its end: the

@@ -101,7 +101,7 @@ def run_split(
         in_data_parallel: whether data parallelism wraps the module. It counts how often the engine
             visits a parameter, so the node then has no sentinel parameters.
     """
-    parameter_leaves = anchor.leaves.of(functions.parameter_names, state)
+    parameter_leaves = anchor.leaves.lookup(functions.parameter_names, state)
     parameters = parameter_leaves.parameters
     if not fused_backward and parameter_leaves.has_hooks():
         fused_backward = True
@@ -302,10 +302,10 @@ def _weights_for_late_hooks(
     parameters = [work.state[name] for name in names]
     named = zip(names, parameters, weight_gradients(work), strict=True)
     grads = {id(p): (name, p, grad) for name, p, grad in named}
-    mine = [grads.pop(id(parameter))[2] for parameter in sentinel_parameters]
+    sentinel_grads = [grads.pop(id(parameter))[2] for parameter in sentinel_parameters]
     added = [parameter for entry in grads.values() if (parameter := _add_late(*entry)) is not None]
     at_end_of_backward(partial(_deliver_late, added))
-    return mine
+    return sentinel_grads
 
 
 _LATE = "_autosplit_late_gradient"

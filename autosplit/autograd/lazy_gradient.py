@@ -178,7 +178,8 @@ class GradientSlot:
         grad: the value of ``.grad`` before the pending part, and the sum while parts are added.
         computing: whether pending parts are being computed.
         failure: the error that lost a part of the gradient.
-        hidden: whether the lazy gradient is kept out of ``.grad``, see ``PendingQueue.hidden``.
+        hidden: whether the lazy gradient is kept out of ``.grad`` meanwhile, see
+            ``PendingQueue.hide_lazy_gradients``.
     """
 
     __slots__ = (

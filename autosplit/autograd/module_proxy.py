@@ -74,7 +74,7 @@ class ModuleProxy(nn.Module):
     model: nn.Module
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Self:
-        proxy: Self = _blank(cls, _special(type(model)))
+        proxy: Self = _blank(cls, _special_methods(type(model)))
         return proxy
 
     def __init__(self, model: nn.Module) -> None:
@@ -87,7 +87,7 @@ class ModuleProxy(nn.Module):
         share_state(self, model)
         for name in _SHARED_HOOKS:
             self.__dict__[name] = model.__dict__[name]
-        self.__dict__["_forward"] = _like(type(self).forward, model)
+        self.__dict__["_forward"] = _with_signature_of(type(self).forward, model)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -153,8 +153,9 @@ class ModuleProxy(nn.Module):
 
         If the model had it, the model would call the proxy, which calls the model, without end.
         """
-        mine = getattr(value, "__self__", None) is self or value is self.__dict__.get("forward")
-        return mine or hasattr(type(self), name)
+        is_bound = getattr(value, "__self__", None) is self
+        is_bound = is_bound or value is self.__dict__.get("forward")
+        return is_bound or hasattr(type(self), name)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
@@ -166,7 +167,7 @@ class ModuleProxy(nn.Module):
         attributes: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
         state = {key: value for key, value in attributes.items() if key != "_forward"}
         kind = type(self)
-        return _blank, (getattr(kind, "_plain", kind), _special(kind)), state
+        return _blank, (getattr(kind, "_plain", kind), _special_methods(kind)), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -178,7 +179,7 @@ def _blank(kind: type, special: tuple[str, ...]) -> Any:
     return object.__new__(_with_special(kind, special))
 
 
-def _special(kind: type) -> tuple[str, ...]:
+def _special_methods(kind: type) -> tuple[str, ...]:
     """Names of the container and context-manager methods of a class."""
     return tuple(name for name in _CONTAINER if hasattr(kind, name))
 
@@ -200,7 +201,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return method
 
 
-def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+def _with_signature_of(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
     """A proxy's method with the signature of the model's ``forward``, if that has one.
 
     torch.compile does not trace it.
@@ -212,8 +213,8 @@ def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):
         return forward
-    me = inspect.Parameter("_proxy", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [me, *signature.parameters.values()]
+    proxy = inspect.Parameter("_proxy", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [proxy, *signature.parameters.values()]
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward
 

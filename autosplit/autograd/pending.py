@@ -422,7 +422,7 @@ class PendingQueue:
                 with _SLOT_LOCK:
                     self.thread = None
                     self._finish(slots, failure)
-        self.delivery.announce(microbatch_works)
+        self.delivery.notify_observers(microbatch_works)
         return len(microbatch_works)
 
     def _finish(self, slots: Iterable[GradientSlot], failure: BaseException | None) -> None:
@@ -443,7 +443,7 @@ class PendingQueue:
             self._release()
 
     @contextlib.contextmanager
-    def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+    def hide_lazy_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Remove lazy gradients from ``.grad`` while parameters are traced."""
         with _SLOT_LOCK:
             pairs = [(slot, leaf) for leaf in parameters if (slot := GradientSlot.of(leaf))]

@@ -163,10 +163,10 @@ class GraphOwner(Protocol):
     def name_of(self, parameter: nn.Parameter) -> str | None:
         """The parameter's name; None if the owner does not know it."""
 
-    def compiled(self, part: DynamoGraph) -> None:
+    def add_graph(self, part: DynamoGraph) -> None:
         """Record a compiled graph."""
 
-    def entered(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
+    def enter_graph(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
         """Record a call of a graph.
 
         Args:
@@ -203,7 +203,7 @@ class Compilation:
             self._run = require_runnable(module)
         else:
             self._run = functions.capture.wrap(SplitCall(functions, part, owner))
-        owner.compiled(part)
+        owner.add_graph(part)
 
     def __call__(self, *args: Any) -> Any:
         refuse_thawed(args, self._frozen)
@@ -255,13 +255,13 @@ class SplitCall:
         functions, owner = self._functions.at(leaves), self._owner
         if functions.tangent_specs:
             parameters = [state[name] for name in functions.parameter_names]
-            call = owner.entered(self._part, parameters)
+            call = owner.enter_graph(self._part, parameters)
             fused, parallel = call.fused_backward, call.in_data_parallel
             outputs = run_split(
                 owner.anchor, functions, state, leaves, fused, in_data_parallel=parallel
             )
         else:
-            owner.entered(self._part, ())
+            owner.enter_graph(self._part, ())
             with torch.no_grad():
                 outputs = functions.run(state, leaves).outputs
         return [outputs[at] for at in self._order]

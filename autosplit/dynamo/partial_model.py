@@ -49,21 +49,21 @@ def partial_report(partial: PartialModel, title: str) -> str:
         f"{title} is split graph by graph: Dynamo found {len(partial.parts)}, "
         f"{count} of them split.",
         *([partial.reason] if partial.reason else []),
-        _parts(partial),
+        _graph_table(partial),
     ]
     if partial.breaks:
         rows = [
             [short_source(graph_break.line), graph_break.reason] for graph_break in partial.breaks
         ]
         sections.append("Where graphs end:\n\n" + _table(rows, ["line", "because"]))
-    ordinary = _ordinary(partial)
+    ordinary = _ordinary_table(partial)
     if ordinary:
         sections.append("Gradients from an ordinary backward:\n\n" + ordinary)
-    sections += [_share(partial), *hooks_text(partial.named_parameters())]
+    sections += [_share_line(partial), *hooks_text(partial.named_parameters())]
     return "\n\n".join(sections)
 
 
-def _parts(partial: PartialModel) -> str:
+def _graph_table(partial: PartialModel) -> str:
     rows = [
         [
             index,
@@ -79,17 +79,18 @@ def _parts(partial: PartialModel) -> str:
     return _table(rows, headers) if rows else "(no graph)"
 
 
-def _ordinary(partial: PartialModel) -> str:
+def _ordinary_table(partial: PartialModel) -> str:
     names = {parameter: name for name, parameter in partial.named_parameters()}
-    rows = [[names[parameter], parameter.numel()] for parameter in partial.ordinary]
+    rows = [[names[parameter], parameter.numel()] for parameter in partial.ordinary_parameters]
     return _table(rows, ["parameter", "elements"]) if rows else ""
 
 
-def _share(partial: PartialModel) -> str:
-    share = partial.share
+def _share_line(partial: PartialModel) -> str:
+    share = partial.deferred_share
     if share is None:
         return "No call needed a gradient yet."
-    count = f"{len(partial.late)} of {len(partial.late) + len(partial.ordinary)}"
+    deferred, ordinary = len(partial.deferred_parameters), len(partial.ordinary_parameters)
+    count = f"{deferred} of {deferred + ordinary}"
     elements = f"{100 * share:.1f} % of the weight gradients' elements"
     return f"Deferred: the gradients of {count} parameters, {elements}."
 
@@ -154,7 +155,8 @@ class PartialModel:
             fused_backward, in_data_parallel
         )
         try:
-            with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
+            traced = self._model.parameters() if self._queue.pending else ()
+            with self._queue.hide_lazy_gradients(traced):
                 result = self._compiled(*args, **kwargs)
         finally:
             self._running.microbatch = None
@@ -167,7 +169,7 @@ class PartialModel:
 
     def _warn_of_little(self) -> None:
         """Warn once if most weight gradients cannot be deferred."""
-        share = self.share
+        share = self.deferred_share
         if share is None or self._warned:
             return
         breaks = [f"{short_source(b.line)}: {b.reason}" for b in self._breaks if b.line]
@@ -218,15 +220,15 @@ class PartialModel:
         return Counter() if self._seen is None else self._seen.calls
 
     @property
-    def late(self) -> list[nn.Parameter]:
+    def deferred_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients W computes: inputs of graphs in that call."""
         seen = self._seen
         return [] if seen is None or seen.fused_backward else [*seen.deferred]
 
     @property
-    def ordinary(self) -> list[nn.Parameter]:
+    def ordinary_parameters(self) -> list[nn.Parameter]:
         """The model's other parameters: an ordinary backward computes their gradients."""
-        late = set(self.late)
+        late = set(self.deferred_parameters)
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         return (
             []
@@ -235,10 +237,10 @@ class PartialModel:
         )
 
     @property
-    def share(self) -> float | None:
+    def deferred_share(self) -> float | None:
         """Share of the elements of weight gradients that W computes; None without parameters."""
-        late = sum(parameter.numel() for parameter in self.late)
-        total = late + sum(parameter.numel() for parameter in self.ordinary)
+        late = sum(parameter.numel() for parameter in self.deferred_parameters)
+        total = late + sum(parameter.numel() for parameter in self.ordinary_parameters)
         return late / total if total else None
 
     def report(self) -> str:
@@ -276,10 +278,10 @@ class PartialModel:
             self._names = {tensor: name for name, tensor in self.named_parameters()}
         return self._names.get(parameter)
 
-    def compiled(self, part: DynamoGraph) -> None:
+    def add_graph(self, part: DynamoGraph) -> None:
         self._parts.append(part)
 
-    def entered(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
+    def enter_graph(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
         """The running forward call; for a recomputation in a backward, the latest call."""
         call: ForwardCall = getattr(self._running, "microbatch", None) or self._latest
         call.calls[part] += 1

@@ -58,10 +58,10 @@ class PendingOnParameters(PendingQueue):
     def name_of(self, parameter: nn.Parameter) -> None:
         """Return None: the parameter's name is Dynamo's source."""
 
-    def compiled(self, part: DynamoGraph) -> None:
+    def add_graph(self, part: DynamoGraph) -> None:
         """Do nothing: there is no report."""
 
-    def entered(self, part: DynamoGraph, parameters: Sequence[nn.Parameter]) -> ForwardCall:
+    def enter_graph(self, part: DynamoGraph, parameters: Sequence[nn.Parameter]) -> ForwardCall:
         """A new call each time: microbatches are distinguished by their backward only."""
         wrapper = data_parallel()
         if wrapper is not None:

@@ -309,7 +309,7 @@ class SplitPipelineStage(RuntimeStage):
 
     def _publish_other_dtypes(self) -> None:
         """Publish gradients of sharded parameters that are summed in another dtype."""
-        if any(group.adds_in_another_dtype for group in self.sharding.groups):
+        if any(group.converts_gradients for group in self.sharding.groups):
             self._publish()
 
     def _publish(self) -> list[Tensor]:

@@ -244,7 +244,7 @@ class Specializations:
         """The model's parameters and buffers by name; sharded ones may have no memory."""
         if self.sharding is None:
             return self._reader.read()
-        with self.sharding.standing_in():
+        with self.sharding.with_gathered_parameters():
             return self._reader.read()
 
     @property

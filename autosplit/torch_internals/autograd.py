@@ -191,7 +191,7 @@ class LeavesCache:
         self._owned = owned
         self._cache: dict[tuple[int, int], Leaves] = {}
 
-    def of(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
+    def lookup(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
         """The leaves of these names.
 
         Args:
@@ -220,7 +220,7 @@ class UncachedLeaves(LeavesCache):
         self._ids: list[int] = []
         self._checked = [-1]
 
-    def of(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
+    def lookup(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
         return self.among([*map(state.__getitem__, names)])
 
     def among(self, parameters: Sequence[Tensor]) -> Leaves:

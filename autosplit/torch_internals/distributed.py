@@ -129,7 +129,7 @@ def average_gradients(wrapper: DistributedDataParallel) -> None:
         return
     wrapper.reducer.prepare_for_backward([])
     with without_hooks(parameters), torch.enable_grad():
-        # The reducer counts a gradient of zeros as the last part of a parameter's gradient.
+        # The reducer treats the next gradient, here zeros, as the last part of a parameter's.
         torch.autograd.backward(parameters, [p.new_zeros(()).expand_as(p) for p in parameters])
 
 

@@ -160,7 +160,7 @@ class ParameterGroup:
         ]
 
     @contextlib.contextmanager
-    def standing_in(self) -> Iterator[None]:
+    def with_gathered_parameters(self) -> Iterator[None]:
         """Put the gathered parameters into the module inside, maybe without their memory.
 
         The first call gathers and frees the parameters once, which creates the objects.
@@ -221,12 +221,12 @@ class ParameterGroup:
         return bool(self._group.reduce_grads)
 
     @property
-    def reduces_copies(self) -> bool:
+    def reduces_replicas(self) -> bool:
         """Whether gradients are also reduced over replicas (``set_requires_all_reduce``)."""
         return bool(self._group.all_reduce_grads)
 
     @property
-    def frees(self) -> bool:
+    def reshards_after_forward(self) -> bool:
         """Whether a forward frees the parameters (``reshard_after_forward``).
 
         By default, roots keep theirs.
@@ -272,7 +272,7 @@ class ParameterGroup:
                 _put_in_dtype(parameter._unsharded_param, parameter.unsharded_grad_dtype)
 
     @property
-    def adds_in_another_dtype(self) -> bool:
+    def converts_gradients(self) -> bool:
         """Whether ``accumulate`` converts gradients to another dtype than the parameters'."""
         return any(
             parameter.reduce_dtype not in (None, parameter._unsharded_param.dtype)
@@ -281,7 +281,7 @@ class ParameterGroup:
         )
 
     @property
-    def unreduced(self) -> bool:
+    def has_unreduced(self) -> bool:
         """Whether there are accumulated gradients that are not reduced yet."""
         return bool(self._sums)
 

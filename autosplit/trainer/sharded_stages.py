@@ -130,7 +130,7 @@ class ShardedStages:
         """
         for index, sharded in self._stages.items():
             for group in sharded.groups:
-                if not (group.reduces and group.reduces_copies):
+                if not (group.reduces and group.reduces_replicas):
                     raise PipelineError(
                         f"the reduction of gradients is switched off for stage {index}'s "
                         f"{group.name} (set_requires_gradient_sync or set_requires_all_reduce): "

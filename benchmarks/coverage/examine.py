@@ -143,7 +143,7 @@ def _share(split: Any) -> float | None:
     """How much of the elements of weight gradients waits for W."""
     partial = getattr(split, "_by_graphs", None)
     if partial is not None:
-        share: float | None = partial.share
+        share: float | None = partial.deferred_share
         return share
     functions = getattr(split, "functions", ())
     return functions[-1].dependence.deferred_share if functions else None

@@ -69,8 +69,8 @@ class Gate:
         if not self._behind:
             self._delivery.deliver(*args)
 
-    def announce(self, microbatches: Any) -> None:
-        self._delivery.announce(microbatches)
+    def notify_observers(self, microbatches: Any) -> None:
+        self._delivery.notify_observers(microbatches)
 
     def open(self) -> None:
         self._opened.set()

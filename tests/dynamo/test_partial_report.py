@@ -44,8 +44,8 @@ def test_parts_and_breaks() -> None:
     number = result.line.split(" ")[0].rpartition(":")[2]
     assert first.lines.startswith("breaking.py:")
     assert number in first.lines
-    assert {*partial.late} == {*model.a.parameters(), *model.b.parameters()}
-    assert {*partial.ordinary} == {*model.middle.parameters()}
+    assert {*partial.deferred_parameters} == {*model.a.parameters(), *model.b.parameters()}
+    assert {*partial.ordinary_parameters} == {*model.middle.parameters()}
     text = partial.report()
     assert "DisabledMiddle is split graph by graph: Dynamo found 2, 2 of them split." in text
     assert "Skip inlining `torch.compiler.disable()`d function" in text
@@ -94,7 +94,7 @@ def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "run", fail)
     partial = called(TwoLayers())
     assert [part.state for part in partial.parts] == ["no pass likes this graph"] * 2
-    assert len(partial.ordinary) == 4
+    assert len(partial.ordinary_parameters) == 4
     assert "no pass likes this graph" in partial.report()
     assert "0 of 4 parameters, 0.0 %" in partial.report()
 
@@ -154,7 +154,7 @@ class ViewUntraced(ViewOutside):
 def test_products_for_weights_that_enter_as_views_do_not_wait(kind: type[ViewOutside]) -> None:
     model = kind()
     partial = called(model)
-    assert [*partial.ordinary] == [model.weight]
+    assert [*partial.ordinary_parameters] == [model.weight]
     assert "55.6 % of the weight gradients'" in partial.report()
 
 

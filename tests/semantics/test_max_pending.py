@@ -246,7 +246,7 @@ def test_budget_that_cannot_be_met() -> None:
     x = torch.randn(3, requires_grad=True)
     with pytest.raises(SplitError, match="least possible is 12 bytes for one microbatch") as caught:
         split(PlainParameters(), (x,), memory=11)
-    assert "memory=11 needs one graph" in caught.value.__notes__[0]
+    assert any("memory=11 needs one graph" in note for note in caught.value.__notes__)
     assert split(PlainParameters(), (x,), memory=12).functions
 
 
