@@ -125,10 +125,10 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         ):
             kind = PythonStateError
         failure = _failure(str(error))
-        what = "run on these inputs" if failure else "be captured in one graph"
+        action = "run on these inputs" if failure else "be captured in one graph"
         reason, advice = failure or _reason(error), _advice(module, line, error)
         raise kind(
-            f"{type(module).__name__} cannot {what}.\n  at {line}\n  because {reason}\n  {advice}",
+            f"{type(module).__name__} cannot {action}.\n  at {line}\n  because {reason}\n  {advice}",
             because=f"{reason.partition(chr(10))[0].rstrip('.')} (at {line}). {advice}",
         ) from error
 

@@ -158,9 +158,9 @@ def setters(
                 lasting[place] = frame
     if lasting:
         at = next(filter(None, lasting.values()), None)
-        where = f"{at.name} (at {at.filename}:{at.lineno})" if at else forward_of(module)
+        writer = f"{at.name} (at {at.filename}:{at.lineno})" if at else forward_of(module)
         raise PythonStateError(
-            f"{where} changes Python state, "
+            f"{writer} changes Python state, "
             f"{', '.join(dict.fromkeys(map(_readable, lasting)))}, which a graph cannot repeat on "
             "every call. Write a tensor into a buffer in place (self.buffer.copy_(x.detach()); a "
             "loss can be an nn.Module with buffers), return it (a loss cannot), or keep the state "
