@@ -90,7 +90,7 @@ def test_checkpoints() -> None:
             lambda: of_words(None, 1, lambda index: stage_of(index, 1), ranks=1, **REFERENCE),
             lambda step: batch(0, step),
             named(2),
-            own=lambda stage, name: name,
+            local=lambda stage, name: name,
             asynchronous=True,
         )
     torchs = {"model": parallel(mesh, 1)(0).state_dict()}
