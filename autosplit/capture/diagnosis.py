@@ -128,7 +128,8 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         action = "run on these inputs" if failure else "be captured in one graph"
         reason, advice = failure or _reason(error), _advice(module, line, error)
         raise kind(
-            f"{type(module).__name__} cannot {action}.\n  at {line}\n  because {reason}\n  {advice}",
+            f"{type(module).__name__} cannot {action}.\n"
+            f"  at {line}\n  because {reason}\n  {advice}",
             because=f"{reason.partition(chr(10))[0].rstrip('.')} (at {line}). {advice}",
         ) from error
 
