@@ -67,7 +67,7 @@ def checked(kind: type[F], plain: Plain) -> Callable[..., F]:
         kind: their class without checks.
         plain: what the graph was captured from.
     """
-    if os.environ.get(CHECK_VARIABLE, "0") == "0":
+    if os.environ.get(CHECK_VARIABLE, "") in ("", "0"):
         return kind
     checking = type(f"Checked{kind.__name__}", (CheckedFunctions, kind), {})
     return cast("Callable[..., F]", partial(checking, plain))

@@ -36,9 +36,12 @@ def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="autosplit")
 
 
-def test_without_the_variable_nothing_of_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", ["", "0"])
+def test_without_the_variable_nothing_of_it_runs(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     assert checked(SplitFunctions, list) is not SplitFunctions
-    monkeypatch.setenv(CHECK_VARIABLE, "0")
+    monkeypatch.setenv(CHECK_VARIABLE, value)
     assert checked(SplitFunctions, list) is SplitFunctions
 
 
