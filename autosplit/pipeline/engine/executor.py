@@ -116,17 +116,26 @@ class Executor:
         self._row = [*map(self._bind, row)]
 
     # The rows of 1F1B for two stages on two ranks and three microbatches, over time. ">" and "<"
-    # are messages of the transport: an output is sent as soon as F has computed it, and the receive
-    # of a gradient is posted ahead of the I that needs it.  rank 0       0F0  0F1   .   0I0  0W0
-    # 0F2  0I1  0W1  0I2  0W2 transport       >    >     <       <    >         < rank 1        .
-    # 1F0  1I0  1F1  1I1  1W0  1F2  1I2  1W1  1W2  The tensors of microbatch m on one stage live in
-    # these places between its actions:  MAILBOX or batch      IN FLIGHT               PENDING |
-    # input      saved tensors         deferred tensors v                  |                     | [
-    # F ] ---------------+----> [ I ] ---------+----> [ W ] | output                  ^   |
-    # | v                         |   v                   v MAILBOX or losses           MAILBOX
-    # MAILBOX        GRADIENT SUMS gradient of the output, of the input  The stage owns IN FLIGHT
-    # and PENDING; a move takes them to another memory and back, and a RECOMPUTE makes saved tensors
-    # of the inputs that F kept. See docs/one-step.md.
+    # are messages of the transport. An output is sent as soon as F has computed it. The receive of
+    # a gradient is posted before the I that needs it.
+    #
+    #   rank 0       0F0  0F1   .   0I0  0W0  0F2  0I1  0W1  0I2  0W2
+    #   transport       >    >    <         <    >         <
+    #   rank 1        .   1F0  1I0  1F1  1I1  1W0  1F2  1I2  1W1  1W2
+    #
+    # The tensors of microbatch m on one stage live in these places between its actions:
+    #
+    #     MAILBOX or batch      IN FLIGHT               PENDING
+    #            | input      saved tensors         deferred tensors
+    #            v                  |                     |
+    #          [ F ] ---------------+----> [ I ] ---------+----> [ W ]
+    #            | output                  ^   |                   |
+    #            v                         |   v                   v
+    #     MAILBOX or losses           MAILBOX  MAILBOX        GRADIENT SUMS
+    #                            gradient of the output, of the input
+    #
+    # The stage owns IN FLIGHT and PENDING. A move takes these tensors to another memory and back.
+    # RECOMPUTE computes saved tensors from the inputs that F kept. See docs/one-step.md.
 
     @torch.no_grad()
     def run(
@@ -196,8 +205,7 @@ class Executor:
             for kept in self._inputs:
                 kept.clear()
 
-    # --- binding actions
-    # ---------------------------------------------------------------------------
+    # --- binding actions --------------------------------------------------------------------------
 
     def _bind(self, action: Action) -> BoundAction:
         """Bind an action at its next position in the row: its waits, its input, its work."""

@@ -1,4 +1,4 @@
-"""Seeds of the random generators that a trainer's stages draw from, whichever rank runs a stage."""
+"""Seeds of the random generators for a trainer's stages, independent of the rank of a stage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CALLS = "FIBW"
 
 
 def seed_at(number: int, place: int) -> int:
-    """The seed at a place of the sequence that ``number`` stands for."""
+    """The seed at a place of the sequence that ``number`` identifies."""
     return (number + place * _STRIDE) % 2**64
 
 
 def next_number() -> int:
-    """The number that ``draw_number`` would draw."""
+    """The number that ``draw_number`` would draw; the generator does not advance."""
     state = torch.get_rng_state()
     number = draw_number()
     torch.set_rng_state(state)
@@ -44,15 +44,15 @@ class StageSeeds:
         share of the batch          replicas draw apart, ranks along "tp" alike
         stage, microbatch, action
 
-    Neither the rank that runs a stage nor the order of actions changes what it draws. After a step,
-    generators stand where they stood before. If any stage draws, each rank's CPU generator has then
-    moved on by one number, as a model that draws moves it in one process.
+    So the random numbers of a stage depend neither on its rank nor on the order of actions. A step
+    restores the state of all generators. If any stage draws, each rank's CPU generator then
+    advances by one number, so that the next step has other seeds.
 
     Args:
         groups: the trainer's process groups.
-        device: where this rank's stages run.
-        schedule: gives the numbers of stages and microbatches.
-        source: the rank of the pipeline whose generator counts.
+        device: the device of this rank's stages.
+        schedule: the schedule, for its numbers of stages and microbatches.
+        source: the rank of the pipeline whose generator draws the number of a step.
     """
 
     def __init__(
@@ -71,22 +71,25 @@ class StageSeeds:
         self._states: GeneratorStates | None = None
 
     def offer(self, *, evaluates: bool) -> tuple[int, int]:
-        """The number of the step to come, and -1 if no stage is known to draw, else 0; for ranks to
-        reduce with AND, or to take from the rank of the first stage.
+        """This rank's part of the agreement on the next step's number, to be reduced with AND.
+
+        Returns:
+            The number of the step, -1 on other ranks than the source; and 0 if a stage is known to
+            draw, else -1.
         """
         draws = self._drawing[evaluates] or self._drew[evaluates]
         return (next_number() if self._is_source else -1), (0 if draws else -1)
 
     def begin(self, number: int, draws: int, *, evaluates: bool) -> None:
-        """Take the numbers of the step to come, equal on all ranks."""
-        # If the step before drew unexpectedly, it had the same number: take other seeds.
+        """Begin a step, with the agreed numbers of ``offer``."""
+        # If the previous step drew unexpectedly, it had the same number: use other seeds.
         late = not draws and not self._drawing[evaluates]
         self._drawing[evaluates] |= not draws
         self._number, self._evaluates = number, evaluates
         self._first = ((2 * late + evaluates) * self._shares + self._share) * self._stages
 
     def expect_draws(self) -> bool:
-        """Note on all ranks that some stage draws in such a step. Returns whether that is new."""
+        """Record on all ranks that a stage draws in such a step; returns whether that is new."""
         new = not self._drawing[self._evaluates]
         self._drawing[self._evaluates] = True
         return new
@@ -98,7 +101,7 @@ class StageSeeds:
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Run the step inside; afterwards generators stand where they stood."""
+        """Restore the generators after the step that runs inside."""
         self._states = None
         if self._drawing[self._evaluates]:
             draw_number()
@@ -118,11 +121,11 @@ class StageSeeds:
         if self._states is None:
             self._states = GeneratorStates.on(self._device)
         place = (self._first + stage) * self._microbatches + microbatch
-        place = place * len(_CALLS) + max(_CALLS.find(call), 0)  # F, if it is run again
+        place = place * len(_CALLS) + max(_CALLS.find(call), 0)  # a recomputed F draws as F
         seed_generators(self._device, seed_at(self._number, place))
 
     def run(self, action: Action, compute: Callable[..., Any], *inputs: Any) -> Any:
-        """Seed the generators for an action of a stage whose graphs are not known, and compute."""
+        """Seed the generators for an action of a stage without graphs, and run it."""
         self._seed(action.stage, action.microbatch, action.kind.value)
         if self.drew:
             return compute(*inputs)
