@@ -157,6 +157,7 @@ class RankMemory:
         state = storage_sizes([*state_of(model.modules.values()), *model.optimizer_state])
 
         def holdings() -> tuple[int, int]:
+            """The fixed bytes, and all bytes, that the rank holds now."""
             sums = (gradient for stage in stages for gradient in stage.gradients.values())
             gradients = [*(parameter.grad for parameter in model.parameters), *sums]
             kept = [

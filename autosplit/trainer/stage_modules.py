@@ -177,6 +177,7 @@ class WithLoss(Wrapper):
         return args[: len(args) - self._targets]
 
     def forward(self, *args: Tensor) -> Any:
+        """The loss; () in a capture if the loss is no tensor."""
         output, targets = self.loss_inputs(args)
         if self._observer is not None:
             self._observer(output, targets)
