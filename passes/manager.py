@@ -63,9 +63,9 @@ def accumulating(name: str, module: fx.GraphModule, dtype: torch.dtype | None) -
     Raises:
         PassError: an invariant is broken; every violation is listed.
     """
-    made = accumulate(module, dtype)
-    verify_graph(f"{name}_accumulating", made, "accumulate")
-    return made
+    graph = accumulate(module, dtype)
+    verify_graph(f"{name}_accumulating", graph, "accumulate")
+    return graph
 
 
 def specialized(program: SplitGraphs, missing: frozenset[str]) -> SplitGraphs:
@@ -105,15 +105,15 @@ def run(
     verify(program, "capture")
     step = _Dump(dump)
     step.write("capture", program)
-    for each in PASSES:
-        before = _sizes(program)
-        changed = each.run(program)
-        if not changed and _sizes(program) != before:
-            raise PassError(f"pass {each.name} reported no change but changed the graph")
+    for entry in PASSES:
+        sizes = _sizes(program)
+        changed = entry.run(program)
+        if not changed and _sizes(program) != sizes:
+            raise PassError(f"pass {entry.name} reported no change but changed the graph")
         if changed:
             _recompile(program)
-            verify(program, each.name)
-        step.write(each.name, program)
+            verify(program, entry.name)
+        step.write(entry.name, program)
     if "forward" not in program.graphs():
         raise PassError("no pass made a forward graph")
     return program
@@ -141,7 +141,7 @@ class _Dump:
 
     folder: pathlib.Path | None
     number: int = 0
-    known: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
+    previous: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
 
     def write(self, name: str, program: SplitGraphs) -> None:
         if self.folder is None:
@@ -149,22 +149,22 @@ class _Dump:
         self.folder.mkdir(parents=True, exist_ok=True)
         for graph, module in program.graphs().items():
             counts = op_counts(module.graph)
-            if graph in self.known and counts == self.known[graph]:
+            if graph in self.previous and counts == self.previous[graph]:
                 continue
             difference = self._difference(graph, counts)
-            self.known[graph] = counts
+            self.previous[graph] = counts
             text = f"# {graph} after {name}: {sum(counts.values())} ops\n{difference}\n"
             text += f"{codegen.HEADER}\n\n{codegen.generate(graph, module)}"
             (self.folder / f"{self.number:02d}_{name}.{graph}.py").write_text(text)
         self.number += 1
 
     def _difference(self, graph: str, counts: Counter[str]) -> str:
-        if graph not in self.known:
+        if graph not in self.previous:
             return ""
-        before = self.known[graph]
+        previous = self.previous[graph]
         rows = [
-            f"#   {counts[op] - before[op]:+d} {op}"
-            for op in sorted(before | counts)
-            if counts[op] != before[op]
+            f"#   {counts[op] - previous[op]:+d} {op}"
+            for op in sorted(previous | counts)
+            if counts[op] != previous[op]
         ]
         return "\n".join(rows) + "\n"

@@ -203,7 +203,7 @@ class RegionCall:
         leaves, _ = tree_flatten((args, kwargs))
         leaf_by_path = dict(zip(region.capture.inputs, leaves, strict=True))
         tensors = [leaf_by_path[role.name] for role in region.input_roles]
-        results = _Call.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
+        results = _RegionFunction.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
         return region.result(dict(zip(region.result_nodes, results, strict=True)))
 
     def with_traced_strides(
@@ -233,7 +233,7 @@ class RegionCall:
         return expected
 
 
-class _Call(torch.autograd.Function):
+class _RegionFunction(torch.autograd.Function):
     """A block's F as the forward, and its I and W as the backward."""
 
     @staticmethod

@@ -181,13 +181,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             for name, (tensor, _) in tensors.items()
         }
 
-        def opened(index: MetadataIndex) -> Tensor | None:
+        def load(index: MetadataIndex) -> Tensor | None:
             tensor, verify = tensors[index.fqn]
             verify()
             return tensor
 
         identity = hashlib.sha256(repr(entries).encode()).hexdigest()
-        return Checkpoint(path, identity, Metadata(entries), opened)
+        return Checkpoint(path, identity, Metadata(entries), load)
 
 
 _Tensors = Mapping[str, tuple[Tensor | None, Callable[[], None]]]
@@ -279,7 +279,8 @@ def _distributed(path: Path) -> Checkpoint:
     metadata = read_metadata(content, path / METADATA)
     sound: set[MetadataIndex] = set()
 
-    def opened(index: MetadataIndex) -> Any:
+    def load(index: MetadataIndex) -> Any:
+        """Read one entry, and verify its checksum the first time."""
         info = metadata.storage_data[index]
         file = path / info.relative_path
         subject = f"{index.fqn} in {file}"
@@ -293,7 +294,7 @@ def _distributed(path: Path) -> Checkpoint:
             sound.add(index)
         return load_plain(content, subject)
 
-    return Checkpoint(path, hashlib.sha256(content).hexdigest(), metadata, opened)
+    return Checkpoint(path, hashlib.sha256(content).hexdigest(), metadata, load)
 
 
 def _check_sum(content: bytes, expected: str | None, subject: str) -> None:

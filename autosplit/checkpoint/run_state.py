@@ -215,14 +215,14 @@ def pack_run(
             "step is an integer and extra a dictionary, or None; got "
             f"{step!r} and a {type(extra).__name__}"
         )
-    own = {"generators": _generators(ranks.trainer.device), "groups": _names(groups)}
+    local = {"generators": _generators(ranks.trainer.device), "groups": _names(groups)}
     if scheduler is not None:
-        own["scheduler"] = scheduler.state_dict()
-    found = {f"{_RANK}{ranks.number}": packed(own, "the scheduler's state")}
+        local["scheduler"] = scheduler.state_dict()
+    entries = {f"{_RANK}{ranks.number}": packed(local, "the scheduler's state")}
     if ranks.number == 0:
         run = {"step": step, "extra": dict(extra or {}), "layout": ranks.layout, "cut": ranks.cut}
-        found[_ALL] = packed(run, "extra")
-    return found
+        entries[_ALL] = packed(run, "extra")
+    return entries
 
 
 class RunState(NamedTuple):
@@ -244,30 +244,30 @@ class RunState(NamedTuple):
 
 
 def unpack_run(
-    found: Mapping[str, Any], ranks: Ranks, groups: Groups, *, scheduler: Any, generators: bool
+    entries: Mapping[str, Any], ranks: Ranks, groups: Groups, *, scheduler: Any, generators: bool
 ) -> RunState:
-    """What there is for this rank; nothing is set yet.
+    """Read this rank's part of the run's state; nothing is set yet.
 
     Args:
-        found: what ``pack_run`` gave on all ranks; empty for a checkpoint of others.
-        ranks: those that take it up.
-        groups: of this rank's optimizer.
-        scheduler: that is to take up a state; None: there is none.
+        entries: the results of ``pack_run`` of all ranks; empty for a checkpoint of others.
+        ranks: the ranks that continue the run.
+        groups: parameter groups of this rank's optimizer.
+        scheduler: the learning rate scheduler to restore, or None.
         generators: whether to set random generators.
 
     Raises:
         CheckpointError: it is damaged, or does not fit.
     """
-    step, extra = progress(found)
-    rows = [_value(found, f"{_RANK}{rank}") for rank in range(len(found) - 1)]
-    run = _value(found, _ALL) if rows else {}
+    step, extra = progress(entries)
+    rows = [_value(entries, f"{_RANK}{rank}") for rank in range(len(entries) - 1)]
+    run = _value(entries, _ALL) if rows else {}
     same = len(rows) == ranks.count and run["layout"] == ranks.layout
-    own = rows[ranks.number] if same else {}
-    generators_of = own or (rows[0] if run.get("cut") == ranks.cut and _alike(rows) else {})
+    local = rows[ranks.number] if same else {}
+    generators_of = local or (rows[0] if run.get("cut") == ranks.cut and _alike(rows) else {})
     then = [names for row in rows for names in row.get("groups", ())]
     restore: list[Callable[[], object]] = []
     if scheduler is not None:
-        state = _scheduler(rows, groups, own)
+        state = _scheduler(rows, groups, local)
         restore.append(lambda: scheduler.load_state_dict(state))
     device = ranks.trainer.device
     done: Generators = "untouched"
@@ -286,10 +286,10 @@ def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """The step and ``extra`` of a run, as ``save_checkpoint`` was given them.
 
     Args:
-        found: what ``pack_run`` gave on all ranks; empty for a checkpoint of others.
+        entries: the results of ``pack_run`` of all ranks; empty for a checkpoint of others.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: an entry is damaged.
     """
     if _ALL not in entries:
         return None, {}
@@ -298,8 +298,8 @@ def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:
-    """Where the CPU's generator stands, and that of ``device`` if it is an accelerator."""
-    return {each.type: generator_state(each) for each in (torch.device("cpu"), device)}
+    """States of the random generators of the CPU and of ``device``, by type of device."""
+    return {kind.type: generator_state(kind) for kind in (torch.device("cpu"), device)}
 
 
 def _alike(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -309,9 +309,9 @@ def _alike(rows: Sequence[Mapping[str, Any]]) -> bool:
     return all(torch.equal(row["generators"]["cpu"], rows[0]["generators"]["cpu"]) for row in rows)
 
 
-def _restore_generators(found: Mapping[str, Tensor], device: torch.device) -> None:
-    for each in (torch.device("cpu"), device):
-        set_generator_state(each, found[each.type])
+def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    for kind in (torch.device("cpu"), device):
+        set_generator_state(kind, states[kind.type])
 
 
 def _scheduler(rows: Sequence[Any], groups: Groups, local: Mapping[str, Any]) -> Any:

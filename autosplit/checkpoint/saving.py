@@ -276,7 +276,7 @@ def _is_ours(file: Path) -> bool:
 def _sync(folder: Path) -> None:
     """Flush a folder's entries to disk."""
     if os.name != "posix":
-        return  # where a folder cannot be opened
+        return  # Windows cannot open a folder
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -37,7 +37,7 @@ _APART = (
 
 
 class Place(NamedTuple):
-    """Where a pipeline lies along the other dimensions of the mesh; 0 along those that are none."""
+    """Coordinates of a pipeline along the other mesh dimensions; 0 along a missing dimension."""
 
     replicate: int = 0
     shard: int = 0
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     @property
     def share(self) -> tuple[int, ...]:
-        """Tells the pipelines with one share of the batch from those with another."""
+        """Identifies the share of the batch that the pipeline runs."""
         return self.replicate, self.shard, self.inner
 
 
@@ -58,8 +58,8 @@ class RankLayout:
     share of the batch, on parts of the tensors.
 
     Attributes:
-        pipelines: of each its ranks, by pipeline rank; the same on all ranks.
-        own: which of the pipelines this rank is in.
+        pipelines: the ranks of each pipeline, by pipeline rank; the same on all ranks.
+        index: this rank's pipeline, as an index into ``pipelines``.
         device_type: of the mesh, such as "cpu"; empty without one.
         places: of each pipeline, in the same order.
         sharded: whether the mesh has a dimension for shards.
@@ -68,7 +68,7 @@ class RankLayout:
     """
 
     pipelines: tuple[tuple[int, ...], ...]
-    own: int = 0
+    index: int = 0
     device_type: str = ""
     places: tuple[Place, ...] = (Place(),)
     sharded: bool = False
@@ -108,12 +108,12 @@ class RankLayout:
     @property
     def pipeline(self) -> tuple[int, ...]:
         """The ranks of this rank's pipeline, by pipeline rank."""
-        return self.pipelines[self.own]
+        return self.pipelines[self.index]
 
     @property
     def place(self) -> Place:
-        """That of this rank's pipeline."""
-        return self.places[self.own]
+        """The coordinates of this rank's pipeline."""
+        return self.places[self.index]
 
     @property
     def replicas(self) -> int:

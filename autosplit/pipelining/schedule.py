@@ -69,7 +69,7 @@ def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:
             f"{schedule.name!r} has {schedule.stages} stages on {len(schedule.ranks)} ranks; the "
             f"stages are {first.num_stages} on {first.group_size}"
         )
-    expected = schedule.held(first.group_rank)
+    expected = schedule.stages_on(first.group_rank)
     indices = tuple(sorted(stage.stage_index for stage in stages))
     if indices != expected:
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""What the blocks of a model cost: one block of each kind is split as a stage, and its F, I and W
+"""Costs of the blocks of a model: one block of each kind is split as a stage, and its F, I and W
 are timed, or counted from the FLOPs and bytes of its graphs.
 """
 
@@ -95,11 +95,11 @@ class ModelCosts:
 
     @cached_property
     def _fields(self) -> list[tuple[float, ...]]:
-        """Those of ``BlockCost``, of all blocks each."""
+        """Each field of ``BlockCost``, over all blocks."""
         return [*zip(*map(astuple, self.blocks), strict=True)]
 
     def stage(self, first: int, last: int) -> BlockCost:
-        """What blocks ``first`` up to but not ``last`` cost as one stage.
+        """The cost of blocks ``first`` up to but not ``last`` as one stage.
 
         A first stage has no I, and keeps all it saved, with the gradient of its output, until W,
         which is the whole backward; nothing crosses the end of the model.
@@ -251,9 +251,9 @@ def block_stage(
     copies: dict[int, Tensor] = {}
     for name, tensor in named_tensors(module).items():
         if id(tensor) not in copies:
-            copies[id(tensor)] = _own(tensor, device, blank)
+            copies[id(tensor)] = _private_copy(tensor, device, blank)
         assign(module, name, copies[id(tensor)])
-    module.to(device)  # what it makes itself, too
+    module.to(device)  # and the tensors that it makes itself
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
     if options.autocast is not None:
         module = WithAutocast(module, device, options.autocast)
@@ -261,7 +261,7 @@ def block_stage(
     return Stage(module, inputs, index=first, **vars(split)), inputs
 
 
-def _own(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:
+def _private_copy(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:
     has_values = not (tensor.is_meta or blank)
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().to(device, copy=True) if has_values else _make(tensor, device, blank)
@@ -317,7 +317,7 @@ def time_stages(stages: list[tuple[Stage, list[Tensor]]], seconds: float) -> lis
             took.clear()
             started = time.perf_counter()
         for stage, inputs in stages:
-            # What a stage is given has just been computed, and is its own.
+            # A stage's inputs have just been computed, and nobody else reads them.
             clock(stage, "forward", number + 1, [tensor.detach().clone() for tensor in inputs])
         if number < 0:
             continue

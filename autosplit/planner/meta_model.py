@@ -90,6 +90,7 @@ def _registering(
     numbers = itertools.count()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Replace a parameter by one on the meta device; one that is shared stays shared."""
         if threading.get_ident() != thread or is_lazy(parameter):
             return None
         if parameter not in results:

@@ -45,7 +45,7 @@ def _origin(module: fx.GraphModule, arguments: Mapping[Role, Any]) -> str:
     """A phrase that names the first operator whose result has a NaN and whose operands have none;
     or else the first operator that reads an argument with one.
     """
-    search = _Search(module)
+    search = _AnomalySearch(module)
     search.run(*[arguments[role] for role in inputs(module.graph)])
     nodes = search.nan_nodes
     node = next((n for n in nodes if nodes.keys().isdisjoint(n.all_input_nodes)), None)
@@ -57,7 +57,7 @@ def _origin(module: fx.GraphModule, arguments: Mapping[Role, Any]) -> str:
     return f": {event} the first" + (f", for {line}" if line else "")
 
 
-class _Search(fx.Interpreter):
+class _AnomalySearch(fx.Interpreter):
     """Runs a graph and records the nodes whose values have a NaN."""
 
     def __init__(self, module: fx.GraphModule) -> None:

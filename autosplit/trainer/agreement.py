@@ -146,12 +146,12 @@ class StepReduction:
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         if losses:
             stacked = torch.stack(tuple(losses.values())).to(numbers)
-            numbers[layout.own * count :][list(losses)] = stacked
+            numbers[layout.index * count :][list(losses)] = stacked
         if squares is not None:
             numbers[self._squares : self._windows] = squares
         at = self._windows + 2 * groups.everybody.rank
         numbers[at : at + 2] = torch.tensor(window, dtype=torch.float64, device="cpu")
-        numbers[self._losses + layout.own] = batch
+        numbers[self._losses + layout.index] = batch
         if nonfinite is not None:
             numbers[self._stages + groups.everybody.rank] = nonfinite + 1
         self._unreduced = numbers.clone()
@@ -176,7 +176,7 @@ class StepReduction:
             if len(losses) > 1:
                 self._check_shared(losses, numbers[self._losses : self._stages].tolist())
             self._check_finite(numbers)
-        return losses[self._layout.own].to(self._dtype)
+        return losses[self._layout.index].to(self._dtype)
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
         """Check that pipelines that share tensors had one batch and have equal losses.

@@ -68,7 +68,7 @@ class RankModel:
         device: torch.device,
         synchronize: Callable[[], None],
     ) -> None:
-        modules, drew = build_seeded_modules(stages.build, schedule.held(groups.rank), device)
+        modules, drew = build_seeded_modules(stages.build, schedule.stages_on(groups.rank), device)
         self.modules = modules
         for index, module in modules.items():
             if not isinstance(module, nn.Module):

@@ -177,7 +177,7 @@ class Runner:
         self._seeds = StageSeeds(groups, device, schedule, self._source)
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
-        stages_here, wiring = schedule.held(groups.rank), stages.wiring
+        stages_here, wiring = schedule.stages_on(groups.rank), stages.wiring
         self._splitter = BatchSplitter(
             schedule.microbatches,
             device,

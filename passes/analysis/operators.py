@@ -110,11 +110,11 @@ def _operator(name: str) -> Any:
 
 
 def _traits() -> dict[str, frozenset[Any]]:
-    found: dict[str, set[Any]] = {}
+    table: dict[str, set[Any]] = {}
     for name, *traits in map(str.split, _TABLE.strip().splitlines()):
         for trait in traits:
-            found.setdefault(trait, set()).add(_operator(name))
-    return {trait: frozenset(operators) for trait, operators in found.items()}
+            table.setdefault(trait, set()).add(_operator(name))
+    return {trait: frozenset(operators) for trait, operators in table.items()}
 
 
 OPERATORS: Mapping[str, frozenset[Any]] = _traits()
@@ -165,7 +165,7 @@ def is_random(node: fx.Node) -> bool:
     is tagged too, recomputes dropout's mask from the seed that the forward returned.
     """
     # A custom operator that writes into its arguments is the argument of one that does not.
-    ops = [each for each in (node.target, *node.args[:1]) if isinstance(each, OVERLOAD)]
+    ops = [target for target in (node.target, *node.args[:1]) if isinstance(target, OVERLOAD)]
     if not any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
         return False
     if node.target in OPERATORS["seeded"]:
@@ -209,8 +209,8 @@ def checkpoint_region(node: fx.Node) -> int | None:
 
 def _argument(node: fx.Node, name: str) -> Any:
     op: Any = node.target
-    given = normalize_function(op, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
-    return None if given is None else given.kwargs.get(name)
+    normalized = normalize_function(op, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
+    return None if normalized is None else normalized.kwargs.get(name)
 
 
 def is_check(node: fx.Node) -> bool:

@@ -106,16 +106,15 @@ class Reachability:
 
     @cached_property
     def early_candidates(self) -> set[fx.Node]:
-        """What allocates the weight gradients that I may compute. Those that ranks reduce are not
-        among them: which half of the backward runs a collective must not hang on what is estimated
-        for one rank.
+        """The nodes that allocate weight gradients that I may compute. Gradients that ranks reduce
+        are not among them: which half of the backward runs a collective must not hang on what is
+        estimated for one rank.
         """
         reduced = descendants(
             [n for n in self.gradient - self.input_grad_closure if is_exchange(n)]
         )
-        made = {storage_root(node) for node in self.weight_grads if node not in reduced}
-        made = {node for node in made if node.op == "call_function"}
-        return made & self.gradient
+        roots = {storage_root(node) for node in self.weight_grads if node not in reduced}
+        return {node for node in roots & self.gradient if node.op == "call_function"}
 
     def is_kept(self, node: fx.Node) -> bool:
         """Whether the module keeps the value until W anyway: a parameter, or a buffer that the
@@ -173,13 +172,13 @@ def parameter_chain(
     varying = data | gradient
     making = [node for node in heavy if not _is_of_activations(node, varying, weights)]
     with_data = {node for node in making if _reads_data(node, data, gradient)}
-    leading = _before(graph, with_data)
+    leading = _proper_ancestors(graph, with_data)
     last = [node for node in with_data if node not in leading]
     waiting = descendants(last)
     # Products of parameters with each other, and scatters to places that no data tells.
     last += [node for node in making if node not in waiting and node not in leading]
     waiting = descendants(last)
-    read = [_summed(each) for node in last for each in node.all_input_nodes if each in gradient]
+    read = [_summed(arg) for node in last for arg in node.all_input_nodes if arg in gradient]
     needed = ancestors([*read, *(node for node in heavy if node not in waiting)])
     computed = (node for node in needed & gradient if node.op == "call_function")
     return set() if all(map(is_free, computed)) else needed
@@ -192,20 +191,20 @@ def _summed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _before(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
+def _proper_ancestors(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
     """Nodes from which some of these can be reached."""
-    found: set[fx.Node] = set()
+    reaching: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if any(user in nodes or user in found for user in node.users):
-            found.add(node)
-    return found
+        if any(user in nodes or user in reaching for user in node.users):
+            reaching.add(node)
+    return reaching
 
 
 def _weights(graph: fx.Graph, data: Collection[fx.Node]) -> set[fx.Node]:
     """The weights: operands of the forward's products that depend on parameters alone."""
     products = (node for node in calls(graph) if node in data and flops(node))
-    read = (each for node in products for each in node.all_input_nodes)
-    return {storage_root(each) for each in read if each not in data}
+    operands = (arg for node in products for arg in node.all_input_nodes)
+    return {storage_root(operand) for operand in operands if operand not in data}
 
 
 def _is_of_activations(
@@ -217,10 +216,10 @@ def _is_of_activations(
     if node.target is torch.ops.aten.convolution_backward.default:
         mask = node.args[_MASK]
         return isinstance(mask, (list, tuple)) and not mask[1]
-    others = [each for each in node.all_input_nodes if each not in varying]
-    return bool(others and flops(node)) and all(storage_root(each) in weights for each in others)
+    fixed = [arg for arg in node.all_input_nodes if arg not in varying]
+    return bool(fixed and flops(node)) and all(storage_root(arg) in weights for arg in fixed)
 
 
 def _reads_data(node: fx.Node, data: Collection[fx.Node], gradient: Collection[fx.Node]) -> bool:
-    read = node.all_input_nodes
-    return any(each in data for each in read) or sum(each in gradient for each in read) > 1
+    args = node.all_input_nodes
+    return any(arg in data for arg in args) or sum(arg in gradient for arg in args) > 1

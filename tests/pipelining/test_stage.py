@@ -144,7 +144,7 @@ def of_ours() -> Program:
     def make(stages: Any, microbatches: int, **given: Any) -> Any:
         return torch_schedule(schedule, stages, **given)
 
-    return of_blocks(4, mine=schedule.held(dist.get_rank()), make_schedule=make)
+    return of_blocks(4, mine=schedule.stages_on(dist.get_rank()), make_schedule=make)
 
 
 def from_a_file(write: Callable[[Path], Any], form: str = "compute_only", **more: Any) -> Program:

@@ -100,7 +100,7 @@ class _Moment:
     when: float
     during: str  # the action that begins now
     fixed: int
-    held: int
+    level: int
     beside: int  # the most that other threads held since the moment before, above their start
 
 
@@ -170,11 +170,11 @@ class MemoryRecorder(Recorder):
         """The bands of the step, from the instant before it to the one after it."""
         moments, stretches = self._moments, self._stretches
         first, last = moments[0], moments[-1]
-        bases = [first.held] * len(moments)
+        bases = [first.level] * len(moments)
         if self._elsewhere is not None:
             starts = [0, *(stretch.end for stretch in stretches)]
-            bases = [moment.held - level for moment, level in zip(moments, starts, strict=False)]
-        bands = [Band(first.when, first.when, "", first.fixed, first.held - first.fixed)]
+            bases = [moment.level - level for moment, level in zip(moments, starts, strict=False)]
+        bands = [Band(first.when, first.when, "", first.fixed, first.level - first.fixed)]
         for now, following, stretch, base in zip(
             moments, moments[1:], stretches, bases, strict=False
         ):

@@ -132,10 +132,10 @@ class StageBytes:
                     results[role] = arguments[memory]
                 elif role.name not in {*borrowed, *converted}:  # computed by I; now it is the sum
                     gradients[arguments[memory]] = result.bytes
-        own = sum(gradients.values())
-        most = fresh = live.peak(dying) - own - sum(converted.values())
+        own_gradients = sum(gradients.values())
+        most = fresh = live.peak(dying) - own_gradients - sum(converted.values())
         if converted:  # all of them are alive until the last is converted
-            most = fresh = max(fresh, live.end(dying) - own)
+            most = fresh = max(fresh, live.end(dying) - own_gradients)
         if gradients or converted:
             adding = self._calls.of(self._stage, name, adds=True)
             workspace = self._calls.addition_workspace(self._stage, name) if converted else 0
@@ -190,6 +190,7 @@ def message_levels(
     now = 0
 
     def change(message: StageMessage, more: int) -> None:
+        """Add ``more`` holders to a message's tensors; those with holders count as memory."""
         nonlocal now
         metas = boundaries.tensors_in(message, dataflow)
         places = dataflow.positions(message.boundary, message.taker) or range(len(metas))

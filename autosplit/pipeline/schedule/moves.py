@@ -177,7 +177,7 @@ _LEAVES = (ActionKind.EVICT, ActionKind.OFFLOAD)
 
 
 @dataclass(eq=False, slots=True)
-class _Transfer:
+class _WorstCaseTransfer:
     """A transfer that may or may not have happened yet.
 
     Attributes:
@@ -188,7 +188,7 @@ class _Transfer:
 
     action: Action
     size: float
-    came: _Transfer | None = None
+    came: _WorstCaseTransfer | None = None
 
 
 class WorstCaseMemory:
@@ -210,9 +210,13 @@ class WorstCaseMemory:
         self._level = 0.0
         # Arrivals that may have happened, each after the departures for which it was the first to
         # wait. Any prefix of this list may have happened by now.
-        self._unsure: list[_Transfer] = []
-        self._latest: dict[tuple[int, int], _Transfer] = {}  # the last arrival of a microbatch
-        self._pending: dict[int, _Transfer] = {}  # departures by place that may not have happened
+        self._unsure: list[_WorstCaseTransfer] = []
+        self._latest: dict[
+            tuple[int, int], _WorstCaseTransfer
+        ] = {}  # the last arrival of a microbatch
+        self._pending: dict[
+            int, _WorstCaseTransfer
+        ] = {}  # departures by place that may not have happened
 
     @property
     def most(self) -> float:
@@ -235,14 +239,14 @@ class WorstCaseMemory:
         waits = self._waits.get(self._place, ())
         waited = [self._pending[place] for place in waits if place in self._pending]
         if kind in ARRIVALS:
-            arrival = self._latest[key] = _Transfer(action, size)
+            arrival = self._latest[key] = _WorstCaseTransfer(action, size)
             self._unsure += [
                 *(transfer for transfer in waited if transfer not in self._unsure),
                 arrival,
             ]
         elif kind in DEPARTURES:
             came = self._latest.pop(key, None) if kind is ActionKind.RETURN else None
-            self._pending[self._place] = _Transfer(action, -size, came)
+            self._pending[self._place] = _WorstCaseTransfer(action, -size, came)
         elif waited:
             self._leave(waited)
         elif self._latest and kind in BACKWARDS:
@@ -266,7 +270,7 @@ class WorstCaseMemory:
             ]
         )
 
-    def _leave(self, departures: Sequence[_Transfer]) -> None:
+    def _leave(self, departures: Sequence[_WorstCaseTransfer]) -> None:
         """Record that these departures, and all before them in their lanes, have happened."""
         lanes: set[bool] = set()
         gone = []
@@ -281,12 +285,12 @@ class WorstCaseMemory:
             if departure in self._pending.values():  # the arrival may have settled it
                 self._settle([departure])
 
-    def _come(self, arrival: _Transfer) -> None:
+    def _come(self, arrival: _WorstCaseTransfer) -> None:
         """Record that an arrival, and all departures that it waited for, have happened."""
         if arrival in self._unsure:
             self._settle(self._unsure[: self._unsure.index(arrival) + 1])
 
-    def _settle(self, transfers: Sequence[_Transfer]) -> None:
+    def _settle(self, transfers: Sequence[_WorstCaseTransfer]) -> None:
         """Record that these transfers have happened."""
         self._level += sum(transfer.size for transfer in transfers)
         self._unsure = [transfer for transfer in self._unsure if transfer not in transfers]

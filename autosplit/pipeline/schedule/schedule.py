@@ -227,6 +227,6 @@ class Schedule:
         """The rank that accepts what a rank evicts: in BPipe, the one at the other end."""
         return len(self.ranks) - 1 - rank
 
-    def held(self, rank: int) -> tuple[int, ...]:
+    def stages_on(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in order."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)

@@ -100,7 +100,7 @@ def _exchanges(
     that it returns have left.
     """
     events = [(donor.starts[window.out], False, window) for window in windows]
-    events += [(donor.starts[window.back], True, window) for window in windows]
+    events += [(donor.starts[window.arrival], True, window) for window in windows]
     events.sort(key=itemgetter(0, 1))
     donor_moves: list[tuple[int, Action]] = []
     partner_moves: list[tuple[int, Action]] = []
@@ -110,7 +110,7 @@ def _exchanges(
         kind = ActionKind.RETURN if returns else ActionKind.ACCEPT
         partner_moves.append((latest, window.action(kind)))
         if returns:
-            donor_moves.append((window.back, window.action(ActionKind.LOAD)))
+            donor_moves.append((window.arrival, window.action(ActionKind.LOAD)))
             if not ALLOCATING.isdisjoint(partner.kinds[latest:]):
                 partner_moves.append((latest, window.action(ActionKind.AWAIT)))
         else:

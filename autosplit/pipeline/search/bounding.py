@@ -36,7 +36,7 @@ Insertions = Sequence[tuple[RankTimeline, Sequence[tuple[int, Action]]]]
 
 
 class PlacementRule(NamedTuple):
-    """Where activations leave a rank and come back.
+    """The slots before which a window's departure and arrival stand.
 
     Attributes:
         lead: compute actions between the arrival and the use.
@@ -58,20 +58,20 @@ class OffloadWindow:
         out: the slot that the departure stands before.
         gone: the slot before which the departure has ended by the order of the row alone, because
             the next allocation waits for it.
-        back: the slot that the arrival stands before.
+        arrival: the slot that the arrival stands before.
         awaited: whether the rank waits until the departure has ended.
     """
 
     residency: Residency
     out: int
     gone: int
-    back: int
+    arrival: int
     awaited: bool = False
 
     @property
     def slots(self) -> range:
         """The slots during which the activations do not count on their rank."""
-        return range(self.out if self.awaited else self.gone, self.back)
+        return range(self.out if self.awaited else self.gone, self.arrival)
 
     def action(self, kind: ActionKind) -> Action:
         """An action of this kind for the window's stage and microbatch."""
@@ -89,16 +89,16 @@ def offload_windows(
         overlap: compute actions that run beside a departure before an arrival waits for it.
     """
     placements = [(r, r.first + 1, r.last - rule.lead) for r in timeline.residencies]
-    arrivals = {back for _, _, back in placements}
+    arrivals = {arrival for _, _, arrival in placements}
     windows = []
-    for residency, out, back in placements:
+    for residency, out, arrival in placements:
         gone = (
             slot
-            for slot in range(out, back)
+            for slot in range(out, arrival)
             if (slot > out and timeline.kinds[slot] in ALLOCATING)
             or (slot >= out + overlap and slot in arrivals)
         )
-        window = OffloadWindow(residency, out, next(gone, back), back, rule.waits)
+        window = OffloadWindow(residency, out, next(gone, arrival), arrival, rule.waits)
         windows += [window] if window.slots else []
     return windows
 

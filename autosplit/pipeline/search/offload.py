@@ -54,6 +54,7 @@ def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sche
     """The schedule that offloads until bounds are kept, or that comes as near to that as it can."""
 
     def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
+        """Schedules in which one rank offloads just enough, one for each rule and order."""
         (timeline,) = sides
         for rule, order, fraction in product(_RULES, (1, -1), (1.0, 0.75)):
             # Offload what is used last, or first; a lower bound may leave each transfer more time.
@@ -61,7 +62,7 @@ def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sche
             windows = necessary(timeline.level, fraction * bounds[timeline.rank], windows)
             moves = [(window.out, 0, window.action(ActionKind.OFFLOAD)) for window in windows]
             moves += [(w.out, 1, w.action(ActionKind.AWAIT)) for w in windows if w.awaited]
-            moves += [(window.back, 2, window.action(ActionKind.RELOAD)) for window in windows]
+            moves += [(window.arrival, 2, window.action(ActionKind.RELOAD)) for window in windows]
             ordered = [(slot, move) for slot, _, move in sorted(moves, key=itemgetter(0, 1))]
             yield insert(schedule, [(timeline, ordered)])
 

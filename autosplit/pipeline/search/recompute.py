@@ -37,6 +37,7 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
         return residency.size - costs.memory[residency.stage].dropped
 
     def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
+        """The schedule in which one rank recomputes just enough activations."""
         (timeline,) = sides
         candidates = (
             OffloadWindow(r, r.first + 1, r.first + 1, r.last)
@@ -46,10 +47,10 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
         # A recomputation that would run in a wait is dropped last.
         windows = sorted(
             (window for window in candidates if window.slots),
-            key=lambda window: timeline.wait(window.back),
+            key=lambda window: timeline.wait(window.arrival),
         )
         windows = necessary(timeline.level, bounds[timeline.rank], windows, freed)
-        actions = [(window.back, window.action(ActionKind.RECOMPUTE)) for window in windows]
+        actions = [(window.arrival, window.action(ActionKind.RECOMPUTE)) for window in windows]
         yield insert(schedule, [(timeline, actions)])
 
     return bring_below(schedule, costs, bounds, single_ranks(schedule), propose)

@@ -206,7 +206,7 @@ class _Construction:
 
     def _choose(self, rank: int, now: float) -> int | None:
         """The best action that can start now; None to wait."""
-        stages = self._empty.held(rank)
+        stages = self._empty.stages_on(rank)
         able = [*filter(self._has_room, self._coming(stages, _KINDS[:2]))]
         starts = {number: self._scheduler.ready(number) for number in able}
         now_able = [number for number in able if starts[number] <= now]
@@ -250,6 +250,6 @@ class _Construction:
         rank = self._empty.placement[action.stage]
         needed = memory[action.stage].change(action.kind).allocated
         if action.kind is ActionKind.FORWARD:
-            later = (stage for stage in self._empty.held(rank) if stage > action.stage)
+            later = (stage for stage in self._empty.stages_on(rank) if stage > action.stage)
             needed += sum(memory[stage].saved for stage in later)
         return self._kept[rank] + needed <= self._caps[rank] * ROUNDING

@@ -258,10 +258,11 @@ class _EngineRank(Host):
                 self._needs[move.returned].append(move.accepted)
 
     def run(self) -> list[Operation]:
+        """The communication of the rank in one step, in order."""
         everyone = range(len(self._schedule.ranks))
         self.hold("batch", (), everyone)
         if {SHARD, EXPERT_SHARD}.intersection(self._dimensions):
-            for stage in self._schedule.held(self._rank):
+            for stage in self._schedule.stages_on(self._rank):
                 self.enqueue(Action(stage, ActionKind.UNSHARD, 0))
         for place, action in enumerate(self._schedule.ranks[self._rank]):
             over = [self._moves[need] for need in self._needs[place]]
@@ -275,7 +276,7 @@ class _EngineRank(Host):
         self.hold("moves", self._moves.values())
         self.settle()
         if {*self._dimensions} - {TENSOR}:  # means of replicas, in one order on all ranks
-            for stage in sorted(self._schedule.held(self._rank), reverse=True):
+            for stage in sorted(self._schedule.stages_on(self._rank), reverse=True):
                 self.enqueue(Action(stage, ActionKind.REDUCE_GRAD, 0))
         self.settle()
         self.hold("losses", (), everyone)

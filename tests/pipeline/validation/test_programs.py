@@ -79,7 +79,7 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     link: Any = log
     posts = recv_posting_order(schedule, dataflow)[rank]
     transport = Transport(routes_of(schedule)[rank], link, boundaries, device=CPU, posts=posts)
-    stages: Any = dict.fromkeys(schedule.held(rank), Stage())
+    stages: Any = dict.fromkeys(schedule.stages_on(rank), Stage())
     executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))
     microbatches = schedule.microbatches
     executor.run([[torch.zeros(1)]] * microbatches, [[]] * microbatches, log)
