@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 
 import pytest
 
@@ -310,3 +311,71 @@ def test_torch_is_patched_through_one_function() -> None:
     """``unittest.mock`` is imported where ``patched`` is defined, and nowhere else."""
     users = [path.name for path in SOURCES if "unittest" in path.read_text()]
     assert users == ["patches.py"]
+
+
+PRONOUNS = frozenset(
+    [
+        "found",
+        "made",
+        "told",
+        "tells",
+        "said",
+        "says",
+        "given",
+        "gives",
+        "held",
+        "lies",
+        "lying",
+        "known",
+        "own",
+        "there",
+        "behind",
+        "before",
+        "around",
+        "others",
+        "asked",
+        "asks",
+        "whose",
+        "taken",
+        "takes",
+        "taking",
+        "lent",
+        "each",
+        "every",
+        "besides",
+        "away",
+        "back",
+        "those",
+        "these",
+        "what",
+        "where",
+    ]
+)
+"""Names that do not say what they hold."""
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of every assignment, parameter and definition."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.FunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+
+
+def test_names_are_nouns() -> None:
+    """No name of the sources is a pronoun or a participle alone, but ``Stage.held``, which is
+    public and which stages of others implement.
+    """
+    pronouns = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in SOURCES
+        for line, name in bound_names(ast.parse(path.read_text()))
+        if name.strip("_").lower() in PRONOUNS
+    ]
+    assert [row for row in pronouns if not row.startswith("autosplit/stage.py")] == []
