@@ -61,6 +61,7 @@ class RankActivity:
             yield
         except BatchError:
             self.enter(previous)
+            announce()
             raise
         self.enter(previous)
         announce()

@@ -87,6 +87,8 @@ class PeerWatch:
         self._sever = sever
         self._exited: set[int] = set()
         self.missing: Fault | None = None
+        # The training thread beats, too, when it announces a phase.
+        self._beat_lock = threading.Lock()
         self._beats = 0
         self._turn, self._since = -1, 0.0
         self._stopping = threading.Event()
@@ -145,14 +147,15 @@ class PeerWatch:
         return process is not None and process.ending() is not None
 
     def _beat(self, faults: FaultStore) -> None:
-        activity, now = self._activity, time.monotonic()
-        if activity.turn != self._turn:
-            self._turn, self._since = activity.turn, now
-        seconds = now - self._since
-        self._beats += 1
-        state = activity.phase, str(activity), seconds, activity.waiting
-        pulse = Pulse(self._beats, time.time(), *state)
-        faults.put("pulse", self._rank, json.dumps(pulse))
+        with self._beat_lock:  # also around the write: an older pulse never replaces a newer one
+            activity, now = self._activity, time.monotonic()
+            if activity.turn != self._turn:
+                self._turn, self._since = activity.turn, now
+            seconds = now - self._since
+            self._beats += 1
+            state = activity.phase, str(activity), seconds, activity.waiting
+            pulse = Pulse(self._beats, time.time(), *state)
+            faults.put("pulse", self._rank, json.dumps(pulse))
 
     def _note_endings(self) -> None:
         """Note a rank that has ended, and post it if it died: a rank that left may be finished."""

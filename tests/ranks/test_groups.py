@@ -97,7 +97,7 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
     layout = RankLayout.alone(1)
     assert choose_device("cuda", layout) == CUDA
     assert choose_device("cuda:3", layout).index == 3
-    with pytest.raises(PipelineError, match=r"of 'cpu' devices, .* go to cuda:1: init_device_mesh"):
+    with pytest.raises(PipelineError, match=r"of type 'cpu', but .* go to cuda:1: use init_device"):
         choose_device("cuda", replace(layout, device_type="cpu"))
 
 
