@@ -155,6 +155,7 @@ class StepReduction:
         if nonfinite is not None:
             numbers[self._stages + groups.everybody.rank] = nonfinite + 1
         self._unreduced = numbers.clone()
+        self._has_all_losses = len(losses) == self._losses
         self._numbers: Callable[[], Tensor] = lambda: numbers
         if groups.everybody.ranks > 1:
             self._numbers = groups.everybody.start_sum(numbers)
@@ -245,15 +246,23 @@ class StepReduction:
         if not nonfinite or not self._raises:
             return
         stages = [f"stage {stage} (rank {rank})" for stage, rank in nonfinite]
+        raise PipelineError(
+            f"gradients are not finite in {few(stages, 4)}{self._causes(numbers)}. No optimizer "
+            "has used them. RunOptions(nonfinite='skip') drops the gradients of such a step and "
+            "continues with the next; 'ignore' lets optimizers use them"
+        )
+
+    def _causes(self, numbers: Tensor) -> str:
+        """A clause about the losses; empty if no known loss is infinite or NaN and some are not
+        known, as on a rank that has not heard of the others.
+        """
         losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
         bad_losses = [
             f"{losses[row, microbatch].item()} for microbatch {microbatch} "
             f"(rank {self._layout.pipelines[row][self._end]})"
             for row, microbatch in (~losses.isfinite()).nonzero().tolist()
         ]
-        raise PipelineError(
-            f"gradients are not finite in {few(stages, 4)}, and the loss is "
-            f"{few(bad_losses, 4) or 'finite for all microbatches'}. No optimizer has used them. "
-            "RunOptions(nonfinite='skip') drops the gradients of such a step and continues with "
-            "the next; 'ignore' lets optimizers use them"
-        )
+        is_known = numbers is not self._unreduced or self._has_all_losses
+        if not (bad_losses or is_known):
+            return ""
+        return f", and the loss is {few(bad_losses, 4) or 'finite for all microbatches'}"
