@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,9 +200,11 @@ def test_without_input_gradients_i_is_the_chain() -> None:
     assert set(stage.gradients) == {name for name, _ in stage.module.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    "kind", [nn.Embedding, nn.EmbeddingBag, functools.partial(nn.EmbeddingBag, mode="sum")]
+)
 @pytest.mark.parametrize("padding", [None, 3])
-def test_sparse_embedding_gradients(kind: type[nn.Embedding], padding: int | None) -> None:
+def test_sparse_embedding_gradients(kind: Callable[..., nn.Module], padding: int | None) -> None:
     model = nn.Sequential(kind(10, 4, sparse=True, padding_idx=padding), nn.Linear(4, 4))
     indices = [*torch.randint(10, (2, 3, 5)), torch.full((3, 5), 3)]
     grads = [torch.randn(model(index).shape) for index in indices]

@@ -17,6 +17,7 @@ from torch import Tensor, _meta_registrations, fx, nn
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._higher_order_ops import effects
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import _side_effectful_functions
 
 from autosplit.errors import CaptureError, FailingCallError
@@ -213,7 +214,10 @@ def pad_sparse_gradients() -> Iterator[None]:
     def backward(grad: Tensor, indices: Tensor, rows: int, padding: int, *_: Any) -> Tensor:
         if padding >= 0:
             grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
-        values = grad.reshape(indices.numel(), grad.shape[-1])
+        size = indices.numel(), grad.shape[-1]
+        # A bag that sums maps indices to bags in its kernel only: fake tensors map none.
+        is_empty = statically_known_true(grad.numel() == 0)
+        values = grad.new_zeros(size) if is_empty else grad.reshape(size)
         return _sparse(indices.reshape(1, -1), values, (rows, grad.shape[-1]))
 
     try:
