@@ -20,6 +20,7 @@ from autosplit.errors import (
     SplitError,
 )
 from autosplit.planner.cuts import CapError
+from autosplit.runtime.build import SplitOptions
 from autosplit.text.figures import parse_size
 from autosplit.text.files import check_file, check_folder
 
@@ -144,11 +145,19 @@ backend = click.option(
     type=click.Choice([*BACKENDS]),
     help="How graphs are run.",
 )
+
+
+def _memory(text: str) -> str | int:
+    """A memory setting that splitting accepts; raises a ``SplitError`` for any other."""
+    memory = parse_size(text, "bytes") if text[:1].isdecimal() else text
+    return SplitOptions(memory=memory).memory
+
+
 memory_option = click.option(
     "--memory",
     default="balanced",
     show_default=True,
-    type=Read("MEMORY", lambda t: parse_size(t, "bytes") if t[:1].isdecimal() else t),
+    type=Read("MEMORY", _memory),
     help="fast, balanced, lean, or what a microbatch may hold between I and W, such as 10MiB.",
 )
 setting = click.option(

@@ -390,6 +390,8 @@ def test_bad_input_is_refused_at_once(command: str, message: str) -> None:
         ("inspect tests.failing:nowhere", 2),
         ("inspect tests.failing:raises", 2),
         ("inspect tests.failing:fails", 1),
+        ("inspect tests.failing:sized --memory bogus", 2),
+        (f"{PLAN} --memory bogus", 2),
         ("compare tests.failing:nowhere", 2),
         ("compare tests.failing:sized --schedule zbv", 2),
         ("compare tests.failing:sized --stages 9", 1),
