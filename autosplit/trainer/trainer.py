@@ -399,6 +399,7 @@ class PipelineTrainer:
             PipelineError: as for ``step``. If the inputs have a known shape, a refused batch raises
                 it, too, because other ranks have not waited.
         """
+        start = perf_counter()
         with self._guard.during("the forward and backward of step_async"):
             self._losses = None
             agreement = self._runner.train(paired(batch, target, named), waits=False)
@@ -406,11 +407,13 @@ class PipelineTrainer:
             agreement.check_local()
             self._runner.backward_batch()
         else:
-            agreement.wait()
+            self._losses = agreement.wait()
             self._decide(agreement)
+            self._bounds = agreement.bounds()
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
                 self._model.step(self._max_norm, self._norm)
+        self._seconds = perf_counter() - start
         return agreement
 
     def forward_backward(
@@ -497,7 +500,9 @@ class PipelineTrainer:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last ``step`` (or ``forward_backward``), for a logger.
 
-        Not collective: one rank may call it alone. It adds no cost to a step.
+        Not collective: one rank may call it alone. It adds no cost to a step. A ``step_async`` has
+        metrics with ``max_grad_norm`` or ``nonfinite="skip"``, which know its losses before its
+        optimizer moves; ``seconds`` is then the time of the call.
 
         Returns:
             Numbers by name. ``loss``: the mean over the batch. ``seconds``: the time of the step,
@@ -509,13 +514,15 @@ class PipelineTrainer:
             that this rank held; only with ``record="memory"``.
 
         Raises:
-            PipelineError: there was no step yet, or the last one was a ``step_async``.
+            PipelineError: there was no step yet, or the last one was a ``step_async`` that did
+                not wait for the losses.
         """
         step, memory = self._runner.memory.step, self._runner.memory.recorder
         if self._losses is None or step is None:
             raise PipelineError(
-                "there are no metrics of the last step: call step(...) first. step_async(...) "
-                "leaves none, as it does not wait for the end of the step"
+                "there are no metrics of the last step: call step(...) first. step_async(...) has "
+                "them with max_grad_norm or nonfinite='skip' only; else use its wait(), which "
+                "returns the losses"
             )
         metrics = {"loss": self._losses.mean().item(), "seconds": self._seconds}
         rows = (meta.shape[0] for meta in step.metas.values() if meta.shape)

@@ -35,6 +35,19 @@ def test_metrics_of_a_step() -> None:
         assert result["idle"] == trainer.timeline().bubble_ratio(0)
         assert memory.peak_activations[0] < result["peak_memory"]
         assert result["peak_memory"] <= memory.fixed[0] + memory.peak_activations[0]
+        # A norm makes step_async wait for the losses.
+        loss = trainer.step_async(batch).wait().mean().item()
+        result = trainer.metrics()
+        assert (result["loss"], result["grad_norm"]) == (loss, trainer.grad_norm)
+        assert result["idle"] == trainer.timeline().bubble_ratio(0)
+
+
+def test_step_async_without_a_norm_has_no_metrics() -> None:
+    batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
+    with PipelineTrainer(
+        [nn.Linear(WIDTH, WIDTH)], nn.functional.mse_loss, torch.optim.SGD, microbatches=4, ranks=1
+    ) as trainer:
+        trainer.step(batch)
         trainer.step_async(batch).wait()
-        with pytest.raises(PipelineError, match="no metrics of the last step"):
+        with pytest.raises(PipelineError, match=r"step_async\(...\) has them with max_grad_norm"):
             trainer.metrics()
