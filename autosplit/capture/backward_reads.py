@@ -106,7 +106,8 @@ class BackwardReads:
                 return build(tx, value, source)
             read = self._operator(tx, value, source)
             if read is None:
-                raise _constant(function.fn_cls, name, value)
+                found = _place(tx, value, source) is not None
+                raise _constant(function.fn_cls, name, value, found=found)
             return read
 
         with (
@@ -135,13 +136,32 @@ class BackwardReads:
         return read.call_method(tx, "item", [], {})
 
 
-def _constant(function: type, name: str, value: Any) -> CaptureError:
-    attribute = f"{function.__qualname__}.{name}"
+def _constant(function: type, name: str, value: Any, *, found: bool) -> CaptureError:
+    """The refusal of a read that would be a constant.
+
+    Args:
+        function: the class that is read.
+        name: of the attribute.
+        value: of the attribute.
+        found: whether an expression in another scope finds the attribute.
+    """
+    attribute = f"{function.__name__}.{name}"
+    if not found:
+        cure = f"Define the class {function.__name__} at the top level of a module"
+    elif type(value) in (Tensor, *_NUMBERS):
+        cure = "Compute with it, instead of a branch"
+    else:
+        cure = "Set it to a number or a tensor before the first forward"
+    # A context cannot keep a tensor of a class, but needs to keep none.
+    if not isinstance(value, Tensor):
+        cure += (
+            f", or read it in the function's forward (ctx.{name} = {attribute}), where each new "
+            "value captures a new graph"
+        )
     return CaptureError(
         f"{current_line()} reads {attribute} = {value!r} in a backward. In a backward, a graph can "
         "read numbers and tensors of functions that are defined at the top level of a module, and "
-        "cannot branch on numbers. Set it to a number or a tensor before the first forward, or "
-        f"read it in the function's forward (ctx.{name} = {attribute})"
+        f"cannot branch on numbers. {cure}"
     )
 
 

@@ -196,6 +196,23 @@ def test_other_values_are_refused_with_the_line(value: Any) -> None:
         autosplit.split(model, (torch.ones(3, 4, dtype=torch.float64),), fullgraph=True)
 
 
+@pytest.mark.parametrize("value", [2.0, torch.tensor(2.0)])
+def test_the_cure_for_a_class_in_a_function_is_the_top_level(value: Any) -> None:
+    class Local(NumberScaler):
+        scale = value
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Any:
+            return grad_output, grad_output.new_ones(()) * Local.scale
+
+    model = nn.Sequential(Experts(Local)).double()
+    with pytest.raises(CaptureError, match="Define the class Local at the top level") as caught:
+        autosplit.split(model, (torch.ones(3, 4, dtype=torch.float64),), fullgraph=True)
+    assert "Set it to a number" not in str(caught.value)
+    # A context cannot keep such a tensor.
+    assert ("ctx.scale = Local.scale" in str(caught.value)) == isinstance(value, float)
+
+
 def test_a_branch_on_a_number_is_refused() -> None:
     model = blocks(BranchingScaler)
     with pytest.raises(CaptureError, match=r"cannot branch on numbers.*ctx\.scale"):
