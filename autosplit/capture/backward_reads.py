@@ -106,8 +106,8 @@ class BackwardReads:
                 return build(tx, value, source)
             read = self._operator(tx, value, source)
             if read is None:
-                found = _place(tx, value, source) is not None
-                raise _constant(function.fn_cls, name, value, found=found)
+                is_global = _place(tx, value, source) is not None
+                raise _constant(function.fn_cls, name, value, is_global=is_global)
             return read
 
         with (
@@ -136,17 +136,17 @@ class BackwardReads:
         return read.call_method(tx, "item", [], {})
 
 
-def _constant(function: type, name: str, value: Any, *, found: bool) -> CaptureError:
+def _constant(function: type, name: str, value: Any, *, is_global: bool) -> CaptureError:
     """The refusal of a read that would be a constant.
 
     Args:
         function: the class that is read.
         name: of the attribute.
         value: of the attribute.
-        found: whether an expression in another scope finds the attribute.
+        is_global: whether an expression in another scope finds the attribute.
     """
     attribute = f"{function.__name__}.{name}"
-    if not found:
+    if not is_global:
         cure = f"Define the class {function.__name__} at the top level of a module"
     elif type(value) in (Tensor, *_NUMBERS):
         cure = "Compute with it, instead of a branch"
