@@ -14,6 +14,7 @@ from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack
 from autosplit.capture.workarounds.custom_functions import make_traceable
+from autosplit.capture.workarounds.dynamo import forget_traced_values
 from autosplit.errors import AutosplitError, CaptureError, PlanError, PythonStateError
 from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.meta_model import named_tensors, stand_in_tensors
@@ -40,6 +41,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         ) from error
     name_modules(forward.module, model)
     make_traceable(forward.module)
+    forget_traced_values(forward.module)
     line = OperationSequence(forward)
     if not line.body:
         raise PlanError(f"{type(model).__name__} computes nothing that could be a stage")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.device import generators_kept, settle
-from autosplit.errors import PlanError
+from autosplit.errors import CaptureError, PlanError, SplitError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
 from autosplit.pipeline.engine.autocast import WithAutocast
@@ -258,7 +258,12 @@ def block_stage(
     if options.autocast is not None:
         module = WithAutocast(module, device, options.autocast)
     split = replace(options.split, defer_whole_backward=True)  # as a trainer's
-    return Stage(module, inputs, index=first, **vars(split)), inputs
+    try:
+        return Stage(module, inputs, index=first, **vars(split)), inputs
+    except (CaptureError, SplitError) as error:
+        # The number is a block's, not that of a stage that the user knows.
+        block = f"block {whole.blocks[first].name!r} of {type(whole.model).__name__}"
+        raise type(error)(str(error).replace(f"stage {first}", block, 1)) from error
 
 
 def _private_copy(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:

@@ -9,8 +9,9 @@ import resource
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from autosplit.errors import CaptureError
 from autosplit.mesh.costs import DeviceSpeed
 from autosplit.pipeline.engine.stage_memory import footprint
 from autosplit.planner.captured_model import WholeModel
@@ -98,6 +99,26 @@ def test_options_reach_the_stages() -> None:
     half = block_stage(whole, 1, 2, BlockOptions(autocast=torch.bfloat16))[0]
     assert footprint(lean)[1] < footprint(plain)[1]
     assert half.output_specs[0][1] is torch.bfloat16
+
+
+class Mixed(nn.Module):
+    """Fails under autocast, where it multiplies numbers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        with torch.autocast("cpu", enabled=False):
+            return y @ self.layer.weight
+
+
+def test_a_block_that_fails_is_named() -> None:
+    whole = WholeModel.capture(nn.Sequential(nn.Linear(16, 16), Mixed()), torch.randn(4, 16))
+    with pytest.raises(CaptureError, match=r"^block '1.*' of Sequential") as raised:
+        profile(whole, BlockOptions(autocast=torch.bfloat16))
+    assert "stage" not in str(raised.value).partition(":")[0]
 
 
 def test_the_model_stays_as_it_is() -> None:

@@ -19,6 +19,8 @@ the test that fails without it. Once torch is fixed, the workaround can go.
   tests/capture/workarounds/test_long_loops.py |
 | captured custom functions cannot be captured again | Dynamo | 2.13 on | `make_traceable` |
   tests/planner/test_captured_model.py |
+| a second capture looks up numbers of the first | Dynamo | 2.13 | `forget_traced_values` |
+  tests/planner/test_numbers_of_data.py |
 | transformers makes masks for an export that it omits otherwise | Dynamo | all |
   `decide_masks_statically` | tests/capture/workarounds/test_masks_left_out.py |
 | whether a mask is causal is read from its values | Dynamo | all | `decide_masks_statically` |

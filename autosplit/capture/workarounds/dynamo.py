@@ -283,3 +283,19 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any) -> None:
         item.replace_all_uses_with(results[item.args[1]])
         module.graph.erase_node(item)
     module.graph.erase_node(node)
+
+
+def forget_traced_values(module: fx.GraphModule) -> None:
+    """Remove the fake values that Dynamo recorded in the bodies of a graph's operators: of
+    checkpointed regions, and of custom autograd functions with both of their directions.
+
+    Dynamo keeps these bodies when it captures a part of the graph again. It then looks up numbers
+    of the earlier capture, such as sizes that depend on data, and the new capture has others.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        body = operator.attrgetter(str(node.target))(module)
+        if isinstance(body, fx.GraphModule):
+            for operation in body.graph.nodes:
+                for key in ("example_value", "unbacked_bindings"):
+                    operation.meta.pop(key, None)
+            forget_traced_values(body)
