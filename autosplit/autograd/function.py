@@ -37,7 +37,6 @@ from autosplit.torch_internals.autograd import (
     in_compiled_autograd,
     is_autocast,
     is_requested,
-    nodes_of_leaves,
     untraced,
     will_run,
     without_autocast,
@@ -45,6 +44,7 @@ from autosplit.torch_internals.autograd import (
 from autosplit.torch_internals.distributed import called_by_stage_backward
 
 from .delivery import weight_gradients
+from .late_hooks import weights_for_late_hooks
 from .pending import PendingQueue, PendingWork
 
 if TYPE_CHECKING:
@@ -264,9 +264,8 @@ def _queue_or_run_weights(
     if fused_backward:
         return weight_gradients(work)
     if parameter_leaves.has_hooks():
-        return _weights_for_late_hooks(
-            anchor, work, [node.variable for node in _sentinel_nodes(ctx)]
-        )
+        sentinels = [node.variable for node in _sentinel_nodes(ctx)]
+        return weights_for_late_hooks(anchor.queue, work, sentinels)
     if functions.caller_memory:
         positions = [
             p for p, at in functions.caller_memory if at in ctx.batch or deferred.is_shared(p)
@@ -281,64 +280,6 @@ def _queue_or_run_weights(
         # A hook waits for gradients of sharded parameters: an optimizer may step in it.
         at_end_of_backward(anchor.queue.compute)
     return ()
-
-
-def _weights_for_late_hooks(
-    anchor: WeightAnchor, work: PendingWork, sentinel_parameters: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Run W at once, after all pending work, because hooks came between forward and backward.
-
-    The engine calls the hooks of ``sentinel_parameters`` now. The hooks of the other parameters are
-    called at the end of the backward, with the sum of the gradients of all calls.
-
-    Returns:
-        the gradients of ``sentinel_parameters``.
-
-    Raises:
-        SplitError: a hook would be called more than once.
-    """
-    anchor.queue.compute()
-    names = work.graph.parameter_names
-    parameters = [work.state[name] for name in names]
-    named = zip(names, parameters, weight_gradients(work), strict=True)
-    grads = {id(p): (name, p, grad) for name, p, grad in named}
-    sentinel_grads = [grads.pop(id(parameter))[2] for parameter in sentinel_parameters]
-    added = [parameter for entry in grads.values() if (parameter := _add_late(*entry)) is not None]
-    at_end_of_backward(partial(_deliver_late, added))
-    return sentinel_grads
-
-
-_LATE = "_autosplit_late_gradient"
-
-
-def _add_late(name: str, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Add to the gradient that a parameter has collected in this backward.
-
-    Returns:
-        the parameter for the first part of its gradient; None for later parts.
-
-    Raises:
-        SplitError: the parameter has a hook, and the engine brings another part of the gradient.
-    """
-    if grad is None:
-        return None
-    if any(map(will_run, nodes_of_leaves([parameter]))) and Leaves([parameter]).has_hooks():
-        raise SplitError(
-            f"parameter {name} got a hook between the forward and the backward, and several graphs "
-            "use it: the hook would be called for each part of the gradient. Register hooks on "
-            "parameters before the forward"
-        )
-    backward = current_backward()
-    last_backward, total = parameter.__dict__.get(_LATE, (None, None))
-    first = last_backward != backward or total is None
-    parameter.__dict__[_LATE] = backward, grad if first else total + grad
-    return parameter if first else None
-
-
-def _deliver_late(parameters: Sequence[Tensor]) -> None:
-    grads = [parameter.__dict__.pop(_LATE)[1] for parameter in parameters]
-    if grads:
-        torch.autograd.backward(parameters, grads)
 
 
 def _is_batch(value: Any) -> bool:

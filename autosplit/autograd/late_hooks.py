@@ -1,0 +1,152 @@
+"""Hooks that were put on parameters between the forward and the backward.
+
+Autograd's graph has edges to the sentinel parameters only. The engine calls their hooks in the
+running backward, and the hooks of the others in a second run at its end. A hook that waits for
+several gradients counts within one run, so all of its parameters are left to the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from autosplit.errors import SplitError
+from autosplit.torch_internals.autograd import (
+    Leaves,
+    at_end_of_backward,
+    current_backward,
+    nodes_of_leaves,
+    will_run,
+)
+from autosplit.torch_internals.group_hooks import GroupHook, MutedHooks, group_hooks
+
+from .delivery import weight_gradients
+from .pending import PendingQueue, PendingWork
+
+
+def weights_for_late_hooks(
+    queue: PendingQueue, work: PendingWork, sentinel_parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Run W at once, after all pending work, because hooks came between forward and backward.
+
+    The engine calls the hooks of ``sentinel_parameters`` now, unless these wait for other
+    parameters too. All other hooks are called at the end of the backward, with the sum of the
+    gradients of all calls.
+
+    Returns:
+        the gradients of ``sentinel_parameters``.
+
+    Raises:
+        SplitError: a hook would be called more than once.
+    """
+    queue.compute()
+    names = work.graph.parameter_names
+    parameters = [work.state[name] for name in names]
+    named = zip(names, parameters, weight_gradients(work), strict=True)
+    grads = {id(p): (name, p, grad) for name, p, grad in named}
+    sentinel_grads = [grads.pop(id(parameter))[2] for parameter in sentinel_parameters]
+    groups = _groups({name: parameter for name, parameter, _ in grads.values()}, parameters)
+    muted = [
+        MutedHooks(sentinel)
+        for sentinel in sentinel_parameters
+        if any(group.key in groups for group in group_hooks(sentinel))
+    ]
+    added = [parameter for entry in grads.values() if (parameter := _add_late(*entry)) is not None]
+    at_end_of_backward(partial(_deliver_late, added, muted, groups, current_backward()))
+    return sentinel_grads
+
+
+def _groups(late: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[int, GroupHook]:
+    """Hooks that wait for several gradients, by key.
+
+    Args:
+        late: the parameters whose hooks are called at the end of the backward, by name.
+        parameters: all parameters of the graph.
+
+    Raises:
+        SplitError: a hook also waits for tensors that are not parameters of the graph.
+    """
+    groups: dict[int, GroupHook] = {}
+    nodes = None
+    for name, parameter in late.items():
+        for group in group_hooks(parameter):
+            if nodes is None:
+                nodes = {get_gradient_edge(p).node for p in parameters if p.requires_grad}
+            if group.nodes is not None and not nodes.issuperset(group.nodes):
+                _refuse_group(name)
+            groups[group.key] = group
+    return groups
+
+
+def _refuse_group(name: str) -> None:
+    raise SplitError(
+        f"parameter {name} got a hook of register_multi_grad_hook between the forward and the "
+        "backward, and that hook also waits for tensors outside of the graph that uses the "
+        "parameter: it would be called more than once. Register it before the forward"
+    )
+
+
+_LATE = "_autosplit_late_gradient"
+
+
+def _add_late(name: str, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+    """Add to the gradient that a parameter has collected in this backward.
+
+    Returns:
+        the parameter for the first part of its gradient; None for later parts.
+
+    Raises:
+        SplitError: the parameter has a hook, and the engine brings another part of the gradient.
+    """
+    if grad is None:
+        return None
+    if any(map(will_run, nodes_of_leaves([parameter]))) and Leaves([parameter]).has_hooks():
+        raise SplitError(
+            f"parameter {name} got a hook between the forward and the backward, and several graphs "
+            "use it: the hook would be called for each part of the gradient. Register hooks on "
+            "parameters before the forward"
+        )
+    backward = current_backward()
+    last_backward, total = parameter.__dict__.get(_LATE, (None, None))
+    first = last_backward != backward or total is None
+    parameter.__dict__[_LATE] = backward, grad if first else total + grad
+    return parameter if first else None
+
+
+def _deliver_late(
+    parameters: Sequence[Tensor],
+    muted: Sequence[MutedHooks],
+    groups: Mapping[int, GroupHook],
+    backward: int,
+) -> None:
+    """Have the engine add gradients and call hooks, in one run.
+
+    Args:
+        parameters: parameters whose gradients were collected.
+        muted: the sentinels whose gradients wait for this run.
+        groups: the hooks that wait for several gradients.
+        backward: the number of the backward that ends.
+
+    Raises:
+        SplitError: a hook was called for another tensor of its group before.
+    """
+    pairs = [(parameter, parameter.__dict__.pop(_LATE)[1]) for parameter in parameters]
+    for hooks in muted:
+        hooks.restore()
+        if hooks.gradient is not None:
+            pairs.append((hooks.parameter, hooks.gradient))
+    if any(group.ran.get(backward) for group in groups.values()):
+        raise SplitError(
+            'a hook of register_multi_grad_hook(..., mode="any") was put on parameters between the '
+            "forward and the backward, and also waits for tensors outside of the graph that uses "
+            "them: it would be called more than once. Register it before the forward"
+        )
+    if pairs:
+        leaves, grads = zip(*pairs, strict=True)
+        torch.autograd.backward(leaves, grads)
+    for group in groups.values():
+        group.ran[backward] = True
