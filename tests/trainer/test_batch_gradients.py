@@ -126,7 +126,7 @@ def test_a_tensor_that_a_stage_reads_is_passed_in() -> None:
     weight = torch.full((6,), 2.0, requires_grad=True)
     with (
         workers.trainer(loss_fn=lambda o, t: F.mse_loss(o * weight, t), **ONE_RANK) as trainer,
-        pytest.raises(Exception, match="or pass it in"),
+        pytest.raises(Exception, match="or pass it as an input"),
     ):
         trainer.step(inputs, targets)
     with workers.trainer(loss_fn=lambda o, t: F.mse_loss(o * t[1], t[0]), **ONE_RANK) as trainer:

@@ -399,7 +399,7 @@ def test_training_without_gradients_is_refused() -> None:
         ({"timeout": "300"}, PipelineError, "; got '300'"),
         ({"timeout": float("inf")}, PipelineError, "; got inf"),
         ({"device": "meta", "ranks": 1}, PipelineError, "'meta' cannot hold stages"),
-        ({"backend": "eager", "ranks": 1}, PipelineError, "no effect beside stage_factory"),
+        ({"backend": "eager", "ranks": 1}, PipelineError, "no effect together with stage_factory"),
         (
             {"backend": "tpu", "stage_factory": None, "ranks": 1},
             SplitError,

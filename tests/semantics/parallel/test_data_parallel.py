@@ -319,7 +319,5 @@ def test_refused_by_name(sharding: str, way: str) -> str:
 
 @ranks(2)
 def test_refused_by_the_trainer() -> None:
-    with pytest.raises(
-        autosplit.AutosplitError, match=r"has no mesh with 'dp_shard': give it mesh"
-    ):
+    with pytest.raises(autosplit.AutosplitError, match=r"has no mesh with 'dp_shard': pass mesh"):
         _pipeline(_nested)
