@@ -144,6 +144,7 @@ class _Dump:
     previous: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
 
     def write(self, name: str, program: SplitGraphs) -> None:
+        """Write the graphs whose operator counts have changed; nothing without a folder."""
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

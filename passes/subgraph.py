@@ -304,6 +304,7 @@ class _Outlining:
         self._parts = 0
 
     def run(self) -> fx.GraphModule:
+        """The graph with each run of operators between calls as a call of its own."""
         for node in self._module.graph.nodes:
             if SUBGRAPH in node.meta:
                 self._end_run()

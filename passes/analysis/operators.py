@@ -296,7 +296,7 @@ def start_of(wait: fx.Node) -> fx.Node:
 
 
 def read_until(wait: fx.Node) -> list[fx.Node]:
-    """What a collective may read until this node has waited for it."""
+    """The tensors that a collective may read until this node has waited for it."""
     begun = start_of(wait)
     if begun is wait or _name(begun).startswith(_COPYING):
         return []

@@ -130,6 +130,7 @@ class _ListSchedule:
         self._ends: dict[fx.Node, float] = {}
 
     def run(self) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+        """The operators in order, and for each that fills a wait, the wait."""
         for node in self._heavy:
             self._arrive(node)
         keys = ((True, False), (True, True), (False, False), (False, True))
