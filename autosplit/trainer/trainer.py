@@ -407,9 +407,7 @@ class PipelineTrainer:
             agreement.check_local()
             self._runner.backward_batch()
         else:
-            self._losses = agreement.wait()
-            self._decide(agreement)
-            self._bounds = agreement.bounds()
+            self._finish_reduction(agreement)
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
                 self._model.step(self._max_norm, self._norm)
@@ -429,14 +427,15 @@ class PipelineTrainer:
         start = perf_counter()
         with self._guard.during("the forward and backward"):
             agreement = self._runner.train(paired(batch, target, named))
-        self._losses = losses = agreement.wait()
-        self._decide(agreement)
-        self._bounds = agreement.bounds()
+        losses = self._finish_reduction(agreement)
         self._seconds = perf_counter() - start
         return losses
 
-    def _decide(self, agreement: StepReduction) -> None:
-        """Set the norm of a step, and whether optimizers may move; all ranks decide the same."""
+    def _finish_reduction(self, agreement: StepReduction) -> Tensor:
+        """Wait for the losses of a step, and decide whether optimizers may move; all ranks decide
+        the same. Returns the losses.
+        """
+        self._losses = losses = agreement.wait()
         if self._max_norm is not None:
             self._norm = agreement.norm()
         self._optimizer_moves = self._nonfinite == "ignore" or agreement.finite
@@ -445,6 +444,8 @@ class PipelineTrainer:
         else:
             self._model.drop_gradients()
             self._skipped += 1
+        self._bounds = agreement.bounds()
+        return losses
 
     def evaluate(
         self,
