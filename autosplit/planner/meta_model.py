@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autosplit.device import generators_kept
 from autosplit.errors import PlanError
+from autosplit.passes.analysis.aliasing import spanned_elements
 
 Built = TypeVar("Built")
 Values = Callable[[Sequence[str]], dict[str, Tensor]]
@@ -160,8 +161,8 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
     # torch.empty would fill it under torch.use_deterministic_algorithms.
-    size = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    storage = torch.UntypedStorage(size * tensor.element_size())
+    length = spanned_elements(tensor.shape, tensor.stride())
+    storage = torch.UntypedStorage(length * tensor.element_size())
     with torch.no_grad():
         return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             storage, 0, tensor.shape, tensor.stride()

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from autosplit.device import follow, has_accelerator, stream_under
 from autosplit.errors import SplitError
+from autosplit.passes.analysis.aliasing import spanned_elements
 from autosplit.passes.lowering import codegen
 from autosplit.torch_internals.autograd import any_referenced
 from autosplit.torch_internals.state import allows_other_memory, versions
@@ -532,9 +533,9 @@ def copied_at(values: Sequence[Any], places: Collection[int]) -> list[Any]:
         if not isinstance(tensor, Tensor) or not tensor.numel():
             continue
         size, stride = tensor.shape, tensor.stride()
-        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        key = (tensor.data_ptr(), span, tensor.dtype)
+        length = spanned_elements(size, stride)
+        key = (tensor.data_ptr(), length, tensor.dtype)
         if key not in copies:
-            copies[key] = tensor.as_strided((span,), (1,)).clone()
+            copies[key] = tensor.as_strided((length,), (1,)).clone()
         copied[at] = copies[key].as_strided(size, stride, 0)
     return copied

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -64,6 +65,13 @@ def producer(node: fx.Node) -> fx.Node:
             break
         node = parent
     return node
+
+
+def spanned_elements(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Number of elements from the first to the last of a strided tensor; 0 if it has none."""
+    if not all(sizes):
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def storage_bytes(node: fx.Node) -> int:

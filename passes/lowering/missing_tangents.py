@@ -17,6 +17,7 @@ from collections.abc import Collection, Hashable, Mapping
 import torch
 from torch import fx
 
+from ..analysis.aliasing import spanned_elements
 from ..errors import UnknownSizeError
 from ..graph import (
     SUBGRAPH,
@@ -169,8 +170,7 @@ def _zeros(like: fx.Node, graph: fx.Graph) -> fx.Node:
     value = tensor_of(like)
     if value is None or not is_fixed(value):
         raise UnknownSizeError(f"zeros like {like.name} (from {source_line(like)})")
-    pairs = zip(value.shape, value.stride(), strict=True)
-    span = max(1, 1 + sum((size - 1) * stride for size, stride in pairs))
     options = {"dtype": value.dtype, "device": value.device}
-    flat = emit(graph, like, aten.full.default, [span], 0, **options)
+    length = max(1, spanned_elements(value.shape, value.stride()))
+    flat = emit(graph, like, aten.full.default, [length], 0, **options)
     return emit(graph, like, aten.as_strided.default, flat, [*value.shape], [*value.stride()])

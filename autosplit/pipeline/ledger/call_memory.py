@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from autosplit.device import generator_state, generators_kept
-from autosplit.passes.analysis.aliasing import is_view, storage_bytes
+from autosplit.passes.analysis.aliasing import is_view, spanned_elements, storage_bytes
 from autosplit.passes.analysis.operator_cost import value_bytes
 from autosplit.passes.analysis.operators import is_accumulation, is_effect, overload
 from autosplit.passes.graph import Kind, concrete, inputs, outputs, tensor_of
@@ -130,10 +130,10 @@ def _made_up(value: Any) -> Any:
 def _like(fake: Tensor) -> Tensor:
     """A tensor with the layout of another: ones, but zeros for integers, which may be indices."""
     sizes, strides = [*map(concrete, fake.shape)], [*map(concrete, fake.stride())]
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    count = last + 1 if all(sizes) else 0
     fill = torch.ones if fake.is_floating_point() or fake.is_complex() else torch.zeros
-    return fill(count, dtype=fake.dtype, device=fake.device).as_strided(sizes, strides)
+    return fill(spanned_elements(sizes, strides), dtype=fake.dtype, device=fake.device).as_strided(
+        sizes, strides
+    )
 
 
 _Call = tuple[str, bool]
