@@ -1,24 +1,14 @@
-"""Batches of a trainer: cut into microbatches, and compared with the batches of other ranks.
-
-Ranks compare the shapes and dtypes of their batches only where a rank has a batch of a signature
-that it has not seen before. Otherwise ``Runner`` needs no more than a bit mask of step plans.
-"""
+"""Batches of a trainer on one rank: checked, cut into microbatches, and given their gradients."""
 
 from __future__ import annotations
 
-import hashlib
-import warnings
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from autosplit.errors import BatchError, PipelineError
-from autosplit.pipeline.engine.boundaries import TensorMeta
-from autosplit.ranks.groups import Groups
-from autosplit.trainer.agreement import difference
+from autosplit.errors import PipelineError
 
 BatchPart: TypeAlias = "Tensor | Sequence[Tensor]"
 """The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
@@ -29,9 +19,6 @@ that its stages do not use: None in a tuple, no such key in a dictionary."""
 
 Batch: TypeAlias = "tuple[Inputs | None, BatchPart | None]"
 """Inputs and targets. A rank may pass None for a part that its stages do not use, or for both."""
-
-Metas: TypeAlias = "dict[str, TensorMeta]"
-"""Shapes and dtypes of a batch's tensors by path: ``inputs``, or ``inputs[0]`` of several."""
 
 BatchSlot: TypeAlias = "tuple[str, int]"
 """A tensor of a batch: one of its ``inputs`` or of its ``targets``, by number."""
@@ -241,96 +228,6 @@ def signature(batch: object) -> Hashable:
     return None if batch is None else type(batch).__name__
 
 
-# --- the batches of all ranks ---------------------------------------------------------------------
-
-_ADVICE = "pass the same batch on every rank, or None for parts that the rank's stages do not use"
-_ADVICE_TO_REPLICAS = (
-    "pass a replica's share of the batch on every rank of the replica, and equally many samples "
-    "on each replica, as from a DistributedSampler and a DataLoader with drop_last=True"
-)
-
-
-def agree_on_batch(
-    refusal: str, tensors: Mapping[str, Tensor], requiring_grad: Iterable[BatchSlot], groups: Groups
-) -> tuple[Metas, frozenset[BatchSlot]]:
-    """Agree with all ranks on the shapes of a batch, or raise on all of them; collective.
-
-    Without it, ranks would wait for one that refuses its batch, and a loss of 4 samples' outputs
-    and 8 samples' targets may broadcast. Replicas of the pipeline have different samples, but
-    equally many: so the mean of their gradients is the gradient of the mean over all samples.
-
-    Args:
-        refusal: why this rank cannot run its batch; empty if it can.
-        tensors: the batch on this rank, by path.
-        requiring_grad: the tensors of it that need a gradient.
-        groups: the trainer's process groups.
-
-    Returns:
-        Shapes and dtypes of all tensors that any rank has, and the slots that need a gradient.
-
-    Raises:
-        BatchError: on every rank: a rank cannot run its batch, two ranks have different batches,
-            or a tensor needs a gradient on none or several ranks of a pipeline.
-    """
-    metas = {path: TensorMeta.of(tensor) for path, tensor in tensors.items()}
-    rows = groups.everybody.gather((refusal, metas, [*requiring_grad]))
-    refusals, metas_by_rank, slots_by_rank = zip(*rows, strict=True)
-    for rank, text in enumerate(refusals):
-        if text:
-            raise BatchError(refusal or f"rank {rank} refuses its batch: {text}")
-    advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
-    if (differing := difference(dict(enumerate(metas_by_rank)))) is not None:
-        path, (first_rank, first_meta), (rank, meta) = differing
-        raise BatchError(
-            f"ranks have different batches: {path} is {first_meta} on rank {first_rank} and {meta} "
-            f"on rank {rank}; {advice}"
-        )
-    _check_sample_counts(metas_by_rank, advice)
-    slots = _agree_on_grad_slots(slots_by_rank, groups.layout.pipelines)
-    return {path: meta for metas in metas_by_rank for path, meta in metas.items()}, slots
-
-
-def _check_sample_counts(metas_by_rank: Sequence[Metas], advice: str) -> None:
-    """Raise BatchError if two tensors of the batch have different numbers of samples."""
-    counts: dict[int, str] = {}
-    for rank, metas in enumerate(metas_by_rank):
-        for path, meta in metas.items():
-            if meta.shape:
-                samples = meta.shape[0]
-                text = f"{path} has {samples} samples along dimension 0 on rank {rank}"
-                counts.setdefault(samples, text)
-    if len(counts) > 1:
-        first, other, *_ = counts.values()
-        raise BatchError(
-            f"the batch's {first}, but its {other}: every tensor of a batch has one row for each "
-            "sample; a tensor without dimensions goes whole to each microbatch. If ranks have "
-            f"different batches, {advice}"
-        )
-
-
-def _agree_on_grad_slots(
-    slots_by_rank: Sequence[Iterable[BatchSlot]], pipelines: Sequence[Sequence[int]]
-) -> frozenset[BatchSlot]:
-    """Return the tensors of the batch that need a gradient.
-
-    Raises:
-        BatchError: one needs it on none or several ranks of a pipeline.
-    """
-    holders = defaultdict[BatchSlot, list[int]](list)
-    for rank, slots in enumerate(slots_by_rank):
-        for slot in slots:
-            holders[slot].append(rank)
-    for (name, number), ranks in holders.items():
-        if any(sum(rank in row for rank in ranks) != 1 for row in pipelines):
-            raise BatchError(
-                f"number {number} of the batch's {name} needs a gradient on the ranks {ranks}; "
-                "expected exactly one rank of each of the pipelines "
-                f"{[*map(list, pipelines)]}: each of several would have a part of the gradient. "
-                "Let one stage use the tensor and pass it on, or pass it detached (x.detach())"
-            )
-    return frozenset(holders)
-
-
 def deliver_gradients(
     tensors: Mapping[BatchSlot, Tensor],
     gradients: Mapping[BatchSlot, Mapping[int, Tensor]],
@@ -356,66 +253,3 @@ def deliver_gradients(
             totals.append((total / shares if shares > 1 else total).to(tensor.device))
     if roots:
         torch.autograd.backward(roots, totals)
-
-
-def check_static(metas: Metas, first: Metas) -> None:
-    """Check that a batch has the shapes and dtypes of the first one.
-
-    Raises:
-        BatchError: names a tensor that has others.
-    """
-    if (differing := difference({0: first, 1: metas})) is not None:
-        path, (_, first_meta), (_, meta) = differing
-        raise BatchError(
-            f"the batch's {path} is {meta}, but was {first_meta} in the first batch: the shapes of "
-            "this pipeline are static, as with every memory_limit and every model that the trainer "
-            "has cut; pad the odd batch or drop it"
-        )
-
-
-_DIGEST_BYTES = 2**21
-"""The most bytes of a tensor that a digest reads, spread over its samples, in the first step."""
-_STEP_DIGEST_BYTES = 2**14
-"""The same in every step."""
-
-
-def compare_contents(tensors: Mapping[str, Tensor], groups: Groups) -> None:
-    """Warn, on every rank, if ranks of its pipeline have batches of different values; collective.
-
-    It is no error: a tensor that a rank's stages do not use may be a placeholder.
-
-    Args:
-        tensors: the batch on this rank, by path.
-        groups: the trainer's process groups.
-    """
-    digests = {path: _digest(tensor) for path, tensor in tensors.items() if type(tensor) is Tensor}
-    differing = difference(dict(zip(groups.members, groups.gather(digests), strict=True)))
-    if differing is not None:
-        path, (first_rank, _), (rank, _) = differing
-        warnings.warn(
-            f"ranks have different batches: the values of {path} differ between rank {first_rank} "
-            f"and rank {rank}. A step reads each input on the ranks whose stages use it and the "
-            "targets on the last stage's rank, so it trains on a mixture: pass the same batch on "
-            "every rank, or None for parts that the rank's stages do not use. Only the first batch "
-            "is compared",
-            UserWarning,
-            stacklevel=7,  # the caller of ``step``
-        )
-
-
-def summary_of(tensors: Iterable[Tensor | None]) -> int:
-    """Return a checksum of 40 bits of the tensors, cheap enough for every step.
-
-    It covers some of the values of each tensor, spread over its samples.
-    """
-    digests = "".join(_digest(t, _STEP_DIGEST_BYTES) for t in tensors if t is not None)
-    return int.from_bytes(hashlib.sha256(digests.encode()).digest()[:5])
-
-
-def _digest(tensor: Tensor, limit: int = _DIGEST_BYTES) -> str:
-    """Hash a tensor's values, or about ``limit`` bytes of them that are spread over its samples."""
-    values = tensor.detach()
-    if values.dim() and values.nbytes > limit:
-        values = values[:: -(-values.nbytes // limit)].flatten()[: limit // values.itemsize]
-    values = values.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()

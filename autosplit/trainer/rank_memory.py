@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,9 +26,7 @@ from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes, storage_sizes
 from autosplit.trainer.rank_model import RankModel
-
-if TYPE_CHECKING:
-    from autosplit.trainer.runner import StepPlan
+from autosplit.trainer.step_plans import StepPlan
 
 
 class RankMemory:

@@ -18,7 +18,8 @@ from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.trainer.replicated_parameters import Wait, broadcast_from, is_expert
+from autosplit.trainer.copy_checks import is_expert
+from autosplit.trainer.replicated_parameters import Wait, broadcast_from
 
 if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule

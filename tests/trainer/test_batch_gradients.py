@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autosplit.errors import BatchError
 from autosplit.pipeline import PipelineTrainer
-from autosplit.trainer.batches import _agree_on_grad_slots
+from autosplit.trainer.batch_agreement import _agree_on_grad_slots
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
 

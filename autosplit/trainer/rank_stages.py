@@ -1,0 +1,215 @@
+"""Builds this rank's stages from its modules, when a batch of a new shape arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.device import generators_kept
+from autosplit.errors import CaptureError, PipelineError
+from autosplit.pipeline.engine.autocast import WithAutocast
+from autosplit.pipeline.engine.evaluation import ModuleStage
+from autosplit.pipeline.engine.stage_builder import build_stages, compile_stages
+from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableStage
+from autosplit.pipeline.engine.stage_seeds import StageSeeds
+from autosplit.pipeline.schedule.routes import StageDataflow
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.ranks.groups import Groups
+from autosplit.stage import Stage
+from autosplit.trainer.batches import Batch, Microbatches
+from autosplit.trainer.options import TrainerOptions
+from autosplit.trainer.rank_model import RankModel
+from autosplit.trainer.stage_modules import (
+    LossFunction,
+    Observer,
+    StageSource,
+    WithLoss,
+    check_trained,
+    explain_failed_capture,
+)
+from autosplit.trainer.step_plans import StepPlan
+
+
+class RankStages:
+    """This rank's stages: in training with graphs, in evaluation the modules themselves.
+
+    A stage's module is completed first::
+
+        module -> with the loss, in the last stage -> under autocast -> captured as a stage
+
+    Args:
+        stages: the source of all stages of the model.
+        loss_fn: the loss, which runs at the end of the last stage.
+        schedule: its placement says which rank has which stage.
+        options: the trainer's options.
+        model: this rank's modules and parameters.
+        groups: the trainer's process groups.
+        dataflow: the dataflow between stages.
+        seeds: the seeds of stages that draw random numbers.
+        device: the device of the stages.
+
+    Attributes:
+        observer: is called with the arguments of the loss in evaluation, on the rank that computes
+            it; None if nobody asks.
+    """
+
+    def __init__(
+        self,
+        stages: StageSource,
+        loss_fn: LossFunction,
+        schedule: Schedule,
+        options: TrainerOptions,
+        model: RankModel,
+        groups: Groups,
+        dataflow: StageDataflow,
+        seeds: StageSeeds,
+        device: torch.device,
+    ) -> None:
+        self._loss_fn, self._autocast = loss_fn, options.stages.autocast
+        self._model, self._groups, self._dataflow = model, groups, dataflow
+        self._seeds, self._device = seeds, device
+        # Buffers of modules that stages on different ranks share.
+        self._shared_buffers = [
+            holder
+            for holders in stages.shared_buffers
+            if len({schedule.placement[stage] for stage, _ in holders}) > 1
+            for holder in holders
+        ]
+        self._factory: StageFactory = options.factory(cut=stages.cut)
+        self._shares_tensors = groups.layout.tensor_ranks > 1
+        self._last = schedule.stages - 1
+        self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
+        self._split_stages: dict[nn.Module, Stage] = {}
+        self.observer: Observer | None = None
+
+    def build(
+        self,
+        plan: StepPlan,
+        schedule: Schedule,
+        batch: Batch | None,
+        inputs: Microbatches,
+        targets: Microbatches,
+    ) -> None:
+        """Build and compile the stages of a training step from its first batch; collective.
+
+        Args:
+            plan: gets the stages, the boundaries between them and the dtype of the losses.
+            schedule: the schedule of training.
+            batch: this rank's batch.
+            inputs: its inputs, by microbatch.
+            targets: its targets, by microbatch.
+        """
+        activity = self._groups.activity
+        with activity.during("building its stages", announced=True):
+            plan.stages, plan.boundaries = build_stages(
+                self._complete(batch),
+                schedule.stages,
+                self._dataflow,
+                self._groups,
+                self._stage_for,
+                inputs=_examples(plan, "inputs", inputs),
+                targets=_examples(plan, "targets", targets),
+                device=self._device,
+            )
+        with activity.during("compiling its stages", announced=True):
+            compile_stages(plan.stages, schedule)
+        plan.dtype = plan.boundaries.outputs[self._last][0].dtype
+        stages = plan.stages.values()
+        draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)
+        # This also starts the step's clock on all ranks together, replicas included.
+        if self._groups.everybody.all_reduce_and(0 if draws else -1) == [0]:
+            self._seeds.expect_draws()
+
+    def for_evaluation(self, batch: Batch | None) -> dict[int, ModuleStage]:
+        """Return the stages of an evaluation, which call the modules themselves."""
+        return {
+            index: ModuleStage(module, index, self._dataflow.shared_places(index))
+            for index, module in self._complete(batch, evaluates=True).items()
+        }
+
+    def _stage_for(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """Return a stage that runs ``module(*args)``.
+
+        The module's earlier stage is used again if it accepts the arguments: its graphs may be
+        valid for these sizes, too.
+        """
+        stage = self._split_stages.get(module)
+        with self._model.sharded.gathered(index):
+            if stage is not None and stage.accepts(args):
+                stage.prepare(args)
+                return stage
+            try:
+                with generators_kept():
+                    new_stage = self._factory(module, args, index=index)
+            except CaptureError:
+                # The module is not called to explain the error if it has collectives: the ranks
+                # that share its tensors would have to call it, too.
+                explain_failed_capture(index, module, args, called=not self._shares_tensors)
+                raise
+        if isinstance(new_stage, Stage):
+            self._check_buffers(index, module, new_stage)
+            new_stage.seed = partial(self._seeds.seed, index)
+            self._split_stages[module] = new_stage
+        return new_stage
+
+    def _check_buffers(self, index: int, module: nn.Module, stage: Stage) -> None:
+        """Refuse a forward that writes into a buffer of which another rank has a copy.
+
+        The copies would come to differ, as each rank writes only its own.
+
+        Raises:
+            PipelineError: names the buffer.
+        """
+        bare = self._model.modules[index]
+        shared = {
+            id(bare.get_buffer(name)): name for at, name in self._shared_buffers if at == index
+        }
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if id(buffer) in shared and name in stage.functions.updated_state:
+                raise PipelineError(
+                    f"stage {index} writes into its buffer {shared[id(buffer)]!r}, which belongs "
+                    "to a module that a stage of another rank has, too, and the two would differ: "
+                    "give each stage its own module, or place both stages on one rank"
+                )
+
+    def _complete(self, batch: Batch | None, *, evaluates: bool = False) -> Mapping[int, nn.Module]:
+        """Return this rank's modules by stage, with autocast, and the loss in the last stage's.
+
+        The batch says whether the loss takes one target or a tuple, and of how many.
+        """
+        targets = None if batch is None else batch[1]
+        count = None if isinstance(targets, Tensor) else len(targets or ())
+        key = evaluates, count
+        if key not in self._completed:
+            modules, last = dict(self._model.modules), self._last
+            if last in modules:
+                check_trained(self._loss_fn, modules[last])
+                observer = self._observe if evaluates else None
+                modules[last] = WithLoss(modules[last], self._loss_fn, count, observer)
+            dtype = self._autocast
+            if dtype is not None:
+                modules = {
+                    stage: WithAutocast(module, self._device, dtype)
+                    for stage, module in modules.items()
+                }
+            self._completed[key] = modules
+        return self._completed[key]
+
+    def _observe(self, output: Any, targets: Any) -> None:
+        """Pass the arguments of the loss to the observer of this call, if any."""
+        if self.observer is not None:
+            self.observer(output, targets)
+
+
+def _examples(plan: StepPlan, name: str, part: Microbatches) -> list[Any]:
+    """Return the tensors of a part's first microbatch, with ``requires_grad`` as in the plan."""
+    return [
+        None
+        if tensor is None
+        else tensor.detach().requires_grad_((name, number) in plan.grad_slots)
+        for number, tensor in enumerate(part[0] if part else ())
+    ]
