@@ -24,7 +24,7 @@ from autosplit.pipeline.engine.stage_protocols import StageFactory
 from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.default_group import is_positive, process_count, wait_limit
-from autosplit.trainer.stage_modules import Holder
+from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.tuning import first_schedule, usual_times
 
 MEMORY = "memory"
@@ -159,6 +159,34 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
         )
 
 
+def check_arguments(
+    loss_fn: object, optimizer_fn: object, stage_options: object, run_options: object
+) -> None:
+    """Check the kinds of a trainer's arguments.
+
+    Raises:
+        PipelineError: a function cannot be called, or options are of another class.
+    """
+    for name, function, example in (
+        ("loss_fn", loss_fn, "torch.nn.functional.cross_entropy"),
+        ("optimizer_fn", optimizer_fn, "lambda parameters: torch.optim.AdamW(parameters)"),
+    ):
+        if not callable(function):
+            raise PipelineError(
+                f"{name} must be a function, such as {example}, which this process calls; "
+                f"got a {type(function).__name__}"
+            )
+    for name, options, kind in (
+        ("stage_options", stage_options, StageOptions),
+        ("run_options", run_options, RunOptions),
+    ):
+        if not isinstance(options, kind):
+            raise PipelineError(
+                f"{name} must be a {kind.__name__}(...) of autosplit.pipeline; "
+                f"got a {type(options).__name__}"
+            )
+
+
 @dataclass(frozen=True)
 class TrainerOptions:
     """All options of a trainer, see ``PipelineTrainer``.
@@ -236,6 +264,35 @@ class TrainerOptions:
             schedule = request.build(stages, usual_times(stages))
         self._refuse(schedule)
         return schedule
+
+    def shared_settings(
+        self,
+        stages: StageSource,
+        schedule: Schedule,
+        shared_parameters: Sequence[Sequence[Holder]],
+        factory: StageFactory,
+    ) -> dict[str, Any]:
+        """Options that must be equal on all ranks, because they change results.
+
+        ``memory`` and ``overlap`` do not change results, and may differ between ranks. If ranks
+        share tensors, they must be equal: the ranks' graphs need the same order of collectives.
+        """
+        graph_options = ("memory", "overlap") if self.exchanges else ()
+        factory_options = ("backend", "grad_dtype", *graph_options)
+        return {
+            "stages": stages.count,
+            "microbatches": self.schedule.microbatches,
+            "schedule": schedule,
+            "memory_limit": self.memory_limit,  # first: a limit turns on measurements, too
+            "schedule='auto'": self.tunes,
+            "autocast": self.stages.autocast,
+            "max_grad_norm": self.max_grad_norm,
+            "nonfinite": self.run.nonfinite,
+            "shared_parameters": [*map(list, shared_parameters)],
+            "wiring": stages.wiring,
+            "stage_factory": None if isinstance(factory, SplitStage) else "given",
+            **{name: getattr(factory, name, None) for name in factory_options},
+        }
 
     def factory(self, *, cut: bool) -> StageFactory:
         """The factory of stages: the user's, or ``autosplit.Stage`` with these options.

@@ -1,0 +1,124 @@
+"""The session of a trainer's ranks: connected, watched, and ended together by the first error."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autosplit.errors import AutosplitError
+from autosplit.mesh.dimensions import RankLayout
+from autosplit.ranks.fault_store import FaultStore
+from autosplit.ranks.first_error import Guard
+from autosplit.ranks.groups import Groups
+from autosplit.ranks.watch import watch_over
+
+
+class RankSession:
+    """The connections of a rank to the other ranks of its trainer, from its construction to close.
+
+    A fault on any rank closes the connections of all ranks; the next call raises the first cause.
+    Collective: all ranks must construct it together.
+
+    Args:
+        layout: the ranks.
+        mesh: the mesh of the ranks; None without one.
+        device: the device of this rank.
+        timeout: seconds after which a wait for another rank fails.
+    """
+
+    def __init__(
+        self, layout: RankLayout, mesh: DeviceMesh | None, device: torch.device, timeout: float
+    ) -> None:
+        self._background_waits: list[Callable[[], None]] = []
+        # Called before connections are closed, after a fault too.
+        self._releases: list[Callable[[], None]] = []
+        self._groups = Groups(layout, device, timeout)
+        if mesh is not None and layout.inner:
+            self._groups.add_external_group(mesh.get_group(layout.inner))
+        everybody = self._groups.everybody
+        faults = FaultStore(everybody.store) if everybody.ranks > 1 else None
+        self._watch = watch_over(self._groups) if everybody.ranks > 1 else None
+        if self._watch is not None:
+            dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
+            dropped.atexit = False  # the exit of the process says more
+        self._guard = Guard(everybody.rank, faults, self._end, self._groups.activity, self._watch)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its pipeline; with a mesh, its coordinate along "pp"."""
+        return self._groups.rank
+
+    @contextlib.contextmanager
+    def together(self, phase: str) -> Iterator[Groups]:
+        """Run a block of code on all ranks between two steps; yields the process groups.
+
+        An error inside ends the trainer on every rank.
+
+        Args:
+            phase: the phase in words, for errors, such as "saving a checkpoint".
+
+        Raises:
+            PipelineError: an error on any rank, a lost peer, or a timeout.
+        """
+        with self._guard.during(phase, announced=True):
+            yield self._groups
+
+    def finish(self, wait: Callable[[], None] | None = None) -> None:
+        """Wait for background work, such as an asynchronous save, and raise its errors.
+
+        Args:
+            wait: waits for new background work; the next call calls it.
+        """
+        waits, self._background_waits = self._background_waits, []
+        with contextlib.ExitStack() as stack:  # calls all of them, even if one fails
+            for callback in waits:
+                stack.callback(callback)
+        if wait is not None:
+            self._background_waits.append(wait)
+
+    def close(self) -> None:
+        """Wait for background work, and destroy the process groups. All ranks should be done.
+
+        Raises:
+            CheckpointError: an asynchronous save has failed, and its error was not raised yet.
+        """
+        try:
+            self.finish()
+        finally:
+            if self._watch is not None:
+                self._watch.leave("closed its trainer")
+            self._release()
+            self._groups.destroy()
+            self._guard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._guard.left(error)
+            with contextlib.suppress(AutosplitError):  # the first cause is raised instead
+                self.finish()
+        self.close()
+
+    def _end(self) -> None:
+        """Close all connections after a fault."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._release()
+        self._groups.close()
+
+    def _release(self) -> None:
+        for release in self._releases:
+            release()
