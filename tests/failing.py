@@ -31,3 +31,8 @@ def fails() -> Any:
 def dropping() -> Any:
     parts = nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Linear(4, 4)
     return nn.Sequential(*parts), torch.ones(64, 4)
+
+
+def with_target() -> Any:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 5))
+    return model, torch.randint(9, (4, 3)), torch.randint(5, (4,))

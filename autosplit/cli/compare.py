@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from autosplit.backends.backend import check_backend
-from autosplit.compare.example import samples_of, trained_example
+from autosplit.compare.example import loss_named, samples_of, trained_example
 from autosplit.compare.run import Comparison, Settings, comparison_table, durations_table
 from autosplit.compare.run import compare as run
-from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import AUTO, build
 from autosplit.report import write_timelines
 from autosplit.text.files import write_text
@@ -44,6 +43,11 @@ from .options import (
 @click.option(
     "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Timed, of each."
 )
+@click.option(
+    "--loss",
+    metavar="MODULE:NAME",
+    help="Your loss(output, target); such as torch.nn.functional:cross_entropy.",
+)
 @click.option("--output", type=FOLDER, help="For trace.json, timeline.png and results.json.")
 @json_option
 @typed_errors
@@ -58,9 +62,9 @@ def compare(
     **options: Any,
 ) -> None:
     """Train FACTORY with the fused and with the split backward, alternating step by step, and print
-    what changed. FACTORY (MODULE:NAME) returns (model, args), of a microbatch, or (model, args,
-    kwargs). Trained is the output's own loss, or the output where it is a number; else its mean
-    square stands in.
+    throughput, times and memory of both. FACTORY (MODULE:NAME) returns (model, args), of a
+    microbatch, or (model, args, kwargs), and with --loss a target as the last item. Without --loss,
+    the output's own loss is trained, or the output if it is a number, else its mean square.
     """
     cases = [*itertools.product(schedule, microbatches)]
     ranks = stages if ranks is None else ranks
@@ -83,17 +87,18 @@ def _check_before_launch(settings: Settings) -> None:
     """Fail here, in one process, on what every rank would fail on."""
     check_backend(settings.backend)
     for name, count in settings.cases:
-        if name == AUTO:
-            raise ScheduleError(
-                f"{AUTO!r} is searched while a trainer runs: compare schedules by name"
-            )
-        build(name, settings.stages, count, ranks=settings.ranks)
-    samples_of(trained_example(settings.factory, settings.overrides)[1])
+        build("1f1b" if name == AUTO else name, settings.stages, count, ranks=settings.ranks)
+    _, inputs, target = trained_example(settings.factory, settings.overrides)
+    samples_of(inputs)
+    loss_named(settings.loss, target)
 
 
 def _write_json(comparison: Comparison, file: pathlib.Path) -> None:
-    """``{"rows": [...]}`` with the fields of ``Row``."""
-    rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in comparison.rows]
+    """``{"rows": [...]}`` with the fields of ``Row``, and samples and tokens per second."""
+    rows: list[dict[str, Any]] = []
+    for row in comparison.rows:
+        rates = {"samples_per_s": row.samples_per_s, "tokens_per_s": row.tokens_per_s}
+        rows.append(dataclasses.asdict(row) | rates)
     write_text(file, json.dumps({"rows": rows}, indent=2) + "\n")
 
 

@@ -64,7 +64,7 @@ def inspect(
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns (model, args) or
     (model, args, kwargs).
     """
-    model, args, kwargs = example_of(factory, overrides)
+    model, args, kwargs, _ = example_of(factory, overrides)
     if not no_input_grads:
         leaves, spec = tree_flatten((args, kwargs))
         args, kwargs = tree_unflatten([*map(_with_grad, leaves)], spec)

@@ -302,7 +302,7 @@ def plan(
     returns (model, args) or (model, args, kwargs).
     """
     split = SplitOptions(backend, memory)
-    model, args, kwargs = meta_model(lambda: example_of(factory, overrides))
+    model, args, kwargs, _ = meta_model(lambda: example_of(factory, overrides))
     batch = samples_of((args, kwargs)) if batch is None else batch
     speed = None
     if device is not None:

@@ -13,9 +13,9 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,30 +87,49 @@ def _user_line(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def example_of(
-    spec: str, settings: Mapping[str, object]
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A model with its positional and keyword inputs.
+class Example(NamedTuple):
+    """A model with the inputs and the target of a microbatch.
+
+    Attributes:
+        model: the model.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        target: a tensor or a tuple of tensors, for a loss of the user's; () without one.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = ()
+
+
+def example_of(spec: str, settings: Mapping[str, object]) -> Example:
+    """A model with its inputs, and with a target if the factory returns one.
 
     Args:
-        spec: a function that returns `(model, args)`, `(model, args, kwargs)`, where a dictionary
-            as `args` is keyword inputs; or a model that has `dummy_inputs`, as those of
-            transformers do.
+        spec: a function that returns `(model, args)`, `(model, args, kwargs)`,
+            `(model, args, target)` or `(model, args, kwargs, target)`, where a dictionary as
+            `args` is keyword inputs; or a model that has `dummy_inputs`, as those of transformers
+            do.
         settings: its keywords.
 
     Raises:
         FactoryError: as `call_factory`; or it returns something else.
     """
     result = call_factory(spec, settings)
-    if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module):
-        model, args, kwargs = *result[:2], result[2] if len(result) == 3 else {}
+    if isinstance(result, tuple) and len(result) in (2, 3, 4) and isinstance(result[0], nn.Module):
+        model, args, *others = result
+        kwargs = others.pop(0) if others and isinstance(others[0], Mapping) else {}
+        target = others.pop(0) if others and isinstance(others[0], Tensor | tuple) else ()
         if isinstance(args, Mapping) and not kwargs:
             args, kwargs = (), args
-        if isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs):
-            return model, args if isinstance(args, tuple) else (args,), dict(kwargs)
+        if not others and all(isinstance(name, str) for name in kwargs):
+            return Example(
+                model, args if isinstance(args, tuple) else (args,), dict(kwargs), target
+            )
     dummy = getattr(result, "dummy_inputs", None)
     if isinstance(result, nn.Module) and isinstance(dummy, Mapping):
-        return result, (), dict(dummy)
+        return Example(result, (), dict(dummy))
     came = f"a {type(result).__name__}"
     if isinstance(result, nn.Module):
         came += " without example inputs"
@@ -118,22 +137,50 @@ def example_of(
         came += f" of {', '.join(type(item).__name__ for item in result)}"
     raise FactoryError(
         f"{spec} returned {came}; return (model, args) or (model, args, kwargs), a tuple of inputs "
-        "and a dictionary of keyword inputs, so that there is something to trace the model with"
+        "and a dictionary of keyword inputs, so that there is something to trace the model with. A "
+        "target for --loss, a tensor or a tuple of tensors, may follow as the last item"
     )
 
 
-def trained_example(spec: str, settings: Mapping[str, object]) -> tuple[nn.Module, Any]:
-    """The model that the factory `spec` returns for these settings, and the inputs of a microbatch,
-    as a trainer takes them. Weights are drawn from the same seed wherever this is called.
+def trained_example(spec: str, settings: Mapping[str, object]) -> tuple[nn.Module, Any, Any]:
+    """The model that the factory `spec` returns for these settings, and the inputs and the target
+    of a microbatch, as a trainer takes them. Weights are drawn from the same seed wherever this is
+    called.
 
     Raises:
         PipelineError: as `example_of`.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, args, kwargs = example_of(spec, settings)
+        model, args, kwargs, target = example_of(spec, settings)
     names = inspect.signature(model.forward).parameters
-    return model, {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
+    return model, {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args, target
+
+
+def loss_named(spec: str | None, target: Any) -> Callable[[Any, Any], Tensor]:
+    """The loss that a command trains.
+
+    Args:
+        spec: ``MODULE:NAME`` of a function ``loss(output, target)``, or of a class such as
+            ``torch.nn:CrossEntropyLoss``, whose instances are such functions; None: ``own_loss``.
+        target: the target of a microbatch, which the factory returned.
+
+    Raises:
+        FactoryError: it does not exist, or is no function; or there is a target and no loss.
+    """
+    if spec is None:
+        if isinstance(target, Tensor) or target:
+            raise FactoryError(
+                "the factory returns a target, which the output's own loss does not use: name the "
+                "loss, as in --loss torch.nn.functional:cross_entropy, or return no target"
+            )
+        return own_loss
+    with failures_of(f"looking for the loss {spec}", FactoryError):
+        loss = pkgutil.resolve_name(spec)
+        loss = loss() if isinstance(loss, type) else loss
+    if not callable(loss):
+        raise FactoryError(f"expected a function loss(output, target) as {spec}, got {loss!r}")
+    return loss  # type: ignore[no-any-return]
 
 
 def own_loss(output: Any, targets: Any) -> Tensor:
@@ -193,6 +240,18 @@ def samples_of(inputs: Any) -> int:
             "could be made"
         )
     return counts[0]
+
+
+def tokens_of(inputs: Any) -> int | None:
+    """The tokens in inputs: elements of the first integer tensor; None if there is none."""
+    for leaf in tree_flatten(inputs)[0]:
+        if (
+            isinstance(leaf, Tensor)
+            and not leaf.is_floating_point()
+            and leaf.dtype is not torch.bool
+        ):
+            return leaf.numel()
+    return None
 
 
 def _half_of_memory() -> float:

@@ -11,15 +11,15 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.build import AUTO, SCHEDULES
 from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.simulate import Timeline, median_durations, simulate
 from autosplit.planner.captured_model import WholeModel
@@ -34,7 +34,7 @@ from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 from autosplit.trainer.options import RunOptions, StageOptions
 from autosplit.trainer.trainer import PipelineTrainer
 
-from .example import own_loss, resized, samples_of, trained_example
+from .example import loss_named, resized, samples_of, tokens_of, trained_example
 
 Gradients = Mapping[str, Tensor]
 
@@ -53,6 +53,8 @@ class Settings:
         ranks: number of processes; with fewer than stages, a process runs several stages.
         cases: schedules and numbers of microbatches, in the order in which they are compared.
         steps: timed steps of each of the two, alternating.
+        loss: ``MODULE:FUNCTION`` of ``loss(output, targets)``; None: the model's own, see
+            ``own_loss``.
         backend: runs the stages' graphs, see ``autosplit.split``.
         profiling: seconds for measuring the costs of blocks, by which the model is cut.
     """
@@ -63,6 +65,7 @@ class Settings:
     ranks: int
     cases: Sequence[tuple[str, int]]
     steps: int = 20
+    loss: str | None = None
     backend: str = "eager"
     profiling: float = 10.0
 
@@ -72,10 +75,12 @@ class Row:
     """One line of the comparison.
 
     Attributes:
-        schedule: schedule name.
+        schedule: schedule name; of ``"auto"``, with the weight placement that was searched.
         split: whether input and weight gradients ran apart.
         stages: number of stages.
         microbatches: microbatches in a step.
+        samples: samples in a step.
+        tokens: elements of the step's first integer tensor, such as token ids; None without one.
         median_s: median seconds of a step: forward, backward, optimizer, until all ranks are done.
         spread_s: interquartile range of the same.
         speedup: median over the alternating pairs of fused time / this row's time; 1 for fused.
@@ -93,6 +98,8 @@ class Row:
     split: bool
     stages: int
     microbatches: int
+    samples: int
+    tokens: int | None
     median_s: float
     spread_s: float
     speedup: float
@@ -107,6 +114,16 @@ class Row:
     @property
     def title(self) -> str:
         return f"{self.schedule} {'split' if self.split else 'fused'}, M={self.microbatches}"
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second in the median step."""
+        return self.samples / self.median_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second in the median step; None if the inputs have no integer tensor."""
+        return None if self.tokens is None else self.tokens / self.median_s
 
     @property
     def is_noise(self) -> bool:
@@ -145,13 +162,22 @@ def compare(settings: Settings) -> Comparison | None:
 
 def compare_on_rank(settings: Settings) -> Comparison:
     """Run the whole comparison; the result is the same on every rank."""
-    model, inputs = trained_example(settings.factory, settings.overrides)
+    model, inputs, target = trained_example(settings.factory, settings.overrides)
+    example = _Example(model, inputs, target, loss_named(settings.loss, target))
     costs = _measured_costs(model, inputs, settings)
     summaries: list[_Summary] = []
     for schedule, microbatches in settings.cases:
-        with working(f"{schedule} of {microbatches} microbatches"):
-            summaries += _Case(settings, model, inputs, costs, schedule, microbatches).run()
+        summaries += _Case(settings, example, costs, schedule, microbatches).run()
     return Comparison(*map(list, zip(*summaries, strict=True)))
+
+
+class _Example(NamedTuple):
+    """The model, the inputs and the target of a microbatch, and the loss of its output."""
+
+    model: nn.Module
+    inputs: Any
+    target: Any
+    loss: Callable[[Any, Any], Tensor]
 
 
 def _measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCosts:
@@ -187,21 +213,21 @@ class _Case:
     def __init__(
         self,
         settings: Settings,
-        model: nn.Module,
-        inputs: Any,
+        example: _Example,
         costs: ModelCosts,
         schedule: str,
         microbatches: int,
     ) -> None:
-        self.settings, self.costs = settings, costs
-        self.model, self.inputs = model, inputs
+        self.settings, self.costs, self.example = settings, costs, example
         self.schedule, self.microbatches = schedule, microbatches
-        batch = self.batch = resized(inputs, microbatches * samples_of(inputs))
+        self.samples = microbatches * samples_of(example.inputs)
+        batch, target = resized((example.inputs, example.target), self.samples)
+        self.batch, self.target = batch, target
         # Trainers take tensors; named inputs have other values, too, which are fixed when the model
         # is cut.
         if isinstance(batch, Mapping):
             batch = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        self.step_batch = batch, ()
+        self.step_batch = batch, target
 
     def run(self) -> list[_Summary]:
         """Compare the first gradients, measure memory, then time steps in turns."""
@@ -209,10 +235,15 @@ class _Case:
         try:
             self._check_gradients(runs)
             for run in runs:
+                self._settle(run)
                 self._measure_memory(run)
-            for step in range(_WARM_UP + self.settings.steps):
-                for run in runs:
-                    self._time_step(run, timed=step >= _WARM_UP)
+            steps = _WARM_UP + self.settings.steps
+            title = f"{self.schedule}, M={self.microbatches}, fused and split"
+            with working(title, total=steps, unit="step") as progress:
+                for step in range(steps):
+                    for run in runs:
+                        self._time_step(run, timed=step >= _WARM_UP)
+                    progress.advance()
         finally:
             for run in runs:
                 run.trainer.close()
@@ -223,10 +254,10 @@ class _Case:
     def _trainer(self, split: bool) -> PipelineTrainer:
         settings = self.settings
         return PipelineTrainer(
-            copy.deepcopy(self.model),
-            own_loss,
+            copy.deepcopy(self.example.model),
+            self.example.loss,
             lambda parameters: torch.optim.AdamW(parameters),
-            example=self.inputs,
+            example=self.example.inputs,
             stages=settings.stages,
             microbatches=self.microbatches,
             schedule=self._schedule(split),
@@ -235,8 +266,11 @@ class _Case:
         )
 
     def _schedule(self, split: bool) -> str:
-        """The schedule; schedules that exist only split are compared with fused 1F1B."""
-        return self.schedule if split or SCHEDULES[self.schedule].fused else "1f1b"
+        """The schedule; schedules that exist only split, and "auto", are compared with fused
+        1F1B.
+        """
+        can_fuse = self.schedule != AUTO and SCHEDULES[self.schedule].fused
+        return self.schedule if split or can_fuse else "1f1b"
 
     def _check_gradients(self, runs: list[_Run]) -> None:
         """Compare both trainers' gradients of the first step with plain autograd's, on rank 0."""
@@ -255,18 +289,23 @@ class _Case:
 
     def _whole(self, device: torch.device) -> Gradients:
         """Gradients of the mean loss over the microbatches, for the whole model in this process."""
-        model, count = copy.deepcopy(self.model).to(device), self.microbatches
-        leaves, spec = tree_flatten(self.batch)
+        model, count = copy.deepcopy(self.example.model).to(device), self.microbatches
+        leaves, spec = tree_flatten((self.batch, self.target))
         cut = [
             leaf.to(device).chunk(count) if isinstance(leaf, Tensor) else [leaf] * count
             for leaf in leaves
         ]
         for parts in zip(*cut, strict=True):
-            inputs = tree_unflatten([*parts], spec)
+            inputs, target = tree_unflatten([*parts], spec)
             args = inputs if isinstance(inputs, tuple) else (inputs,)
             output = model(**inputs) if isinstance(inputs, Mapping) else model(*args)
-            (own_loss(output, ()) / count).backward()
+            (self.example.loss(output, target) / count).backward()
         return _gradients(model)
+
+    def _settle(self, run: _Run) -> None:
+        """Run the steps that ``"auto"`` measures; its schedule is final afterwards."""
+        while not run.trainer.settled:
+            run.trainer.step(self.step_batch)
 
     def _measure_memory(self, run: _Run) -> None:
         """Steps that are not timed; the optimizer's state exists from here on."""
@@ -296,6 +335,8 @@ class _Case:
             split=run.split,
             stages=self.settings.stages,
             microbatches=self.microbatches,
+            samples=self.samples,
+            tokens=tokens_of(self.batch),
             median_s=statistics.median(run.seconds),
             spread_s=spread(run.seconds),
             speedup=_speedup(fused.seconds, run.seconds),
@@ -357,9 +398,11 @@ _HEADERS = (
     "schedule",
     "M",
     "backward",
+    "speed-up",
+    "samples/s",
+    "tokens/s",
     "step ms",
     "spread ms",
-    "speed-up",
     "ideal",
     "bubble",
     "ideal bubble",
@@ -370,9 +413,15 @@ _HEADERS = (
 
 def comparison_table(rows: Sequence[Row], style: str = "simple") -> str:
     """One table row per ``Row``; times are medians, the spread is the interquartile range."""
-    align = ("left", "right", "left", *["right"] * 6, "left", "right")
-    table = [_cells(row) for row in rows]
-    return tabulate(table, _HEADERS, tablefmt=style, colalign=align, disable_numparse=True)
+    align = ["left", "right", "left", *["right"] * 8, "left", "right"]
+    table = [[*_HEADERS], *map(_cells, rows)]
+    if all(row.tokens is None for row in rows):
+        column = _HEADERS.index("tokens/s")
+        del align[column]
+        for line in table:
+            del line[column]
+    headers, *table = table
+    return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
 def _cells(row: Row) -> list[str]:
@@ -380,9 +429,11 @@ def _cells(row: Row) -> list[str]:
         row.schedule,
         str(row.microbatches),
         "split" if row.split else "fused",
+        f"{'~' * row.is_noise}{row.speedup:.3f}x",
+        f"{row.samples_per_s:,.1f}",
+        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         f"{1e3 * row.median_s:.1f}",
         f"{1e3 * row.spread_s:.1f}",
-        f"{'~' * row.is_noise}{row.speedup:.3f}x",
         f"{row.ideal_speedup:.3f}x",
         f"{row.bubble:.1%}",
         f"{row.ideal_bubble:.1%}",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.backends.backend import collecting_new_objects_only
+from autosplit.capture.diagnosis import named_module
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack
 from autosplit.capture.workarounds.custom_functions import make_traceable
@@ -118,7 +119,7 @@ class WholeModel:
                 "PipelineTrainer existing stages as a list"
             )
         args, named = _apart(_inputs(args, kwargs))
-        with working(f"capturing {type(model).__name__} whole"):
+        with working(f"capturing {type(named_module(model)).__name__} whole"):
             line = _capture(model, args, named)
         return cls(model, args, named, line, training=model.training)
 
@@ -136,7 +137,10 @@ class WholeModel:
         """The operations of the model in the mode in which it was not captured: evaluation, if it
         was captured for training. Captured at first use; the error, if it cannot be captured.
         """
-        with preserve_modes([self.model]), working(f"capturing {type(self.model).__name__} anew"):
+        with (
+            preserve_modes([self.model]),
+            working(f"capturing {type(named_module(self.model)).__name__} in its other mode"),
+        ):
             if self.model.training is self.training:
                 self.model.train(not self.training)
             try:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autosplit.capture.diagnosis import named_module
 from autosplit.errors import (
     CaptureError,
     DeferralWarning,
@@ -406,7 +407,7 @@ class Specializations:
                 "regions": True,
                 "gathering": self.sharding and self.sharding.gathering,
             }
-            name, count = type(self._model).__name__, len(self._captured)
+            name, count = type(named_module(self._model)).__name__, len(self._captured)
             again = f", as none of its {count} graphs holds for this call" if count else ""
             with self._traced(self._model.parameters()), working(f"capturing {name}{again}"):
                 functions = trace(self._model, args, kwargs, self._split, **options)

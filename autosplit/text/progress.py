@@ -1,4 +1,4 @@
-"""Progress of long work: in Python's log, or on the standard error if nobody handles the log."""
+"""Progress of long work: a bar on a terminal, else lines in the log or on the standard error."""
 
 from __future__ import annotations
 
@@ -9,37 +9,105 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 _LOG = logging.getLogger("autosplit")
 _FIRST_PAUSE, _LATER_PAUSES = 5.0, 30.0  # seconds between messages
 
 
-@contextlib.contextmanager
-def working(work: str) -> Iterator[None]:
-    """Log how long some work took, and report from five seconds on that it is still running.
-
-    Messages are logged at INFO under ``autosplit``. If nobody handles that log, rank 0 prints the
-    reports to the standard error.
+class Progress:
+    """The progress of one piece of work; ``working`` makes it.
 
     Args:
         work: the work, as in ``"capturing Llama"``.
+        total: the number of parts; None if the work is not counted.
+        unit: the noun of a part, as in ``"step"``.
     """
-    started, done = time.perf_counter(), threading.Event()
 
-    def go_on() -> None:
-        patience = _FIRST_PAUSE
-        while not done.wait(patience):
-            _say(f"{work}: {time.perf_counter() - started:.0f} s so far")
-            patience = _LATER_PAUSES
+    def __init__(self, work: str, total: int | None = None, unit: str = "") -> None:
+        self._work, self._total, self._unit = work, total, unit
+        self._count, self._note, self._started = 0, "", time.perf_counter()
+        self._bar = _bar(work, total, unit)
 
-    talking = threading.Thread(target=go_on, name="autosplit-progress", daemon=True)
-    talking.start()
+    def advance(self, note: str = "") -> None:
+        """Count one more part as done.
+
+        Args:
+            note: shown behind the count, as in ``"loss 2.31"``.
+        """
+        self._count += 1
+        self._note = note
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the work began."""
+        return time.perf_counter() - self._started
+
+    @property
+    def draws(self) -> bool:
+        """Whether a bar shows the progress, so that no lines are needed."""
+        return self._bar is not None
+
+    def __str__(self) -> str:
+        """The progress in a line: ``comparing: step 7 of 40, 12 s so far``."""
+        parts = []
+        if self._count:
+            of_total = "" if self._total is None else f" of {self._total}"
+            parts.append(f"{self._unit} {self._count}{of_total}".lstrip())
+        if self._note:
+            parts.append(self._note)
+        return f"{self._work}: " + ", ".join([*parts, f"{self.seconds:.0f} s so far"])
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _bar(work: str, total: int | None, unit: str) -> Any:
+    """A bar of tqdm, for counted work on rank 0's terminal; None elsewhere."""
+    if not unit or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        return None
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=work, unit=unit, leave=False, dynamic_ncols=True)
+
+
+@contextlib.contextmanager
+def working(work: str, total: int | None = None, unit: str = "") -> Iterator[Progress]:
+    """Show the progress of some work, and log how long it took.
+
+    Counted work has a bar on rank 0's terminal. Elsewhere, and for work that is not counted, a
+    message says from five seconds on how far it is. Messages are logged at INFO under
+    ``autosplit``. If nobody handles that log, rank 0 prints them to the standard error.
+
+    Args:
+        work: the work, as in ``"capturing Llama"``.
+        total: the number of parts that ``Progress.advance`` counts; None if unknown.
+        unit: the noun of a part; empty if parts are not counted.
+    """
+    progress, done = Progress(work, total, unit), threading.Event()
+
+    def report() -> None:
+        pause = _FIRST_PAUSE
+        while not done.wait(pause):
+            _say(str(progress))
+            pause = _LATER_PAUSES
+
+    reporter = threading.Thread(target=report, name="autosplit-progress", daemon=True)
+    if not progress.draws:
+        reporter.start()
     try:
-        yield
+        yield progress
     finally:
         done.set()
-        talking.join()
-        _LOG.info("%s: %.2f s", work, time.perf_counter() - started)
+        if not progress.draws:
+            reporter.join()
+        progress.close()
+        _LOG.info("%s: %.2f s", work, progress.seconds)
 
 
 def _say(text: str) -> None:

@@ -234,6 +234,17 @@ def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.
     assert [row["max_grad_diff"] for row in rows] == [0.0, 0.0]
 
 
+def test_your_loss_of_your_target_under_a_searched_schedule(tmp_path: pathlib.Path) -> None:
+    options = "--ranks 1 --steps 1 --schedule auto --loss torch.nn.functional:cross_entropy"
+    result = run(f"compare tests.failing:with_target {options} --json {tmp_path}/rows.json")
+    assert result.exit_code == 0, result.output
+    fused, split = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (fused["schedule"], split["schedule"]) == ("1f1b", "auto")
+    assert split["samples_per_s"] == pytest.approx(8 / split["median_s"])
+    assert split["tokens_per_s"] == pytest.approx(24 / split["median_s"])
+    assert fused["max_grad_diff"] == split["max_grad_diff"] == 0.0
+
+
 def test_a_model_that_differs_from_call_to_call_is_said_to() -> None:
     options = "--ranks 1 --steps 1 --microbatches 1"
     result = run(f"compare tests.failing:dropping {options}")
@@ -291,7 +302,14 @@ def test_inspect_without_gradients_of_inputs() -> None:
             "'examples.models' has no attribute 'lama'",
         ),
         (f"{LLAMA} --schedule zigzag", "unknown schedule 'zigzag'; known: naive, gpipe, 1f1b"),
-        (f"{LLAMA} --schedule auto", "is searched while a trainer runs: compare schedules by name"),
+        (
+            f"compare {SMALL} --loss torch.nn:Nothing",
+            "the loss torch.nn:Nothing raised",
+        ),
+        (
+            "compare tests.failing:with_target",
+            "name the loss, as in --loss torch",
+        ),
         ("check zb-v --mesh pp=x", "'x' is not a valid integer range"),
         ("check zb-v --mesh pp=2,pp=2", "a mesh has each dimension once, got pp, pp"),
         (f"{LLAMA} --steps 0", "0 is not in the range x>=1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 
@@ -47,10 +48,31 @@ def test_without_a_log_the_first_rank_says_that_it_goes_on(
     rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(progress, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(progress, "_FIRST_PAUSE", 0.05)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with working("searching"):
         time.sleep(0.2)
     message = capsys.readouterr().err
     assert message == ("autosplit: searching: 0 s so far\n" if rank == "0" else "")
     assert not [item for item in threading.enumerate() if item.name == "autosplit-progress"]
+
+
+def test_counted_work_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with working("comparing", total=40, unit="step") as counted:
+        for _ in range(7):
+            counted.advance("loss 2.31")
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "autosplit: comparing: step 7 of 40, loss 2.31, 0 s so far\n"
+
+
+def test_counted_work_has_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with working("comparing", total=2, unit="step") as counted:
+        counted.advance("loss 2.31")
+    assert "comparing:   0%" in capsys.readouterr().err
