@@ -18,7 +18,7 @@ from autosplit.dynamo.fallback import Fallback
 from autosplit.passes import CollectiveCosts
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.refusals import refuse_overlap
+from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specializations import Specializations, flatten
 from autosplit.torch_internals.autograd import in_transform, untraced
 from autosplit.torch_internals.distributed import (

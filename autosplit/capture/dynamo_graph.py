@@ -165,9 +165,10 @@ def input_sources(module: fx.GraphModule) -> list[str]:
     return [*map(source_name, sources)]
 
 
-# Bases that AOTAutograd makes from inputs that share memory, and tensors that are attributes of the
-# graph.
-_DERIVED_INPUTS = (d.ViewBaseAOTInput, d.SyntheticBaseAOTInput, d.ParamAOTInput, d.BufferAOTInput)
+# Bases that AOTAutograd makes from inputs that share memory, if the graph writes into one of them.
+_SHARED_MEMORY = (d.ViewBaseAOTInput, d.SyntheticBaseAOTInput)
+# Tensors that are attributes of the graph.
+_ATTRIBUTES = (d.ParamAOTInput, d.BufferAOTInput)
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -198,6 +199,8 @@ class GraphCapture(Capture):
         input_roles: role of each value that AOTAutograd passes to the graph, in its order.
         results: names of the values that AOTAutograd expects back, in its order.
         aliases: names of results that AOTAutograd makes anew from inputs and other results.
+        written: positions of Dynamo's inputs that the graph writes into.
+        static: positions of Dynamo's inputs that are parameters and buffers.
         wrap: AOTAutograd's wrapper of each call: takes the graph, boxed, as a function of
             ``input_roles``, and returns a function that Dynamo may call.
     """
@@ -205,6 +208,8 @@ class GraphCapture(Capture):
     input_roles: Sequence[Role]
     results: Sequence[str]
     aliases: frozenset[str]
+    written: frozenset[int]
+    static: frozenset[int]
     wrap: Callable[[Boxed], Callable[..., Any]]
 
     def hide_alias(self, name: str, value: Any) -> Any:
@@ -232,8 +237,9 @@ def capture_graph(
 
     Raises:
         CaptureError: the graph cannot be traced or labelled. AOTAutograd refuses some graphs that
-            run well: operators that return their argument, writes into one of two inputs that
-            share memory.
+            run well, such as those with operators that return their argument. Graphs that write
+            into one of several inputs that share memory are refused here: AOTAutograd traces them
+            for the layout of the first inputs, and Dynamo does not guard it.
     """
     inline_compile_regions(module)
     return_tensors_once(module)
@@ -248,6 +254,8 @@ def capture_graph(
     aot = traced._aot_state
     meta, config, wrappers = aot.fw_metadata, aot.aot_config, traced._aot_graph_capture.wrappers
     graph, descs, differs = joint.graph, aot.flat_args_descs, aot.needs_autograd
+    if any(isinstance(desc, _SHARED_MEMORY) for desc in descs):
+        raise CaptureError("the graph writes into one of several inputs that share memory")
     names = GraphRoles(_roles(graph, descs, roles, meta))
     input_roles = [names.input(desc) for desc in descs]
     results = [names.output(desc).name for desc, _ in _results(graph)]
@@ -281,6 +289,8 @@ def capture_graph(
         input_roles=input_roles,
         results=results,
         aliases=frozenset([outputs[at] for at in meta.aliased_out_indices if differs]),
+        written=_positions(_written(descs, meta)),
+        static=_positions(descs[at] for at in meta.static_input_indices),
         wrap=wrap,
     )
 
@@ -309,15 +319,12 @@ def _roles(
     """Role of each input of the forward, by its descriptor."""
     trained, roles = _with_gradient(graph), dict[Any, Role]()
     roots = [storage_root(value) for _, value in _results(graph) if isinstance(value, fx.Node)]
-    changed = [info.mutation_type is not MutationType.NOT_MUTATED for info in meta.input_info]
-    outside = _inputs(roots) | {
-        desc for desc, is_changed in zip(descs, changed, strict=True) if is_changed
-    }
+    outside = _inputs(roots) | _written(descs, meta)
     static = {descs[at] for at in meta.static_input_indices}
     for desc in descs:
         if isinstance(desc, d.PlainAOTInput):
             name, kind = example_roles[desc.idx].name, example_roles[desc.idx].kind
-        elif isinstance(desc, _DERIVED_INPUTS):
+        elif isinstance(desc, _ATTRIBUTES):
             name, kind = desc.expr(), Kind.INPUT
         else:
             continue
@@ -327,6 +334,17 @@ def _roles(
             kind = Kind.BUFFER if desc in static else Kind.INPUT
         roles[desc] = Role(kind, name)
     return roles
+
+
+def _written(descs: Sequence[Any], meta: Any) -> set[Any]:
+    """Descriptors of the inputs that the graph writes into."""
+    infos = zip(descs, meta.input_info, strict=True)
+    return {desc for desc, info in infos if info.mutation_type is not MutationType.NOT_MUTATED}
+
+
+def _positions(descs: Iterable[Any]) -> frozenset[int]:
+    """Positions of Dynamo's inputs with these descriptors."""
+    return frozenset([desc.idx for desc in descs if isinstance(desc, d.PlainAOTInput)])
 
 
 def _inputs(nodes: Iterable[Any]) -> set[Any]:

@@ -39,6 +39,7 @@ from autosplit.runtime.build import SplitOptions, dump_folder, split_capture
 from autosplit.runtime.check import checked
 from autosplit.runtime.dtensor_functions import DTensorFunctions
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
+from autosplit.runtime.input_overlap import OverlapCheck
 from autosplit.runtime.residuals import State
 from autosplit.torch_internals.distributed import refuse_sharded
 
@@ -193,6 +194,7 @@ class Compilation:
     ) -> None:
         self._frozen = frozen_parameters(example_inputs)
         roles = input_roles(input_sources(module), example_inputs, owner.name_of)
+        self._overlap: OverlapCheck | None = None  # an unsplit graph runs as written
         part = DynamoGraph(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
         self._run: Callable[..., Any]
         skip_mistraced_frames(module)
@@ -203,10 +205,16 @@ class Compilation:
             self._run = require_runnable(module)
         else:
             self._run = functions.capture.wrap(SplitCall(functions, part, owner))
+            if functions.capture.written:
+                names = [role.name for role in roles]
+                written, state = functions.capture.written, functions.capture.static
+                self._overlap = OverlapCheck(names, example_inputs, written, state)
         owner.add_graph(part)
 
     def __call__(self, *args: Any) -> Any:
         refuse_thawed(args, self._frozen)
+        if self._overlap is not None:
+            self._overlap.check(args)
         return self._run(*args)
 
 

@@ -19,7 +19,8 @@ from autosplit.runtime.in_flight import (
     MicrobatchState,
     StageBackward,
 )
-from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
+from autosplit.runtime.input_overlap import refuse_overlap
+from autosplit.runtime.refusals import refuse_dtensors
 from autosplit.runtime.residuals import State
 from autosplit.runtime.specializations import CallSignature, Specializations, flatten
 from autosplit.sharded import ShardedModule

@@ -3,7 +3,6 @@
 - Autocast around the backward. Autograd applies it to the operators of a backward, too: a product
   that the forward computed in float32 gets a gradient in bfloat16. A graph is captured before that
   is known, with its backward outside of autocast.
-- Inputs that share memory with an input into which the module writes.
 - DTensors between stages.
 """
 
@@ -21,7 +20,6 @@ from autosplit.errors import CaptureError, SplitError
 from autosplit.passes.analysis.operators import is_recomputed, overload
 from autosplit.passes.graph import Kind, source_line
 from autosplit.passes.subgraph import inner_calls
-from autosplit.runtime.residuals import State
 
 if TYPE_CHECKING:
     from .functions import SplitFunctions
@@ -113,30 +111,3 @@ def _is_floating(value: object) -> bool:
 def _dtypes(result: Any) -> list[torch.dtype | None]:
     results = result if isinstance(result, (tuple, list)) else [result]
     return [item.dtype if isinstance(item, Tensor) else None for item in results]
-
-
-def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:
-    """Refuse a call in which an input that the module writes into shares its storage.
-
-    The graph was captured as if no other input, parameter or buffer shared it. One tensor that is
-    several inputs was captured as one, and is accepted.
-
-    Raises:
-        SplitError: names the input, and the tensors that share its storage.
-    """
-    inputs = zip(functions.capture.inputs, leaves, strict=True)
-    tensors = [pair for pair in inputs if isinstance(pair[1], Tensor)]
-    owners: dict[int, dict[int, list[str]]] = {}
-    for kind in (tensors, {id(t): (n, t) for n, t in state.items()}.values()):
-        for name, tensor in kind:
-            storage = tensor.untyped_storage().data_ptr()
-            owners.setdefault(storage, {}).setdefault(id(tensor), []).append(name)
-    for sharing in owners.values():
-        names = [name for aliases in sharing.values() for name in aliases]
-        written = [name for name in names if name in functions.updated_inputs]
-        if written and len(sharing) > 1:
-            sharers = [name for name in names if name != written[0]]
-            raise SplitError(
-                f"the module writes into {written[0]}, which shares its memory with "
-                f"{', '.join(sharers)}; pass a clone"
-            )

@@ -32,9 +32,12 @@ def storage_of(tensor: Tensor) -> StorageKey:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is a tensor over one storage, and not one of a subclass."""
-    return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return type(value) in _PLAIN and value.layout is torch.strided
 
 
 class PlacedStorage(NamedTuple):

@@ -104,14 +104,51 @@ def test_the_input_has_its_new_value() -> None:
     assert x.tolist() == [[4.0] * 4] * 2
 
 
-def test_input_that_shares_memory() -> None:
-    """The graph was captured for inputs apart from each other."""
-    split = autosplit.split(layered(lambda m, x, y: m.linear(x.add_(1.0)) * y))
-    split(torch.zeros(3, 4), torch.zeros(3, 4))
-    rows = torch.zeros(4, 4)
-    expected = r"writes into args\[0\], which shares its memory with args\[1\]; pass a clone"
+def writes_first(module: Any, x: Tensor, y: Tensor) -> Tensor:
+    return module.linear(x.add_(1.0)) * y
+
+
+FACES = pytest.mark.parametrize("face", [autosplit.split, PartialModel], ids=["whole", "parts"])
+
+
+@FACES
+def test_written_input_that_shares_memory_in_a_later_call_is_refused(
+    face: Callable[[nn.Module], Any],
+) -> None:
+    split = face(layered(writes_first))
+    rows = torch.zeros(6, 4)
+    split(rows[:3], rows[3:])
+    expected = (
+        r"writes into (args\[0\]|x), which shares its memory with (args\[1\]|y); pass a clone"
+    )
     with pytest.raises(SplitError, match=expected):
-        split(rows[:3], rows[1:])
+        split(rows[:3], rows[2:5])
+
+
+@FACES
+def test_written_input_that_shares_memory_in_the_first_call(
+    face: Callable[[nn.Module], Any],
+) -> None:
+    rows = torch.randn(6, 4)
+
+    def drive(call: Any, _: nn.Module) -> list[Tensor]:
+        own = rows.clone()
+        for first, second in (own[:3], own[2:5]), (own[:3], own[3:]), (own[1:4], own[:3]):
+            call(first, second).sum().backward()
+        return [own]
+
+    assert_alike(layered(writes_first), drive, face=face)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_written_buffer_that_shares_memory_with_an_input_is_refused(moved: bool) -> None:
+    model = layered(lambda m, x: m.linear(x) * m.sum.add_(1.0), sum=nn.Buffer(torch.zeros(3, 4)))
+    split = PartialModel(model)
+    split(torch.zeros(3, 4))
+    if moved:
+        model.sum = nn.Buffer(torch.zeros(3, 4))
+    with pytest.raises(SplitError, match="writes into sum, which shares its memory with "):
+        split(model.sum[:])
 
 
 # --- custom operators that write into their arguments ---------------------------------------------
@@ -217,7 +254,7 @@ def windows(h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [own_strides, windows])
-@pytest.mark.parametrize("face", [autosplit.split, PartialModel], ids=["whole", "parts"])
+@FACES
 def test_kernel_with_other_strides_than_its_fake_is_refused(
     face: Callable[[nn.Module], Callable[[Tensor], Tensor]], make: Callable[[Tensor], Tensor]
 ) -> None:

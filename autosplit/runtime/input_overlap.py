@@ -1,0 +1,109 @@
+"""Refusals of calls in which an input that the module writes into shares memory with others.
+
+A graph is captured for inputs, parameters and buffers of separate memory. It would compute with the
+values from before a write that the module itself would read after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from autosplit.errors import SplitError
+from autosplit.runtime.residuals import State, is_plain
+from autosplit.torch_internals.memory_overlap import overlaps, spanned_bytes
+
+if TYPE_CHECKING:
+    from .functions import SplitFunctions
+
+
+def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:
+    """Refuse a call in which an input that the module writes into shares memory with others.
+
+    Args:
+        functions: the graphs of the call.
+        leaves: the flattened inputs.
+        state: parameters and buffers by name.
+
+    Raises:
+        SplitError: names the input, and the tensors that share its memory.
+    """
+    inputs = functions.capture.inputs
+    written = {inputs.index(name) for name in functions.updated_inputs}
+    _refuse([*inputs, *state], [*leaves, *state.values()], written)
+
+
+def _refuse(names: Sequence[str], values: Sequence[Any], written: Collection[int]) -> None:
+    """Refuse values of which a written one shares memory with others.
+
+    One tensor under several names was captured as one, and is accepted.
+    """
+    tensors = [*{id(value): value for value in values if is_plain(value)}.values()]
+    for group in overlaps(tensors):
+        members = {id(tensors[at]) for at in group}
+        sharing = [at for at, value in enumerate(values) if id(value) in members]
+        target = next((at for at in sharing if at in written), None)
+        if target is not None:
+            sharers = ", ".join(names[at] for at in sharing if at != target)
+            raise SplitError(
+                f"the module writes into {names[target]}, which shares its memory with {sharers}; "
+                "pass a clone"
+            )
+
+
+class OverlapCheck:
+    """Refuses calls of one of Dynamo's graphs whose written inputs share memory with others.
+
+    Parameters and buffers are inputs of such a graph, hundreds in some models. They are compared
+    with each other only after one of them has moved in memory, and otherwise with the other inputs.
+
+    Args:
+        names: names of the graph's inputs, for messages.
+        examples: inputs with which it was captured.
+        written: positions of the inputs that it writes into.
+        state: positions of the module's parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        examples: Sequence[Any],
+        written: Collection[int],
+        state: Collection[int],
+    ) -> None:
+        self._names, self._written = names, written
+        tensors = [at for at, value in enumerate(examples) if is_plain(value)]
+        self._state = [at for at in tensors if at in state]
+        self._inputs = [at for at in tensors if at not in state]
+        self._addresses: list[int] = []
+        self._longest = 0  # bytes of the longest tensor of the state
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Refuse these inputs if one that the graph writes into shares memory with others.
+
+        Raises:
+            SplitError: names the input, and the tensors that share its memory.
+        """
+        state: list[Tensor] = [values[at] for at in self._state]
+        addresses = [tensor.data_ptr() for tensor in state]
+        if addresses != self._addresses:
+            _refuse(self._names, values, self._written)
+            self._addresses = addresses
+            self._longest = max(map(spanned_bytes, state), default=0)
+            return
+        compared = [*self._inputs]
+        for at in self._inputs:
+            start = values[at].data_ptr()
+            first, end = start - self._longest, start + spanned_bytes(values[at])
+            compared += [
+                at
+                for at, address in zip(self._state, addresses, strict=True)
+                if first < address < end
+            ]
+        if len(compared) > 1:
+            compared = sorted({*compared})
+            written = [place for place, at in enumerate(compared) if at in self._written]
+            names = [self._names[at] for at in compared]
+            _refuse(names, [values[at] for at in compared], written)
