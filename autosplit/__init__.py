@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .pipelining import SplitPipelineStage
     from .planner import Plan, meta_model, partition
     from .report import write_timeline
+    from .runtime.options import SplitOptions
     from .splitting import split
     from .stage import Stage
 
@@ -46,6 +47,7 @@ __all__ = [
     "ScheduleError",
     "SplitError",
     "SplitModule",
+    "SplitOptions",
     "SplitPipelineStage",
     "Stage",
     "__version__",
@@ -68,6 +70,7 @@ _HOMES = {
     "PipelineTrainer": "autosplit.pipeline",
     "Plan": "autosplit.planner",
     "SplitModule": "autosplit.module",
+    "SplitOptions": "autosplit.runtime.options",
     "SplitPipelineStage": "autosplit.pipelining",
     "Stage": "autosplit.stage",
     "backward_weight": "autosplit.dynamo.pending_weights",

@@ -15,10 +15,9 @@ from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.dump import dump, report
 from autosplit.dynamo.fallback import Fallback
-from autosplit.passes import CollectiveCosts
-from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.input_overlap import refuse_overlap
+from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.specializations import Specializations, flatten
 from autosplit.torch_internals.autograd import in_transform, untraced
 from autosplit.torch_internals.distributed import (
@@ -106,16 +105,19 @@ class SplitModule(ModuleProxy):
     def __init__(
         self,
         model: nn.Module,
+        options: SplitOptions,
         *,
-        backend: str = "eager",
-        memory: str | int = "balanced",
-        overlap: CollectiveCosts | None = None,
-        fullgraph: bool = False,
-        max_graphs: int = 64,
-        max_pending: float = 1,
+        fullgraph: bool,
+        max_graphs: int,
+        max_pending: float,
     ) -> None:
         super().__init__(model)
-        self.__dict__["_options"] = SplitOptions(backend, memory, overlap=overlap)
+        if options.grad_dtype is not None:
+            raise SplitError(
+                f"grad_dtype={options.grad_dtype} has no effect in split, because autograd adds "
+                "gradients into .grad: leave it out, or use autosplit.Stage"
+            )
+        self.__dict__["_options"] = options
         if not isinstance(max_graphs, int) or max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs!r}")
         self.__dict__["_fullgraph"] = fullgraph

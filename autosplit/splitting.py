@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.autograd.module_proxy import refuse_proxies
-from autosplit.passes import CollectiveCosts
+from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
 
 from .errors import (
     BackendError,
@@ -29,12 +29,11 @@ def split(
     args: tuple[Any, ...] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    backend: str = "eager",
-    memory: str | int = "balanced",
-    overlap: CollectiveCosts | None = None,
+    options: SplitOptions | None = None,
     fullgraph: bool = False,
     max_graphs: int = 64,
     max_pending: float = 1,
+    **changes: Unpack[SplitArguments],
 ) -> SplitModule:
     """Split a model's backward into input gradients (I) and weight gradients (W).
 
@@ -53,25 +52,7 @@ def split(
             captured now; without, at its first call. A first call that builds submodules or fills
             caches runs by plain autograd, and the second call is captured.
         kwargs: example keyword inputs.
-        backend: how graphs run. ``"eager"`` runs operator by operator; results equal plain autograd
-            bit for bit where the same kernels run. ``"inductor"`` compiles graphs as
-            ``torch.compile`` does: faster, with other rounding, and other random numbers for the
-            same seed. Compiled code is cached on disk by torch.
-        memory: memory per microbatch, traded for time:
-
-            - ``"fast"``: no operator runs twice.
-            - ``"balanced"``: cheap operators are recomputed if that saves memory, for up to 2% of
-              the step's time. All weight gradients are deferred to W.
-            - ``"lean"``: like ``"balanced"``, but I computes the weight gradients that free the
-              most bytes per FLOP; at least 55% of the FLOPs remain for W.
-            - a number: the most bytes of deferred tensors per microbatch, between I and W. Tensors
-              that F saves, parameters and gradients do not count.
-
-            ``report()`` shows the bytes. A model that is split graph by graph (see ``fullgraph``)
-            supports ``"balanced"`` only.
-        overlap: costs of tensor parallelism's collectives, from ``measure_collectives``; None: an
-            estimate. While I waits for a collective, it computes weight gradients that fit into the
-            wait. Must be equal on all ranks.
+        options: how the model is split and its graphs run; None: the defaults.
         fullgraph: whether to refuse a model that one graph cannot contain. If False, such a model
             is split graph by graph under ``torch.compile``, and code between graphs runs by plain
             autograd; ``report()`` lists it with reasons.
@@ -80,6 +61,7 @@ def split(
             weight gradients, at least 1. Beyond it, the oldest are computed when a forward starts
             or a ``backward()`` ends. Each pending microbatch holds memory. Raise the bound, up to
             ``math.inf``, to choose yourself when ``backward_weight()`` runs.
+        changes: fields of ``SplitOptions`` by name, such as ``backend="inductor"``.
 
     Returns:
         a ``SplitModule`` that shares parameters, buffers and attributes with ``model``.
@@ -87,9 +69,10 @@ def split(
     Raises:
         CaptureError: with ``fullgraph``, the model cannot be captured for the example inputs; names
             the line.
-        SplitError: with ``fullgraph``, the graph cannot be split; the backend or the memory setting
-            is unknown; the memory budget cannot be met; ``max_graphs`` or ``max_pending`` is less
-            than 1; ``model`` is not a module; or the example inputs do not fit its forward.
+        SplitError: with ``fullgraph``, the graph cannot be split; an option has a wrong value; the
+            memory budget cannot be met; ``max_graphs`` or ``max_pending`` is less than 1; ``model``
+            is not a module; or the example inputs do not fit its forward.
+        TypeError: an option is unknown; lists the known ones.
         ShardedError: the model is sharded in a way that graphs cannot reproduce, or a parameter is
             a DTensor that cannot be trained.
         FailingCallError: the forward fails for the example inputs.
@@ -107,9 +90,7 @@ def split(
         )
     module = SplitModule(
         model,
-        backend=backend,
-        memory=memory,
-        overlap=overlap,
+        split_options(options, changes, ("fullgraph", "max_graphs", "max_pending")),
         fullgraph=fullgraph,
         max_graphs=max_graphs,
         max_pending=max_pending,

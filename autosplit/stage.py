@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, fx, nn
 
 from autosplit.autograd.module_proxy import refuse_proxies
-from autosplit.passes import CollectiveCosts
-from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     InFlightMicrobatches,
@@ -20,6 +18,7 @@ from autosplit.runtime.in_flight import (
     StageBackward,
     caller_storages,
 )
+from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
 from autosplit.runtime.residuals import State
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
@@ -88,9 +87,9 @@ class Stage:
 
     Raises:
         CaptureError: the module cannot be captured, or returns something other than tensors.
-        SplitError: the graph cannot be split; the backend or the memory setting is unknown; a
-            memory budget cannot be met; ``grad_dtype`` is not a floating-point dtype; or the
-            module is already split or compiled.
+        SplitError: the graph cannot be split; an option has a wrong value; a memory budget cannot
+            be met; or the module is already split or compiled.
+        TypeError: an option is unknown; lists the known ones.
         ShardedError: the module is sharded in a way that graphs cannot reproduce.
     """
 
@@ -103,11 +102,8 @@ class Stage:
         args: Sequence[Any],
         *,
         index: int = 0,
-        backend: str = "eager",
-        memory: str | int = "balanced",
-        grad_dtype: torch.dtype | None = None,
-        defer_whole_backward: bool = False,
-        overlap: CollectiveCosts | None = None,
+        options: SplitOptions | None = None,
+        **changes: Unpack[SplitArguments],
     ) -> None:
         """Capture ``module(*args)`` and split it. I returns gradients of inputs with
         ``requires_grad``.
@@ -118,16 +114,9 @@ class Stage:
                 ``BlockMask``, a dataclass). ``forward`` takes the same objects; everything in them
                 except tensors must equal the examples.
             index: position in the pipeline, for messages.
-            backend: how graphs run, see ``autosplit.split``.
-            memory: memory per microbatch, see ``autosplit.split``.
-            grad_dtype: dtype of the sums of weight gradients; None: the dtype of each gradient.
-                ``torch.float32`` sums bfloat16 gradients without rounding; ``publish`` rounds the
-                sum once, to the parameter's ``grad_dtype``.
-            defer_whole_backward: if no input needs a gradient, W is the whole backward and I
-                computes nothing. Set it for the first stage of a pipeline, because no other stage
-                waits for its I. If False, I computes the derivatives down to the earliest
-                parameters.
-            overlap: costs of collectives, see ``autosplit.split``.
+            options: how the module is split and its graphs run; None: the defaults. Set
+                ``defer_whole_backward`` for the first stage of a pipeline.
+            changes: fields of ``SplitOptions`` by name, such as ``backend="inductor"``.
 
         Raises:
             CaptureError, SplitError, ShardedError: see the class.
@@ -137,7 +126,7 @@ class Stage:
         self.module = module
         owner = f"stage {index}"
         _refuse_split(owner, module)
-        options = SplitOptions(backend, memory, defer_whole_backward, overlap)
+        options = split_options(options, changes, ["index"])
         self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
         self._graphs = StageSpecializations(
@@ -147,7 +136,7 @@ class Stage:
         self._steady: tuple[object, SplitFunctions, State] | None = None
         self._inputs: dict[int, RecomputableState] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
-        self._weights = StageBackward(owner, grad_dtype)
+        self._weights = StageBackward(owner, options.grad_dtype)
         self._offloadable = OffloadableStorages(owner, self._saved, self._weights.in_flight)
 
     def __repr__(self) -> str:

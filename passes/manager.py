@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -50,6 +50,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("split_backward", split_backward),
     Pass("overlap_collectives", overlap_collectives),
 )
+"""The passes that split a joint graph, in order."""
 
 
 def accumulating(name: str, module: fx.GraphModule, dtype: torch.dtype | None) -> fx.GraphModule:
@@ -84,6 +85,7 @@ def specialized(program: SplitGraphs, missing: frozenset[str]) -> SplitGraphs:
 def run(
     joint: fx.GraphModule,
     *,
+    passes: Sequence[Pass] = PASSES,
     memory: str | int | Memory = BALANCED.name,
     dump: pathlib.Path | None = None,
 ) -> SplitGraphs:
@@ -91,6 +93,7 @@ def run(
 
     Args:
         joint: a joint forward/backward graph with roles; it is changed in place.
+        passes: the passes, in order.
         memory: how bytes, time and waiting weight gradients are traded: a setting, a name of
             ``MEMORY`` or a budget in bytes, see ``memory_setting``.
         dump: folder that gets every stage of the pipeline as numbered readable files.
@@ -105,7 +108,7 @@ def run(
     verify(program, "capture")
     step = _Dump(dump)
     step.write("capture", program)
-    for entry in PASSES:
+    for entry in passes:
         sizes = _sizes(program)
         changed = entry.run(program)
         if not changed and _sizes(program) != sizes:

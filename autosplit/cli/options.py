@@ -20,7 +20,7 @@ from autosplit.errors import (
     SplitError,
 )
 from autosplit.planner.cuts import CapError
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import parse_size
 from autosplit.text.files import check_file, check_folder
 

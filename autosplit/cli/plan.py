@@ -24,7 +24,7 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
 from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.planner.meta_model import meta_model
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import few, milliseconds, size_text
 from autosplit.text.files import write_text
 from autosplit.text.progress import working
@@ -301,7 +301,7 @@ def plan(
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
     returns (model, args) or (model, args, kwargs).
     """
-    split = SplitOptions(backend, memory)
+    split = SplitOptions(backend=backend, memory=memory)
     model, args, kwargs, _ = meta_model(lambda: example_of(factory, overrides))
     batch = samples_of((args, kwargs)) if batch is None else batch
     speed = None

@@ -118,12 +118,12 @@ def example_of(spec: str, settings: Mapping[str, object]) -> Example:
     """
     result = call_factory(spec, settings)
     if isinstance(result, tuple) and len(result) in (2, 3, 4) and isinstance(result[0], nn.Module):
-        model, args, *others = result
-        kwargs = others.pop(0) if others and isinstance(others[0], Mapping) else {}
-        target = others.pop(0) if others and isinstance(others[0], Tensor | tuple) else ()
+        model, args, *rest = result
+        kwargs = rest.pop(0) if rest and isinstance(rest[0], Mapping) else {}
+        target = rest.pop(0) if rest and isinstance(rest[0], Tensor | tuple) else ()
         if isinstance(args, Mapping) and not kwargs:
             args, kwargs = (), args
-        if not others and all(isinstance(name, str) for name in kwargs):
+        if not rest and all(isinstance(name, str) for name in kwargs):
             return Example(
                 model, args if isinstance(args, tuple) else (args,), dict(kwargs), target
             )

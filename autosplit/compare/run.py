@@ -27,7 +27,7 @@ from autosplit.planner.costs import BlockOptions, ModelCosts, profile
 from autosplit.planner.cutting import device_of_trainer, on_all_ranks
 from autosplit.ranks.default_group import gather, process_group
 from autosplit.ranks.launch import launch
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import size_text, spread
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
@@ -183,7 +183,7 @@ class _Example(NamedTuple):
 def _measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCosts:
     """The costs of the whole model's blocks, measured on all ranks at once."""
     whole = WholeModel.capture(copy.deepcopy(model), inputs)
-    options = BlockOptions(SplitOptions(settings.backend), device=device_of_trainer())
+    options = BlockOptions(SplitOptions(backend=settings.backend), device=device_of_trainer())
     return on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
 
 

@@ -35,11 +35,12 @@ from autosplit.errors import CaptureError, SplitError
 from autosplit.passes import Kind, PassError, Role, SplitGraphs
 from autosplit.passes.analysis.operator_cost import weight_flops
 from autosplit.passes.graph import STATE, outputs, source_line
-from autosplit.runtime.build import SplitOptions, dump_folder, split_capture
+from autosplit.runtime.build import dump_folder, split_capture
 from autosplit.runtime.check import checked
 from autosplit.runtime.dtensor_functions import DTensorFunctions
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
 from autosplit.runtime.input_overlap import OverlapCheck
+from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.residuals import State
 from autosplit.torch_internals.distributed import refuse_sharded
 
@@ -229,7 +230,7 @@ def _functions(
     backend = backend_named(options.backend)
     traced = capture_graph(module, example_inputs, roles, backend.decompositions)
     functions_class = DTensorGraphFunctions if traced.shardings else GraphFunctions
-    graphs = split_capture(traced, backend, options.memory_policy, dump_folder(module))
+    graphs = split_capture(traced, backend, options, dump_folder(module))
     names = [role.name for role in roles]
 
     def call_plainly(state: State, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -275,7 +276,7 @@ class SplitCall:
         return [outputs[at] for at in self._order]
 
 
-_OPTIONS = ("backend", "max_pending")
+_OPTIONS = ("backend", "passes", "max_pending")
 
 
 class SplittingBackend:
@@ -322,9 +323,9 @@ def backend(
     Args:
         module: the graph.
         example_inputs: the inputs of the graph's first call.
-        options: ``{"backend": name, "max_pending": number}``, both optional: the backend of the
-            split graphs, and the limit for pending microbatches of each graph, see
-            ``autosplit.split``.
+        options: ``{"backend": name, "passes": tuple, "max_pending": number}``, all optional:
+            fields of ``autosplit.SplitOptions``, and the limit for pending microbatches of each
+            graph, see ``autosplit.split``.
 
     Raises:
         SplitError: an option or a backend is unknown; the message lists the known ones.

@@ -15,7 +15,7 @@ from torch import nn
 from autosplit.autograd.pending import PendingQueue
 from autosplit.device import GeneratorStates
 from autosplit.errors import AutosplitError, CaptureError, FailingCallError
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 
 if TYPE_CHECKING:
     from .partial_model import PartialModel

@@ -28,7 +28,7 @@ from autosplit.dump import dump
 from autosplit.dynamo.backend import DynamoGraph, SplittingBackend
 from autosplit.dynamo.pending_weights import ForwardCall
 from autosplit.errors import DeferralWarning, SplitError
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.specializations import calls_itself
 from autosplit.text.figures import few, short_source
 from autosplit.torch_internals.autograd import LeavesCache, has_gradient_hooks

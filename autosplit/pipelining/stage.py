@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import CaptureError, PipelineError
-from autosplit.passes import CollectiveCosts
-from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     InFlightMicrobatches,
@@ -20,6 +19,12 @@ from autosplit.runtime.in_flight import (
     StageBackward,
 )
 from autosplit.runtime.input_overlap import refuse_overlap
+from autosplit.runtime.options import (
+    OPTION_NAMES,
+    SplitArguments,
+    SplitOptions,
+    split_options,
+)
 from autosplit.runtime.refusals import refuse_dtensors
 from autosplit.runtime.residuals import State
 from autosplit.runtime.specializations import CallSignature, Specializations, flatten
@@ -43,6 +48,16 @@ from .step import StageStep
 T = TypeVar("T")
 
 _MAX_GRAPHS = 64
+
+
+class PipelineStageArguments(SplitArguments, total=False):
+    """Keyword arguments of ``SplitPipelineStage``: those of splitting, and of torch's stage."""
+
+    output_grads: Tensor | tuple[Tensor | None, ...] | None
+    input_grads: Tensor | tuple[Tensor | None, ...] | None
+    group: dist.ProcessGroup | None
+    dw_builder: Callable[[], Callable[..., None]] | None
+    get_mesh: Callable[..., Any] | None
 
 
 class SplitPipelineStage(RuntimeStage):
@@ -80,10 +95,8 @@ class SplitPipelineStage(RuntimeStage):
         input_args: Tensor | tuple[Tensor, ...] | None = None,
         output_args: Tensor | tuple[Tensor, ...] | None = None,
         *torch_args: Any,
-        backend: str = "eager",
-        memory: str | int = "balanced",
-        overlap: CollectiveCosts | None = None,
-        **torch_options: Any,
+        options: SplitOptions | None = None,
+        **keywords: Unpack[PipelineStageArguments],
     ) -> None:
         """Positional arguments are those of torch's stage, in its order.
 
@@ -96,23 +109,23 @@ class SplitPipelineStage(RuntimeStage):
                 sends shapes. Otherwise stages agree on shapes before the first microbatch.
             output_args: not used.
             torch_args: further arguments of torch's stage, in the order of its version.
-            backend: how graphs are run, see ``autosplit.split``.
-            memory: what one microbatch holds, see ``autosplit.split``.
-            overlap: the costs of collectives, see ``autosplit.split``.
-            torch_options: further arguments of torch's stage by name: ``group``, the process group
-                of the pipeline, by default all ranks; ``dw_builder``, which is called as torch
-                calls it: the runner that it returns runs after this stage's W, or after B.
-                Gradients and meshes among these arguments are not used.
+            options: how the module is split and its graphs run; None: the defaults.
+            keywords: fields of ``SplitOptions`` by name, and further arguments of torch's stage:
+                ``group``, the process group of the pipeline, by default all ranks; ``dw_builder``,
+                which is called as torch calls it: the runner that it returns runs after this
+                stage's W, or after B. Gradients and meshes among these arguments are not used.
 
         Raises:
             PipelineError: there is no process group.
-            SplitError: an unknown backend or memory setting; lists the known ones.
+            SplitError: an option has a wrong value.
             TypeError: an argument that torch's stage does not take.
         """
         del output_args  # part of torch's signature
         check_group()
         self.stage_index = stage_index  # the base class sets the module first
-        self._options = SplitOptions(backend, memory, defer_whole_backward=True, overlap=overlap)
+        torch_options: dict[str, Any] = {**keywords}
+        changes = {key: torch_options.pop(key) for key in OPTION_NAMES & torch_options.keys()}
+        self._options = split_options(options, changes).in_pipeline()
         # With example arguments, torch 2.11 would call the module.
         place = (submodule, stage_index, num_stages, torch.device(device), None, None)
         super().__init__(*place, *torch_args, **torch_options)
@@ -139,7 +152,7 @@ class SplitPipelineStage(RuntimeStage):
         self._submodule = module
         self._owner = f"stage {self.stage_index} ({type(self._module).__name__})"
         self._saved = InFlightMicrobatches(self._owner, "its forward")
-        self._weights = StageBackward(self._owner)
+        self._weights = StageBackward(self._owner, self._options.grad_dtype)
         self.sharding = ShardedModule(self._module)
         self._graphs = Specializations(
             self._module,
@@ -207,7 +220,7 @@ class SplitPipelineStage(RuntimeStage):
             refuse_dtensors(self._owner, self._module, functions)
             results.refuse_objects(self._owner)
         if functions.has_backward:
-            functions.compile(self._step.calls())
+            functions.compile(self._step.calls(), self._options.grad_dtype)
         return results
 
     def forward_one_chunk(

@@ -23,7 +23,7 @@ from autosplit.pipeline.engine.autocast import WithAutocast
 from autosplit.pipeline.engine.stage_memory import footprint
 from autosplit.planner.captured_model import WholeModel, device_of
 from autosplit.planner.meta_model import assign, named_tensors
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 from autosplit.stage import Stage
 
 _SMALL = 2**16  # bytes below which a tensor may as well have memory
@@ -257,9 +257,8 @@ def block_stage(
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
     if options.autocast is not None:
         module = WithAutocast(module, device, options.autocast)
-    split = replace(options.split, defer_whole_backward=True)  # as a trainer's
     try:
-        return Stage(module, inputs, index=first, **vars(split)), inputs
+        return Stage(module, inputs, index=first, options=options.split.in_pipeline()), inputs
     except (CaptureError, SplitError) as error:
         # The number is a block's, not that of a stage that the user knows.
         block = f"block {whole.blocks[first].name!r} of {type(whole.model).__name__}"

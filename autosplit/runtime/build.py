@@ -6,7 +6,6 @@ A module whose first call has side effects is called once before its capture.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pathlib
 import random
@@ -20,12 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autosplit.backends.backend import (
-    Backend,
-    backend_named,
-    check_backend,
-    collecting_new_objects_only,
-)
+from autosplit.backends.backend import Backend, backend_named, collecting_new_objects_only
 from autosplit.device import generators_kept
 from autosplit.errors import (
     CaptureError,
@@ -34,7 +28,7 @@ from autosplit.errors import (
     PythonStateError,
     SplitError,
 )
-from autosplit.passes import CollectiveCosts, Memory, PassError, SplitGraphs, memory_setting, run
+from autosplit.passes import PassError, SplitGraphs, run
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_unsupported_shardings
@@ -44,6 +38,7 @@ from .check import checked, plain_call
 from .compiled_graph import prepare_joint
 from .dtensor_functions import DTensorFunctions
 from .functions import SplitFunctions
+from .options import SplitOptions
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
@@ -59,41 +54,6 @@ Dimensions: TypeAlias = "dict[int, frozenset[int]]"
 """Position of an input leaf -> its dimensions whose sizes are left open."""
 
 _KINDS = {Tensor, nn.Parameter}
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitOptions:
-    """Options of passes and backend; ``autosplit.split`` documents each.
-
-    Attributes:
-        backend: how graphs run.
-        memory: memory per microbatch, a setting or a budget in bytes.
-        defer_whole_backward: whether W does the whole backward if no input needs a gradient, see
-            ``autosplit.Stage``.
-        overlap: costs of collectives; None: an estimate.
-
-    Raises:
-        SplitError: an unknown backend or memory setting; lists the known ones.
-    """
-
-    backend: str = "eager"
-    memory: str | int = "balanced"
-    defer_whole_backward: bool = False
-    overlap: CollectiveCosts | None = None
-
-    def __post_init__(self) -> None:
-        check_backend(self.backend)
-        try:
-            memory_setting(self.memory, collectives=self.overlap)
-        except PassError as error:
-            raise SplitError(str(error)) from None
-
-    @property
-    def memory_policy(self) -> Memory:
-        """The memory setting for the passes."""
-        return memory_setting(
-            self.memory, defer_whole_backward=self.defer_whole_backward, collectives=self.overlap
-        )
 
 
 def trace(
@@ -140,21 +100,21 @@ def trace(
     """
     refuse_sharded(module)
     refuse_unsupported_shardings(module)
-    compiler, setting = backend_named(options.backend), options.memory_policy
+    compiler = backend_named(options.backend)
     compiler.gathering = gathering
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = dump_folder(module)
         split = None
         # Which weight gradients I computes early depends on all blocks together.
-        if regions and not setting.allows_early_weight_grads:
-            split = partial(_split_block, compiler, setting, dump)
+        if regions and not options.memory_policy.allows_early_weight_grads:
+            split = partial(_split_block, compiler, options, dump)
         traced = _capture(module, args, kwargs, compiler, split, called, require_graph)
         try:
             functions_class = DTensorFunctions if traced.shardings else SplitFunctions
             make = checked(
                 functions_class, partial(plain_call, module, tree_flatten((args, kwargs))[1])
             )
-            functions = make(traced, split_capture(traced, compiler, setting, dump), compiler)
+            functions = make(traced, split_capture(traced, compiler, options, dump), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
@@ -164,7 +124,7 @@ def trace(
 
 def _split_block(
     compiler: Backend,
-    memory: Memory,
+    options: SplitOptions,
     dump: pathlib.Path | None,
     kind: str,
     block: nn.Module,
@@ -175,7 +135,7 @@ def _split_block(
     from autosplit.capture.joint_graph import capture
 
     traced = capture(block, args, kwargs, compiler.decompositions)
-    graphs = split_capture(traced, compiler, memory, dump and dump / kind)
+    graphs = split_capture(traced, compiler, options, dump and dump / kind)
     traced.guards.freeze()
     return traced, graphs
 
@@ -183,7 +143,7 @@ def _split_block(
 def split_capture(
     traced: Capture,
     compiler: Backend,
-    memory: Memory,
+    options: SplitOptions,
     dump: pathlib.Path | None = None,
 ) -> SplitGraphs:
     """Prepare a joint graph for a backend, and split it.
@@ -194,7 +154,7 @@ def split_capture(
     """
     prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
-        return run(traced.joint, memory=memory, dump=dump)
+        return run(traced.joint, passes=options.passes, memory=options.memory_policy, dump=dump)
 
 
 def _capture(

@@ -29,8 +29,9 @@ from autosplit.errors import (
     ShardedError,
     SplitError,
 )
-from autosplit.runtime.build import Dimensions, SplitOptions, trace, without_history
+from autosplit.runtime.build import Dimensions, trace, without_history
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import few
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from autosplit.errors import CaptureError, FailingCallError, SplitError
 from autosplit.passes.analysis.aliasing import overlaps_itself
-from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 

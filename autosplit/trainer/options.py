@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, Unpack, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +16,6 @@ from autosplit.device import has_streams
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.passes import CollectiveCosts
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
 from autosplit.pipeline.engine.stage_builder import SplitStage
@@ -24,6 +23,7 @@ from autosplit.pipeline.engine.stage_protocols import StageFactory
 from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.default_group import is_positive, process_count, wait_limit
+from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.tuning import first_schedule, usual_times
 
@@ -36,18 +36,15 @@ NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 """The treatment of a step whose gradients are not all finite."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class StageOptions:
     """How a trainer builds and compiles its stages.
 
     Attributes:
-        backend: the compiler of the stages' graphs, see ``autosplit.Stage``; None: ``"eager"``.
-        memory: what one microbatch keeps for its backward: a setting, or a budget in bytes, see
-            ``autosplit.split``; None: ``"balanced"``.
-        grad_dtype: the dtype in which weight gradients are summed, see ``autosplit.Stage``; None:
-            each parameter's dtype.
-        overlap: the costs of collectives inside stages, which the split then overlaps with weight
-            gradients, see ``autosplit.split``. It must be equal on all ranks.
+        options: how stages are split and their graphs run. Fields of ``SplitOptions`` may also be
+            passed by name, as in ``StageOptions(backend="inductor")``, and then replace those of
+            ``options``. None: the defaults, or the options of the plan.
+        changes: the fields passed by name, without ``options``; they replace those of the plan.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast; None: no autocast.
         shared_parameters: groups of (stage, name) that are one parameter of the model. Each group
             starts with the values of its first holder, and each holder gets the sum of the
@@ -55,24 +52,53 @@ class StageOptions:
             is cut, are found without this option.
         planning: further arguments of ``autosplit.partition`` for a whole model, such as
             ``{"costs": "estimate", "cut_at": ["layers.8"]}``. The trainer sets the others.
-        stage_factory: builds stages in place of ``autosplit.Stage``; excludes ``backend``,
-            ``memory``, ``grad_dtype`` and ``overlap``.
+        stage_factory: builds stages in place of ``autosplit.Stage``; excludes ``options``.
+
+    Raises:
+        SplitError: an option has a wrong value.
+        TypeError: an option is unknown; lists the known ones.
     """
 
-    backend: str | None = None
-    memory: str | int | None = None
-    grad_dtype: torch.dtype | None = None
-    overlap: CollectiveCosts | None = None
-    autocast: torch.dtype | None = None
-    shared_parameters: Sequence[Sequence[Holder]] = ()
-    planning: Mapping[str, Any] | None = None
-    stage_factory: StageFactory | None = None
+    options: SplitOptions | None
+    changes: Mapping[str, Any] = field(init=False)
+    autocast: torch.dtype | None
+    shared_parameters: Sequence[Sequence[Holder]]
+    planning: Mapping[str, Any] | None
+    stage_factory: StageFactory | None
+
+    def __init__(
+        self,
+        *,
+        options: SplitOptions | None = None,
+        autocast: torch.dtype | None = None,
+        shared_parameters: Sequence[Sequence[Holder]] = (),
+        planning: Mapping[str, Any] | None = None,
+        stage_factory: StageFactory | None = None,
+        **changes: Unpack[SplitArguments],
+    ) -> None:
+        values: dict[str, Any] = {
+            "autocast": autocast,
+            "shared_parameters": shared_parameters,
+            "planning": planning,
+            "stage_factory": stage_factory,
+        }
+        chosen = split_options(options, changes, ["options", *values])
+        values["options"] = chosen if options or changes else None
+        values["changes"] = {} if options else changes
+        self.__dict__.update(values)  # the class is frozen
 
     @property
-    def stage_arguments(self) -> dict[str, Any]:
-        """The arguments of ``autosplit.Stage`` that are not None."""
-        names = ("backend", "memory", "grad_dtype", "overlap")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    def split(self) -> SplitOptions:
+        """How stages are split."""
+        return self.options or SplitOptions()
+
+    def with_defaults(self, options: SplitOptions, autocast: torch.dtype | None) -> StageOptions:
+        """These options, with those of a plan where the user chose none."""
+        if self.options is None or self.changes:
+            options = replace(options, **self.changes)
+        else:
+            options = self.options
+        return replace(self, options=options, autocast=self.autocast or autocast)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +165,8 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
         choices = ", ".join(map(repr, get_args(NonFinite)))
         yield f"nonfinite must be one of {choices}; got {o.run.nonfinite!r}"
     wait_limit(o.run.timeout)
-    if o.stages.stage_factory is not None and (arguments := o.stages.stage_arguments):
+    if o.stages.stage_factory is not None and o.stages.options is not None:
+        arguments = o.stages.changes or {"options": o.stages.options}
         names = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         yield f"{names} has no effect together with stage_factory: pass one of the two"
     if o.mesh is not None and o.schedule.ranks is not None:
@@ -279,6 +306,7 @@ class TrainerOptions:
         """
         graph_options = ("memory", "overlap") if self.exchanges else ()
         factory_options = ("backend", "grad_dtype", *graph_options)
+        split = factory.options if isinstance(factory, SplitStage) else None
         return {
             "stages": stages.count,
             "microbatches": self.schedule.microbatches,
@@ -291,7 +319,8 @@ class TrainerOptions:
             "shared_parameters": [*map(list, shared_parameters)],
             "wiring": stages.wiring,
             "stage_factory": None if isinstance(factory, SplitStage) else "given",
-            **{name: getattr(factory, name, None) for name in factory_options},
+            "passes": split and [entry.name for entry in split.passes],
+            **{name: getattr(split, name, None) for name in factory_options},
         }
 
     def factory(self, *, cut: bool) -> StageFactory:
@@ -304,14 +333,11 @@ class TrainerOptions:
         Args:
             cut: whether the trainer has cut the stages from a whole model, which balances them for
                 such a W.
-
-        Raises:
-            SplitError: see ``SplitStage``.
         """
         if self.stages.stage_factory is not None:
             return self.stages.stage_factory
         defers = cut or self.schedule.weights != "2bp"
-        return SplitStage(**self.stages.stage_arguments, defer_whole_backward=defers)
+        return SplitStage(self.stages.split.in_pipeline(defers=defers))
 
 
 @contextlib.contextmanager

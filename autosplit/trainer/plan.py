@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts
 from autosplit.planner.cuts import Solution
 from autosplit.planner.cutting import Partition, cut_model
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import few, milliseconds, parse_size, size_text
 from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.trainer.options import StageOptions
@@ -164,18 +163,9 @@ class Plan(Partition):
             "schedule": self.schedule,
             "ranks": ranks,
             "memory_limit": self._memory_limit,
-            "stage_options": replace(
-                stage_options,
-                memory=_default(stage_options.memory, self._split.memory),
-                backend=_default(stage_options.backend, self._split.backend),
-                autocast=_default(stage_options.autocast, self._autocast),
-            ),
+            "stage_options": stage_options.with_defaults(self._split, self._autocast),
         }
         return PipelineTrainer(self, loss_fn, optimizer_fn, **{**arguments, **options})
-
-
-def _default(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _short(text: str) -> str:
@@ -262,7 +252,7 @@ def partition(
         if not split_backward:
             raise PlanError("memory_limit needs separate I and W: leave split_backward=False out")
     count = 2 * stages if microbatches is None else microbatches
-    options = BlockOptions(SplitOptions(backend, memory), _dtype(autocast))
+    options = BlockOptions(SplitOptions(backend=backend, memory=memory), _dtype(autocast))
     whole, solution = cut_model(
         model,
         args,

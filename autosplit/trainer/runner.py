@@ -107,7 +107,7 @@ class Runner:
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self._dataflow = StageDataflow(stages.count, stages.wiring)
-        grad_dtype = options.stages.grad_dtype
+        grad_dtype = options.stages.split.grad_dtype
         self.memory = RankMemory(model, groups, self._dataflow, device, store, grad_dtype)
         self._tuner: Tuner | None = None
         if options.tunes:

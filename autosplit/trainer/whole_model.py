@@ -13,7 +13,7 @@ from autosplit.errors import PipelineError, ShardedError
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 from autosplit.trainer.options import TrainerOptions
 from autosplit.trainer.stage_modules import (
     Partitioned,
@@ -91,7 +91,7 @@ def cut_whole_model(
     request = options.schedule
     first = options.schedule_for(count, len(options.layout(count).pipeline))
     factory = options.factory(cut=True)
-    split = factory.split if isinstance(factory, SplitStage) else SplitOptions()
+    split = factory.options if isinstance(factory, SplitStage) else SplitOptions()
     whole, solution = cut_model(
         model,
         example,

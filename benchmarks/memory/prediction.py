@@ -62,7 +62,9 @@ def _run(
         stages=RANKS,
         example=subject.example(),
         schedule=case["schedule"],
-        stage_options=StageOptions(planning={"costs": "estimate"}, memory=case.get("memory")),
+        stage_options=StageOptions(
+            planning={"costs": "estimate"}, memory=case.get("memory", "balanced")
+        ),
         run_options=RunOptions(timeout=300.0, split_backward=case.get("split_backward", True)),
     ) as trainer:
         early = trainer.predict_memory(batch).predicted

@@ -19,6 +19,7 @@ from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableStage
 from autosplit.ranks.groups import disconnect
+from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import spread
 from autosplit.torch_internals.state import distinct_storage_bytes
 from autosplit.trainer.trainer import PipelineTrainer
@@ -195,7 +196,7 @@ class Turns:
 
     def _factory(self, total: int) -> StageFactory:
         """Makes a stage of a module or finds the one that was made of it before."""
-        make = SplitStage(self._backend, "balanced")
+        make = SplitStage(SplitOptions(backend=self._backend).in_pipeline())
 
         def factory(module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
             if (total, index) not in self._stages:

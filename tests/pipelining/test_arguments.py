@@ -101,6 +101,17 @@ def test_a_builder_of_weight_updates_is_called_as_by_torch() -> None:
     assert run(SplitPipelineStage) == run(PipelineStage) != []
 
 
+@pytest.mark.usefixtures("alone")
+def test_sums_of_gradients_have_the_dtype_that_is_asked_for() -> None:
+    module, x, y = nn.Linear(4, 4).bfloat16(), torch.randn(8, 4).bfloat16(), torch.randn(8, 4)
+    stage = SplitPipelineStage(copy.deepcopy(module), 0, 1, CPU, grad_dtype=torch.float32)
+    ScheduleGPipe(stage, 4, loss_fn=mean_square).step(x, target=y)
+    total = torch.zeros(4, 4)
+    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+        total += torch.autograd.grad(mean_square(module(a), b), module.weight)[0]
+    assert torch.equal(stage.submod.weight.grad, (total / 4).bfloat16())
+
+
 @pytest.fixture
 def one_of_two() -> Iterator[None]:
     """Rank 0 of two, of which the other is not there."""

@@ -17,7 +17,7 @@ from autosplit.pipeline.engine.stage_memory import footprint
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, block_stage, estimate, profile
 from autosplit.planner.meta_model import meta_model
-from autosplit.runtime.build import SplitOptions
+from autosplit.runtime.options import SplitOptions
 from tests.zoo import mlp
 
 X = torch.zeros(4, 16)

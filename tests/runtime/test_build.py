@@ -11,7 +11,8 @@ from torch import nn
 import autosplit
 from autosplit import CaptureError, SplitError
 from autosplit.passes import PassError
-from autosplit.runtime.build import DUMP_VARIABLE, SplitOptions, trace
+from autosplit.runtime.build import DUMP_VARIABLE, trace
+from autosplit.runtime.options import SplitOptions
 from tests.zoo import SwiGLU
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.passes import CollectiveCosts
 from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, Dependence, TensorMeta
 from autosplit.pipeline.engine.stage_protocols import (
     StageFactory,
@@ -23,8 +22,7 @@ from autosplit.pipeline.engine.transport import Receive, arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
 from autosplit.ranks.groups import Groups
-from autosplit.runtime.build import SplitOptions
-from autosplit.runtime.gradient_accumulation import GradientSums
+from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.refusals import misfit
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import is_flat
@@ -32,30 +30,9 @@ from autosplit.torch_internals.pytree import is_flat
 
 @dataclass(frozen=True)
 class SplitStage:
-    """A ``StageFactory`` that makes an ``autosplit.Stage`` with these options.
+    """A ``StageFactory`` that makes an ``autosplit.Stage`` with these options."""
 
-    If a stage's inputs need no gradient, no other stage waits for its I, which would only delay the
-    forwards after it. With ``defer_whole_backward``, the W of such a stage is the whole backward.
-
-    Raises:
-        SplitError: an unknown backend or memory setting (lists the known), or a
-            ``grad_dtype`` that is not floating-point.
-    """
-
-    backend: str = "eager"
-    memory: str | int = "balanced"
-    grad_dtype: torch.dtype | None = None
-    defer_whole_backward: bool = True
-    overlap: CollectiveCosts | None = None
-
-    def __post_init__(self) -> None:
-        SplitOptions(self.backend, self.memory, overlap=self.overlap)
-        GradientSums(self.grad_dtype)
-
-    @property
-    def split(self) -> SplitOptions:
-        """The options with which each stage is split."""
-        return SplitOptions(self.backend, self.memory, self.defer_whole_backward, self.overlap)
+    options: SplitOptions
 
     def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
         """Make a stage for ``module(*args)``; see ``StageFactory``.
@@ -63,7 +40,7 @@ class SplitStage:
         Raises:
             PipelineError: the module returns neither a tensor nor a tuple of tensors.
         """
-        stage = Stage(module, args, index=index, **vars(self))
+        stage = Stage(module, args, index=index, options=self.options)
         if not is_flat(spec := stage.functions.capture.output_spec):
             raise unsupported_output(index, spec.type)
         return stage

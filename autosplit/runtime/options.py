@@ -1,0 +1,135 @@
+"""``SplitOptions``: how a module is split and how its graphs run, in one place for all callers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict
+
+import torch
+
+from autosplit.backends.backend import check_backend
+from autosplit.errors import SplitError
+from autosplit.passes import PASSES, CollectiveCosts, Memory, Pass, PassError, memory_setting
+
+from .gradient_accumulation import check_grad_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions:
+    """How a module is split, and how its graphs run.
+
+    ``split``, ``Stage``, ``SplitPipelineStage`` and ``StageOptions`` take such options as a whole,
+    as ``options``, and its fields by name, which then replace those of ``options``::
+
+        lean = autosplit.SplitOptions(backend="inductor", memory="lean")
+        model = autosplit.split(model, options=lean)
+        model = autosplit.split(model, backend="inductor", memory="lean")  # the same
+
+    Attributes:
+        backend: how graphs run. ``"eager"`` runs operator by operator; results equal plain autograd
+            bit for bit where the same kernels run. ``"inductor"`` compiles graphs as
+            ``torch.compile`` does: faster, with other rounding, and other random numbers for the
+            same seed. Compiled code is cached on disk by torch.
+        memory: memory per microbatch, traded for time:
+
+            - ``"fast"``: no operator runs twice.
+            - ``"balanced"``: cheap operators are recomputed if that saves memory, for up to 2% of
+              the step's time. All weight gradients are deferred to W.
+            - ``"lean"``: like ``"balanced"``, but I computes the weight gradients that free the
+              most bytes per FLOP; at least 55% of the FLOPs remain for W.
+            - a number: the most bytes of deferred tensors per microbatch, between I and W. Tensors
+              that F saves, parameters and gradients do not count.
+
+            A model that is split graph by graph supports ``"balanced"`` only.
+        grad_dtype: dtype of the sums of weight gradients; None: the dtype of each gradient.
+            ``torch.float32`` sums bfloat16 gradients without rounding; the sum is rounded once, to
+            the parameter's ``grad_dtype``. For stages: ``split`` refuses it, because autograd adds
+            into ``.grad``.
+        defer_whole_backward: if no input needs a gradient, W is the whole backward and I computes
+            nothing, as no other stage waits for its I. If False, I computes the derivatives down to
+            the earliest parameters. None: True for stages of a pipeline, unless
+            ``weights="2bp"``; False for ``split`` and ``Stage``.
+        overlap: costs of tensor parallelism's collectives, from ``measure_collectives``; None: an
+            estimate. While I waits for a collective, it computes weight gradients that fit into the
+            wait. Must be equal on all ranks.
+        passes: the passes that split the joint graph, in order; ``autosplit.passes.PASSES`` with
+            passes of your own, such as ``(*PASSES, mine)``. Must be equal on all ranks.
+
+    Raises:
+        SplitError: an unknown backend or memory setting (lists the known ones), a ``grad_dtype``
+            that is not floating-point, or ``passes`` that are not a tuple of ``Pass``.
+    """
+
+    backend: str = "eager"
+    memory: str | int = "balanced"
+    grad_dtype: torch.dtype | None = None
+    defer_whole_backward: bool | None = None
+    overlap: CollectiveCosts | None = None
+    passes: tuple[Pass, ...] = PASSES
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        check_grad_dtype(self.grad_dtype)
+        try:
+            memory_setting(self.memory)
+        except PassError as error:
+            raise SplitError(str(error)) from None
+        is_tuple = isinstance(self.passes, tuple)
+        if not (is_tuple and all(isinstance(entry, Pass) for entry in self.passes)):
+            raise SplitError(
+                "passes must be a tuple of autosplit.passes.Pass, such as "
+                f'(*PASSES, Pass("name", function)); got {self.passes!r}'
+            )
+
+    @property
+    def memory_policy(self) -> Memory:
+        """The memory setting for the passes."""
+        defers = bool(self.defer_whole_backward)
+        return memory_setting(self.memory, defer_whole_backward=defers, collectives=self.overlap)
+
+    def in_pipeline(self, *, defers: bool = True) -> SplitOptions:
+        """The options of a pipeline's stage: ``defer_whole_backward`` is ``defers``, unless the
+        user chose it.
+        """
+        if self.defer_whole_backward is not None:
+            return self
+        return replace(self, defer_whole_backward=defers)
+
+
+class SplitArguments(TypedDict, total=False):
+    """The fields of ``SplitOptions`` as keyword arguments, for signatures that editors and type
+    checkers complete. A test compares the two.
+    """
+
+    backend: str
+    memory: str | int
+    grad_dtype: torch.dtype | None
+    defer_whole_backward: bool | None
+    overlap: CollectiveCosts | None
+    passes: tuple[Pass, ...]
+
+
+OPTION_NAMES = frozenset(field.name for field in fields(SplitOptions))
+
+
+def split_options(
+    options: SplitOptions | None, changes: Mapping[str, Any], call_names: Sequence[str] = ()
+) -> SplitOptions:
+    """The options of a call that takes them as a whole and by name.
+
+    Args:
+        options: the options as a whole; None: the defaults.
+        changes: fields by name, which replace those of ``options``.
+        call_names: names of the call's further options, for the message.
+
+    Raises:
+        TypeError: an unknown name, as from any Python function; lists the known ones.
+        SplitError: a wrong value, see ``SplitOptions``.
+    """
+    if unknown := changes.keys() - OPTION_NAMES:
+        names = ", ".join(sorted([*OPTION_NAMES, *call_names]))
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}; known options: {names}")
+    if not isinstance(options, SplitOptions | None):
+        raise SplitError(f"options must be a SplitOptions; got a {type(options).__name__}")
+    return replace(options or SplitOptions(), **changes)
