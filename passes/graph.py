@@ -347,20 +347,24 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), NUMBERS)
 
 
-def with_concrete_sizes(value: Any) -> Any:
+def with_concrete_sizes(value: Any, size: Callable[[Any], int] = concrete) -> Any:
     """Replace symbolic sizes: a tensor by one without data and with concrete sizes, a symbolic
     number by a number, also inside containers. Other values stay as they are.
+
+    Args:
+        value: the value of a node.
+        size: returns the number for a symbolic one; by default that of the example inputs.
     """
     match value:
         case torch.Tensor():
             if is_fixed(value):
                 return value
-            sizes = [concrete(size) for size in value.shape]
+            sizes = [size(length) for length in value.shape]
             return torch.empty(sizes, dtype=value.dtype, device="meta")
         case torch.SymInt():
-            return concrete(value)
+            return size(value)
         case torch.SymFloat() | torch.SymBool():
             return 0  # no count depends on it
         case list() | tuple():
-            return type(value)(with_concrete_sizes(item) for item in value)
+            return type(value)(with_concrete_sizes(item, size) for item in value)
     return value

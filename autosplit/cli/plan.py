@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from autosplit.compare.example import example_of, resized, samples_of
 from autosplit.errors import PlanError, ScheduleError
-from autosplit.mesh.costs import DeviceSpeed, measure_device
+from autosplit.mesh.costs import DataSheet, DeviceSpeed, data_sheet, measure_device
 from autosplit.pipeline.builders.build import SCHEDULES, ScheduleRequest, unknown_schedule
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.captured_model import WholeModel
@@ -199,41 +199,7 @@ _CALL = 5e-6  # the least seconds of a kernel
 _LATENCY = 1e-5  # seconds of a message between two devices
 
 
-_DATA_SHEET = (
-    "Expected two numbers of a data sheet, the TFLOPS of matrix products and the GB/s of memory, "
-    "such as --device 989 3350 for an H100"
-)
-
-
-def _data_sheet(text: str) -> float:
-    """A positive number.
-
-    Raises:
-        ValueError: says what the option takes.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if value > 0:
-        return value
-    raise ValueError(f"{text!r} is not a positive number. {_DATA_SHEET}")
-
-
-class _PlanCommand(click.Command):
-    """The command; says which two numbers ``--device`` takes if the second is missing."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.BadOptionUsage as error:
-            if error.option_name != "--device":
-                raise
-            text = f"{error.message} {_DATA_SHEET}"
-            raise click.BadOptionUsage(error.option_name, text, error.ctx) from error
-
-
-@click.command(cls=_PlanCommand)
+@click.command()
 @click.argument("factory")
 @setting
 @backend
@@ -251,10 +217,8 @@ class _PlanCommand(click.Command):
 @click.option("--estimate", "estimated", is_flag=True, help="From FLOPs and bytes, not measured.")
 @click.option(
     "--device",
-    nargs=2,
-    type=Read("FIGURE", _data_sheet),
-    metavar="TFLOPS GB/S",
-    help="Plan for this device, by two figures of its data sheet.",
+    type=Read("DEVICE", data_sheet),
+    help="Plan for this device: h100, or TFLOPS and GB/s of its data sheet, as 989,3350.",
 )
 @click.option(
     "--link",
@@ -291,7 +255,7 @@ def plan(
     limit: int | None,
     link: float | None,
     estimated: bool,
-    device: tuple[float, float] | None,
+    device: DataSheet | None,
     seconds: float,
     optimizer_state: float,
     rows: int,
@@ -306,7 +270,9 @@ def plan(
     batch = samples_of((args, kwargs)) if batch is None else batch
     speed = None
     if device is not None:
-        speed = DeviceSpeed(_REACHED * 1e12 * device[0], _REACHED * 1e9 * device[1], _CALL)
+        speed = DeviceSpeed(
+            _REACHED * 1e12 * device.teraflops, _REACHED * 1e9 * device.gigabytes_per_second, _CALL
+        )
     elif estimated:
         speed = measure_device()
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

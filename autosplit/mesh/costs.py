@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autosplit.errors import PlanError, SplitError
+from autosplit.errors import AutosplitError, PlanError, SplitError
 from autosplit.passes import CollectiveCosts
 from autosplit.passes.analysis.operator_cost import balance
 from autosplit.torch_internals.distributed import all_reduce_sum
@@ -62,6 +63,47 @@ class DeviceSpeed:
             moved: bytes that it reads and writes.
         """
         return max(self.call, flops / self.flops_per_second, moved / self.bytes_per_second)
+
+
+class DataSheet(NamedTuple):
+    """Peak rates of a device: teraflops of matrix products, and gigabytes per second of memory."""
+
+    teraflops: float
+    gigabytes_per_second: float
+
+
+DATA_SHEETS = {
+    "a100": DataSheet(312, 2039),
+    "h100": DataSheet(989, 3350),
+    "h200": DataSheet(989, 4800),
+    "b200": DataSheet(2250, 8000),
+    "l40s": DataSheet(362, 864),
+    "mi300x": DataSheet(1307, 5300),
+}
+"""By device, the rates of its maker's data sheet: products of 16 bits without sparsity."""
+
+
+def data_sheet(text: str, error: type[AutosplitError] = PlanError) -> DataSheet:
+    """Return the rates of a device.
+
+    Args:
+        text: a name of ``DATA_SHEETS``, or teraflops and gigabytes per second, as in
+            ``"989,3350"``.
+        error: the type of error to raise.
+
+    Raises:
+        AutosplitError: of that type, if the text is neither.
+    """
+    if (sheet := DATA_SHEETS.get(text.lower())) is not None:
+        return sheet
+    with contextlib.suppress(ValueError, TypeError):
+        sheet = DataSheet(*map(float, text.split(",")))
+        if all(0.0 < rate < math.inf for rate in sheet):
+            return sheet
+    raise error(
+        f"expected one of {', '.join(DATA_SHEETS)}, or teraflops of matrix products and gigabytes "
+        f"per second of memory, such as 989,3350 for an H100; got {text!r}"
+    )
 
 
 def measure_device(

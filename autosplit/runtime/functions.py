@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.analysis.operator_cost import flops
 from autosplit.passes.analysis.operators import may_draw
 from autosplit.passes.errors import UnknownSizeError
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
@@ -212,6 +213,7 @@ class SplitFunctions:
         twin._key, twin._size = key, size
         twin._resized = {}  # a shared dictionary would contain the twin itself
         twin.__dict__.pop("output_specs", None)
+        twin.__dict__.pop("flops", None)
         twin.tangent_specs = twin._tangent_specs()
         return twin
 
@@ -440,6 +442,13 @@ class SplitFunctions:
         pairs = outputs(self._graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
         values = {role.name: getattr(value, "meta", {}).get("val") for role, value in pairs}
         return self._specs({name: v for name, v in values.items() if isinstance(v, Tensor)})
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of the forward and the backward of one call, recomputation
+        excluded: matrix products, attention and convolutions.
+        """
+        return sum(flops(node, self._size) for node in inner_calls(self._graphs.joint.graph))
 
     @cached_property
     def caller_memory(self) -> list[tuple[int, int | None]]:

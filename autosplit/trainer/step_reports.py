@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.mesh.dimensions import RankLayout
+from autosplit.pipeline.engine.stage_builder import traced
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -19,26 +18,14 @@ from autosplit.ranks.session import RankSession
 from autosplit.trainer.batches import Batch
 from autosplit.trainer.options import Record, TrainerOptions, check_record
 from autosplit.trainer.runner import Runner
-
-
-@dataclass
-class StepFigures:
-    """The figures of a trainer's last step.
-
-    Attributes:
-        losses: the loss of each microbatch; None before the first step, and if the step did not
-            wait for them.
-        norm: the norm of the model's gradient; None if it is not computed.
-        seconds: the time of the step.
-        bounds: the first start and the last end of the actions that the pipeline recorded.
-        skipped: the number of steps whose gradients were dropped so far.
-    """
-
-    losses: Tensor | None = None
-    norm: float | None = None
-    seconds: float = 0.0
-    bounds: tuple[float, float] = (0.0, 0.0)
-    skipped: int = 0
+from autosplit.trainer.step_metrics import (
+    StepFigures,
+    batch_counts,
+    device_peak,
+    learning_rates,
+    peak_rate,
+    whole_mesh,
+)
 
 
 class StepReports(RankSession):
@@ -51,6 +38,8 @@ class StepReports(RankSession):
     """
 
     _runner: Runner  # set when the modules are built
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
 
     def __init__(self, layout: RankLayout, options: TrainerOptions, device: torch.device) -> None:
         self._figures = StepFigures()
@@ -89,26 +78,60 @@ class StepReports(RankSession):
         """
         return self._figures.norm
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(
+        self,
+        *,
+        tokens: int | None = None,
+        peak_flops: float | str | None = None,
+        mesh: bool = False,
+    ) -> dict[str, float]:
         """Metrics of the last ``step`` (or ``forward_backward``), for a logger.
 
-        Not collective: one rank may call it alone. It adds no cost to a step. A ``step_async`` has
-        metrics with ``max_grad_norm`` or ``nonfinite="skip"``, which know its losses before its
-        optimizer moves; ``seconds`` is then the time of the call.
+        One rank may call it alone, unless ``mesh`` is set. It adds no cost to a step. A
+        ``step_async`` has metrics with ``max_grad_norm`` or ``nonfinite="skip"``, which know its
+        losses before its optimizer moves; ``seconds`` is then the time of the call.
+
+        Args:
+            tokens: the number of tokens in this pipeline's batch; None: the elements of the first
+                tensor of integers among its inputs.
+            peak_flops: the peak FLOP/s of a device, or its name, such as ``"h100"``, for ``mfu``.
+            mesh: whether to combine the metrics of all ranks: rates are summed, times and bytes are
+                the largest, others are means. Then the call is collective.
 
         Returns:
-            Numbers by name. ``loss``: the mean over the batch. ``seconds``: the time of the step,
-            with the optimizer. ``samples_per_s``: samples per second of this pipeline.
-            ``grad_norm``: only with ``max_grad_norm``. ``skipped``: the number of steps that
-            ``nonfinite="skip"`` has dropped so far, only with it. ``idle``: the share of forward
-            and backward in which this rank computed nothing, equal to
-            ``timeline().bubble_ratio(rank)``; only with ``record``. ``peak_memory``: the most bytes
-            that this rank held; only with ``record="memory"``.
+            Numbers by name; of this rank and its pipeline, unless ``mesh`` is set:
+
+            - ``loss``: the mean over the batch.
+            - ``seconds``: the time of the step, with the optimizer.
+            - ``samples_per_s``, ``tokens_per_s``: of this pipeline's batch.
+            - ``flops_per_s``: floating-point operations of this rank's stages, forward and
+              backward, per second; recomputation does not count.
+            - ``mfu``: ``flops_per_s`` over ``peak_flops``, the model FLOPs utilisation of PaLM
+              (arXiv 2204.02311), Appendix B; only with ``peak_flops``.
+            - ``grad_norm``: only with ``max_grad_norm``.
+            - ``skipped``: the number of steps that ``nonfinite="skip"`` has dropped so far.
+            - ``lr``: the learning rate; ``lr/0``, ``lr/1`` ... where parameter groups differ.
+            - ``idle``: the share of forward and backward in which this rank computed nothing, equal
+              to ``timeline().bubble_ratio(rank)``; only with ``record``.
+            - ``peak_memory``: the most bytes that this rank held; only with ``record="memory"``.
+            - ``device_peak_memory``: the most bytes that the allocator of an accelerator has held.
 
         Raises:
-            PipelineError: there was no step yet, or the last one was a ``step_async`` that did
-                not wait for the losses.
+            PipelineError: there was no step yet, the last one was a ``step_async`` that did not
+                wait for the losses, or ``peak_flops`` is unknown.
         """
+        peak = None if peak_flops is None else peak_rate(peak_flops)
+        metrics = self._local_metrics(tokens)
+        if peak is not None and "flops_per_s" in metrics:
+            metrics["mfu"] = metrics["flops_per_s"] / peak
+        if not mesh:
+            return metrics
+        with self._guard.during("gathering metrics"):
+            rows = self._groups.everybody.gather(metrics)
+        return whole_mesh(rows, len(self._groups.layout.pipelines))
+
+    def _local_metrics(self, tokens: int | None) -> dict[str, float]:
+        """Compute the metrics of this rank."""
         step, memory = self._runner.memory.step, self._runner.memory.recorder
         figures, seconds = self._figures, self._figures.seconds
         if figures.losses is None or step is None:
@@ -118,20 +141,24 @@ class StepReports(RankSession):
                 "returns the losses"
             )
         metrics = {"loss": figures.losses.mean().item(), "seconds": seconds}
-        rows = (meta.shape[0] for meta in step.metas.values() if meta.shape)
-        if (samples := next(rows, None)) is not None:
-            metrics["samples_per_s"] = samples / seconds
+        for name, count in batch_counts(step.metas, tokens).items():
+            metrics[f"{name}_per_s"] = count / seconds
+        stages = traced(self.stages)
+        if len(stages) == len(self.stages):
+            flops = sum(stage.functions.flops for stage in stages.values())
+            metrics["flops_per_s"] = flops * self.schedule.microbatches / seconds
         if figures.norm is not None:
             metrics["grad_norm"] = figures.norm
         if self._drops_nonfinite:
             metrics["skipped"] = float(figures.skipped)
+        metrics |= learning_rates(self.optimizer)
         if self._runner.spans:
             spans = tuple(self._runner.spans)
             timeline = Timeline(self._groups.ranks, spans, bounds=figures.bounds)
             metrics["idle"] = timeline.bubble_ratio(self.rank)
         if memory is not None:
             metrics["peak_memory"] = float(max(band.total for band in memory.bands()))
-        return metrics
+        return metrics | device_peak(self.device)
 
     def timeline(self) -> Timeline:
         """The timeline of all ranks' actions in the last step; collective.

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,9 +72,13 @@ def _of_grouped_product(first: Any, second: Any, *_: Any, out_val: Any, **option
 _FORMULAS = {torch.ops.aten._grouped_mm: _of_grouped_product}  # not in torch's table
 
 
-def flops(node: fx.Node) -> int:
+def flops(node: fx.Node, size: Callable[[Any], int] = concrete) -> int:
     """Floating-point operations of a node, as ``torch.utils.flop_counter`` counts them: matrix
     products, attention and convolutions, and also grouped products. Other operators count 0.
+
+    Args:
+        node: the node.
+        size: returns the number for a symbolic size; by default that of the example inputs.
     """
     op = overload(node)
     packet: Any = None if op is None else op.overloadpacket
@@ -82,9 +86,10 @@ def flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg(
-        (node.args, dict(node.kwargs)), lambda n: with_concrete_sizes(n.meta.get("val"))
+        (node.args, dict(node.kwargs)), lambda n: with_concrete_sizes(n.meta.get("val"), size)
     )
-    return int(formula(*args, **kwargs, out_val=with_concrete_sizes(node.meta.get("val"))))
+    result = with_concrete_sizes(node.meta.get("val"), size)
+    return int(formula(*args, **kwargs, out_val=result))
 
 
 def traffic(node: fx.Node) -> int:

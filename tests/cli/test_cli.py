@@ -161,7 +161,7 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     model, inputs = planned_models.factory()
     plan = partition(model, inputs, **arguments | {"ranks": 1})
     assert json.loads(json.dumps(plan.arguments)) == arguments | {"ranks": 1}
-    assert run(f"{narrow} --link 1e-6 --device 989 3350 --optimizer-state 0").exit_code == 0
+    assert run(f"{narrow} --link 1e-6 --device 989,3350 --optimizer-state 0").exit_code == 0
     later = json.loads(figures.read_text())
     assert later["predicted_step"] > other["predicted_step"] + 0.2
     assert max(later["peak_memory"]) < max(other["peak_memory"])
@@ -193,16 +193,16 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
         assert "measuring" not in result.output
         return float(json.loads(figures.read_text())["predicted_step"])
 
-    assert step("--device 989 3350") < step("--device 989 3350 --link 1e-6")
-    assert step("--device 1e-3 1") > step("--device 989 3350")
+    assert step("--device 989,3350") < step("--device 989,3350 --link 1e-6")
+    assert step("--device 1e-3,1") > step("--device 989,3350")
     assert step("--estimate") < step("--estimate --link 1e-6")
     assert (
         "links take no time (give their bandwidth as --link)" in run(f"{command} --estimate").output
     )
     assert "links take no time" not in run(f"{command} --estimate --link 1").output
     for options, text in (
-        ("--device h100 1", "'h100' is not a positive number. Expected two numbers of a data"),
-        ("--device h100", "requires 2 arguments. Expected two numbers of a data sheet"),
+        ("--device h101", "expected one of a100, h100, h200, b200, l40s, mi300x, or teraflops"),
+        ("--device 989", "such as 989,3350 for an H100; got '989'"),
         ("--link string", "'string' is not a valid float range"),
     ):
         result = run(f"{command} {options}")

@@ -28,7 +28,17 @@ def test_metrics_of_a_step() -> None:
         result = trainer.metrics()
         assert (result["loss"], result["grad_norm"]) == (loss, trainer.grad_norm)
         assert result["samples_per_s"] * result["seconds"] == pytest.approx(SAMPLES)
-        assert not {"idle", "peak_memory"} & result.keys()
+        assert not {"idle", "peak_memory", "tokens_per_s", "mfu"} & result.keys()
+        # Each Linear: F, the input gradient and the weight gradient; stage 0's input needs none.
+        assert result["flops_per_s"] * result["seconds"] == pytest.approx(
+            5 * 2 * SAMPLES * WIDTH * WIDTH
+        )
+        assert result["lr"] == 1e-3
+        result = trainer.metrics(tokens=320, peak_flops="h100", mesh=True)
+        assert result["tokens_per_s"] * result["seconds"] == pytest.approx(320)
+        assert result["mfu"] == result["flops_per_s"] / 989e12
+        with pytest.raises(PipelineError, match=r"expected one of a100, h100.*got 'h101'"):
+            trainer.metrics(peak_flops="h101")
         trainer.record = "memory"
         trainer.step(batch)
         result, memory = trainer.metrics(), trainer.memory()

@@ -1,0 +1,120 @@
+"""Metrics of a training step: rates, FLOP/s, utilisation, idle time, memory, learning rates."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import PipelineError
+from autosplit.mesh.costs import data_sheet
+from autosplit.trainer.batch_agreement import Metas
+
+
+@dataclass
+class StepFigures:
+    """The figures of a trainer's last step.
+
+    Attributes:
+        losses: the loss of each microbatch; None before the first step, and if the step did not
+            wait for them.
+        norm: the norm of the model's gradient; None if it is not computed.
+        seconds: the time of the step.
+        bounds: the first start and the last end of the actions that the pipeline recorded.
+        skipped: the number of steps whose gradients were dropped so far.
+    """
+
+    losses: Tensor | None = None
+    norm: float | None = None
+    seconds: float = 0.0
+    bounds: tuple[float, float] = (0.0, 0.0)
+    skipped: int = 0
+
+
+def batch_counts(metas: Metas, tokens: int | None = None) -> dict[str, int]:
+    """Count a batch's ``samples`` and ``tokens``, as far as it has them.
+
+    Args:
+        metas: shapes and dtypes of the batch's tensors, by path.
+        tokens: the number of tokens, if the caller knows it; None: the elements of the first
+            tensor of integers among the inputs, such as token ids.
+    """
+    counts = {}
+    samples = (meta.shape[0] for meta in metas.values() if meta.shape)
+    if (count := next(samples, None)) is not None:
+        counts["samples"] = count
+    if tokens is None:
+        integers = (
+            math.prod(meta.shape)
+            for path, meta in metas.items()
+            if path.startswith("inputs") and _holds_integers(meta.dtype)
+        )
+        tokens = next(integers, None)
+    if tokens is not None:
+        counts["tokens"] = tokens
+    return counts
+
+
+def _holds_integers(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def peak_rate(device: float | str) -> float:
+    """Peak floating-point operations per second.
+
+    Args:
+        device: the number, or the name of a device in ``mesh.costs.DATA_SHEETS``.
+
+    Raises:
+        PipelineError: an unknown name, or no positive number.
+    """
+    if isinstance(device, str):
+        return 1e12 * data_sheet(device, PipelineError).teraflops
+    if not 0.0 < device < math.inf:
+        raise PipelineError(f"peak_flops must be a positive number or a name, got {device!r}")
+    return float(device)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """``lr``, or ``lr/0``, ``lr/1`` ... for an optimizer with several parameter groups."""
+    rates = [float(g["lr"]) for g in (optimizer.param_groups if optimizer else ()) if "lr" in g]
+    if len({*rates}) == 1:
+        return {"lr": rates[0]}
+    return {f"lr/{number}": rate for number, rate in enumerate(rates)}
+
+
+def device_peak(device: torch.device) -> dict[str, float]:
+    """``device_peak_memory``: the most bytes that torch's allocator has held on an accelerator."""
+    if device.type == "cpu":
+        return {}
+    statistic = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return {} if statistic is None else {"device_peak_memory": float(statistic(device))}
+
+
+def whole_mesh(rows: Sequence[Mapping[str, float]], pipelines: int) -> dict[str, float]:
+    """Combine the metrics of all ranks.
+
+    Args:
+        rows: by rank.
+        pipelines: the number of replicas of the pipeline.
+
+    Returns:
+        Samples and tokens per second are summed over the replicas, FLOP/s over all ranks. Times,
+        norms and bytes are the largest of any rank; losses, utilisations and idle shares are means.
+    """
+    summed_by = {"samples_per_s": len(rows) / pipelines, "tokens_per_s": len(rows) / pipelines}
+    summed_by["flops_per_s"] = 1.0
+    combined = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if name in row]
+        if name in summed_by:
+            combined[name] = sum(values) / summed_by[name]
+        elif name in ("loss", "mfu", "idle") or name.startswith("lr"):
+            combined[name] = statistics.fmean(values)
+        else:
+            combined[name] = max(values)
+    return combined
