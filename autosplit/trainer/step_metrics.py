@@ -36,7 +36,7 @@ class StepFigures:
 
 
 def batch_counts(metas: Metas, tokens: int | None = None) -> dict[str, int]:
-    """Count a batch's ``samples`` and ``tokens``, as far as it has them.
+    """Count a batch's ``"samples"`` and ``"tokens"``, as far as it has them.
 
     Args:
         metas: shapes and dtypes of the batch's tensors, by path.
@@ -80,7 +80,7 @@ def peak_rate(device: float | str) -> float:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
-    """``lr``, or ``lr/0``, ``lr/1`` ... for an optimizer with several parameter groups."""
+    """``"lr"``, or ``"lr/0"``, ``"lr/1"`` ... for an optimizer with several parameter groups."""
     rates = [float(g["lr"]) for g in (optimizer.param_groups if optimizer else ()) if "lr" in g]
     if len({*rates}) == 1:
         return {"lr": rates[0]}
@@ -88,7 +88,7 @@ def learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
 
 
 def device_peak(device: torch.device) -> dict[str, float]:
-    """``device_peak_memory``: the most bytes that torch's allocator has held on an accelerator."""
+    """``"device_peak_memory"``: the most bytes that torch's allocator has held on an accelerator."""
     if device.type == "cpu":
         return {}
     statistic = getattr(torch.get_device_module(device), "max_memory_allocated", None)

@@ -94,27 +94,27 @@ class StepReports(RankSession):
         Args:
             tokens: the number of tokens in this pipeline's batch; None: the elements of the first
                 tensor of integers among its inputs.
-            peak_flops: the peak FLOP/s of a device, or its name, such as ``"h100"``, for ``mfu``.
+            peak_flops: the peak FLOP/s of a device, or its name, such as ``"h100"``, for ``"mfu"``.
             mesh: whether to combine the metrics of all ranks: rates are summed, times and bytes are
                 the largest, others are means. Then the call is collective.
 
         Returns:
             Numbers by name; of this rank and its pipeline, unless ``mesh`` is set:
 
-            - ``loss``: the mean over the batch.
-            - ``seconds``: the time of the step, with the optimizer.
-            - ``samples_per_s``, ``tokens_per_s``: of this pipeline's batch.
-            - ``flops_per_s``: floating-point operations of this rank's stages, forward and
+            - ``"loss"``: the mean over the batch.
+            - ``"seconds"``: the time of the step, with the optimizer.
+            - ``"samples_per_s"``, ``"tokens_per_s"``: of this pipeline's batch.
+            - ``"flops_per_s"``: floating-point operations of this rank's stages, forward and
               backward, per second; recomputation does not count.
-            - ``mfu``: ``flops_per_s`` over ``peak_flops``, the model FLOPs utilisation of PaLM
+            - ``"mfu"``: ``"flops_per_s"`` over ``peak_flops``, the model FLOPs utilisation of PaLM
               (arXiv 2204.02311), Appendix B; only with ``peak_flops``.
-            - ``grad_norm``: only with ``max_grad_norm``.
-            - ``skipped``: the number of steps that ``nonfinite="skip"`` has dropped so far.
-            - ``lr``: the learning rate; ``lr/0``, ``lr/1`` ... where parameter groups differ.
-            - ``idle``: the share of forward and backward in which this rank computed nothing, equal
+            - ``"grad_norm"``: only with ``max_grad_norm``.
+            - ``"skipped"``: the number of steps that ``nonfinite="skip"`` has dropped so far.
+            - ``"lr"``: the learning rate; ``"lr/0"``, ``"lr/1"`` ... where parameter groups differ.
+            - ``"idle"``: the share of forward and backward in which this rank computed nothing, equal
               to ``timeline().bubble_ratio(rank)``; only with ``record``.
-            - ``peak_memory``: the most bytes that this rank held; only with ``record="memory"``.
-            - ``device_peak_memory``: the most bytes that the allocator of an accelerator has held.
+            - ``"peak_memory"``: the most bytes that this rank held; only with ``record="memory"``.
+            - ``"device_peak_memory"``: the most bytes that the allocator of an accelerator has held.
 
         Raises:
             PipelineError: there was no step yet, the last one was a ``step_async`` that did not
