@@ -88,7 +88,7 @@ def learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
 
 
 def device_peak(device: torch.device) -> dict[str, float]:
-    """``"device_peak_memory"``: the most bytes that torch's allocator has held on an accelerator."""
+    """``"device_peak_memory"``: the most bytes that an accelerator's allocator has held."""
     if device.type == "cpu":
         return {}
     statistic = getattr(torch.get_device_module(device), "max_memory_allocated", None)

@@ -111,10 +111,10 @@ class StepReports(RankSession):
             - ``"grad_norm"``: only with ``max_grad_norm``.
             - ``"skipped"``: the number of steps that ``nonfinite="skip"`` has dropped so far.
             - ``"lr"``: the learning rate; ``"lr/0"``, ``"lr/1"`` ... where parameter groups differ.
-            - ``"idle"``: the share of forward and backward in which this rank computed nothing, equal
-              to ``timeline().bubble_ratio(rank)``; only with ``record``.
+            - ``"idle"``: the share of forward and backward in which this rank computed nothing,
+              equal to ``timeline().bubble_ratio(rank)``; only with ``record``.
             - ``"peak_memory"``: the most bytes that this rank held; only with ``record="memory"``.
-            - ``"device_peak_memory"``: the most bytes that the allocator of an accelerator has held.
+            - ``"device_peak_memory"``: the most bytes that an accelerator's allocator has held.
 
         Raises:
             PipelineError: there was no step yet, the last one was a ``step_async`` that did not
