@@ -13,7 +13,8 @@ import click
 from autosplit.cli.options import Assigned, Listed, typed_errors
 from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE, check_dimensions
-from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.builders.build import SCHEDULES, ScheduleRequest
+from autosplit.pipeline.preparation import prepare_schedule
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.validation.communicators import Programs, Sharing, stuck
@@ -45,7 +46,8 @@ def read_schedule(
     """
     if source in SCHEDULES and ranks is not None:
         stages = ranks * (SCHEDULES[source].chunks or 2)
-        return build(source, stages, microbatches or 2 * ranks, ranks=ranks), None
+        request = ScheduleRequest(source, microbatches or 2 * ranks, ranks)
+        return prepare_schedule(request, stages).schedule, None
     if not Path(source).is_file():
         raise ScheduleError(
             f"{source!r} is neither a file nor, with --mesh {PIPELINE}=..., one of the schedules "

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.build import ScheduleRequest
+from autosplit.pipeline.preparation import prepare_schedule
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
@@ -143,7 +144,8 @@ class _Search:
             return self._solutions[firsts]
         stages = self._stages(firsts)
         seconds = [stage.times for stage in stages]
-        schedule = replace(self._request.build(self._count, seconds), crosses_step=False)
+        prepared = prepare_schedule(self._request, self._count, seconds)
+        schedule = replace(prepared.schedule, crosses_step=False)
         sent = {at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)}
         links = replace(self._links, message_bytes=sent)
         costs = Costs(

@@ -20,6 +20,7 @@ from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
 from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.engine.stage_protocols import StageFactory
+from autosplit.pipeline.preparation import prepare_schedule
 from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.default_group import is_positive, process_count, wait_limit
@@ -288,7 +289,7 @@ class TrainerOptions:
             with as_pipeline_error():
                 request = replace(self.schedule, ranks=ranks)
                 request.check_fits(stages)
-            schedule = request.build(stages, usual_times(stages))
+            schedule = prepare_schedule(request, stages, usual_times(stages)).schedule
         self._refuse(schedule)
         return schedule
 

@@ -33,10 +33,9 @@ from autosplit.pipeline.engine.stage_protocols import ForwardStage, TrainableSta
 from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.moves import has_moves
-from autosplit.pipeline.schedule.routes import StageDataflow, pairs_of, routes_of
+from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.playing import recv_posting_order
+from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.pipeline.simulation.simulate import Span, window_of
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
@@ -248,12 +247,11 @@ class Runner:
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
         """Build a plan's executor, which runs stages by a schedule; collective over all ranks."""
-        groups = self._groups
-        groups.connect(pairs_of(schedule, self._dataflow))
-        routes = routes_of(schedule, self._dataflow)[groups.rank]
-        posts = recv_posting_order(schedule, self._dataflow)[groups.rank]
+        groups, prepared = self._groups, PreparedSchedule(schedule, self._dataflow)
+        groups.connect(prepared.pairs)
+        routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = None
-        if has_moves(schedule):
+        if prepared.moves:
             moves = Moves(stages, schedule, groups, self._device, self._store)
         loss_grad = None
         if stages is plan.stages:

@@ -17,7 +17,6 @@ from autosplit.pipeline.schedule.schedule import (
     check_counts,
     check_size,
 )
-from autosplit.pipeline.validation.validate import validate
 from autosplit.text.figures import nearest
 
 from .families import SCHEDULES, Family
@@ -266,16 +265,16 @@ class ScheduleRequest:
         """The schedule's name."""
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
-    def build(self, stages: int, times: Sequence[StageTimes]) -> Schedule:
-        """Build the schedule.
+    def build(self, stages: int, times: Sequence[StageTimes] | None) -> Schedule:
+        """Build the schedule; ``prepare_schedule`` also checks it.
 
         Args:
             stages: number of stages.
-            times: (F, I, W) of each; used by schedules that fill waits with Ws.
+            times: (F, I, W) of each; used by schedules that fill waits with Ws. None: F = I = W.
 
         Raises:
-            ScheduleError: ``pipeline.build`` refuses the options; or the given ``Schedule`` is
-                illegal, or for other counts.
+            ScheduleError: ``pipeline.build`` refuses the options; or the given ``Schedule`` is for
+                other counts.
         """
         if isinstance(self.schedule, str):
             return build(
@@ -288,7 +287,6 @@ class ScheduleRequest:
                 times=times if self._uses_times else None,
             )
         self.check_fits(stages)
-        validate(self.schedule)
         return self.schedule
 
     def check_fits(self, stages: int) -> None:

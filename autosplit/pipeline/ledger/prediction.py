@@ -19,11 +19,10 @@ from autosplit.pipeline.schedule.routes import (
     incoming_messages,
     outgoing_messages,
     result_of,
-    routes_of,
 )
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.playing import recv_posting_order
+from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.stage import Stage
 
 from .call_memory import CallMemory
@@ -180,8 +179,8 @@ def message_levels(
         boundaries: shapes of the tensors between stages.
         borrowed: by stage of this rank, positions of outputs whose memory counts elsewhere.
     """
-    posts = recv_posting_order(schedule, dataflow)[rank]
-    routes = routes_of(schedule, dataflow)[rank]
+    prepared = PreparedSchedule(schedule, dataflow)
+    posts, routes = prepared.recv_posts[rank], prepared.routes[rank]
     coming = {peer: deque(messages) for peer, messages in routes.receives.items()}
     source = {message: peer for peer, messages in routes.receives.items() for message in messages}
     sent: dict[int, deque[StageMessage]] = defaultdict(deque)

@@ -10,23 +10,21 @@ here exists there between ranks of one pipeline, so a cycle here is a cycle ther
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
-from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
+from autosplit.pipeline.schedule.moves import waited_departures
 from autosplit.pipeline.schedule.routes import (
-    Routes,
     StageDataflow,
     incoming_messages,
     outgoing_messages,
     result_of,
-    routes_of,
     sender_and_receiver,
 )
 from autosplit.pipeline.schedule.schedule import DEPARTURES, LANES, Action, ActionKind, Schedule
-from autosplit.pipeline.simulation.playing import recv_posting_order
+from autosplit.pipeline.simulation.prepared import PreparedSchedule
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
 
@@ -222,14 +220,9 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
         schedule: a legal one.
         dimensions: the mesh dimensions with several ranks.
     """
-    dataflow = StageDataflow(schedule.stages)
-    moves = find_moves(schedule)
-    return {
-        rank: _EngineRank(schedule, rank, routes, posts, moves, dimensions).run()
-        for rank, (routes, posts) in enumerate(
-            zip(routes_of(schedule, dataflow), recv_posting_order(schedule, dataflow), strict=True)
-        )
-    }
+    prepared = PreparedSchedule(schedule, StageDataflow(schedule.stages))
+    ranks = range(len(schedule.ranks))
+    return {rank: _EngineRank(prepared, rank, dimensions).run() for rank in ranks}
 
 
 class _EngineRank(Host):
@@ -237,20 +230,20 @@ class _EngineRank(Host):
 
     def __init__(
         self,
-        schedule: Schedule,
+        prepared: PreparedSchedule,
         rank: int,
-        routes: Routes,
-        posts: Mapping[Action, Sequence[int]],
-        moves: Iterable[ActivationMove],
         dimensions: Collection[str],
     ) -> None:
+        schedule = prepared.schedule
         super().__init__(rank, schedule.placement, "edge", dimensions)
-        self._schedule, self._routes, self._posts = schedule, routes, posts
-        self._receives = {peer: deque(messages) for peer, messages in routes.receives.items()}
+        self._schedule, self._routes = schedule, prepared.routes[rank]
+        self._posts = prepared.recv_posts[rank]
+        receives = self._routes.receives
+        self._receives = {peer: deque(messages) for peer, messages in receives.items()}
         self._retired = Counter[int]()
         self._moves: dict[int, int] = {}
         self._needs = defaultdict(list, waited_departures(schedule.ranks[rank]))
-        for move in moves:
+        for move in prepared.moves:
             if move.rank == rank:
                 self._needs[move.comes].append(move.leaves)
                 self._needs[move.used].append(move.comes)
