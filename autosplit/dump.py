@@ -31,7 +31,7 @@ _TITLES = {
 }
 
 
-def report(functions: SplitFunctions, title: str) -> str:
+def graph_tables(functions: SplitFunctions, title: str) -> str:
     """Tables of the graphs and of the boundary between I and W."""
     graphs = functions.graphs
     parts = [

@@ -13,7 +13,7 @@ from autosplit.autograd.delivery import Delivery, ShardedDelivery, ShardedQueue
 from autosplit.autograd.function import WeightAnchor, hooks_text, run_split
 from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.pending import PendingBound, PendingQueue
-from autosplit.dump import dump, report
+from autosplit.dump import dump, graph_tables
 from autosplit.dynamo.fallback import Fallback
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.input_overlap import refuse_overlap
@@ -266,12 +266,12 @@ class SplitModule(ModuleProxy):
         """Drop all pending weight gradients. ``.grad`` keeps what was accumulated before, and what
         other losses have added since.
         """
-        self._queue.discard()
+        self._queue.discard_all()
 
     @property
     def pending(self) -> int:
         """The number of microbatches whose weight gradients are not computed yet."""
-        return self._queue.pending
+        return self._queue.pending_count
 
     @property
     def max_pending(self) -> float:
@@ -316,7 +316,7 @@ class SplitModule(ModuleProxy):
     ) -> SplitFunctions:
         leaves, structure = flatten(args, kwargs)
         functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
-        functions.compile()
+        functions.compile_calls()
         return functions
 
     def report(self) -> str:
@@ -336,7 +336,7 @@ class SplitModule(ModuleProxy):
         if unsplit and not self._graphs.captured:
             return "\n\n".join(unsplit)
         hooks = hooks_text(self.unsplit.named_parameters())
-        tables = report(self._graphs.latest, type(self.unsplit).__name__)
+        tables = graph_tables(self._graphs.latest, type(self.unsplit).__name__)
         static = [
             f"A graph is captured for each combination of input sizes: {reason}"
             for reason in self._graphs.static_because

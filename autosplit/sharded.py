@@ -174,7 +174,7 @@ class ShardedModule:
         """The present version counter of each sharded parameter."""
         return [count for group in self.groups for count in group.writes]
 
-    def check(self, writes: Writes) -> None:
+    def check_writes(self, writes: Writes) -> None:
         """Refuse a backward if sharded parameters were written since the forward.
 
         Args:

@@ -269,7 +269,7 @@ class Stage:
             self._inputs[microbatch] = recomputable
         else:
             state = MicrobatchState(functions, result.saved, module_state, storages)
-            self._saved.put(microbatch, state)
+            self._saved.add_state(microbatch, state)
         return result.outputs[: len(self._outputs)]
 
     def recompute(self, microbatch: int) -> None:
@@ -294,7 +294,7 @@ class Stage:
             self.sharding.unshard()
         storages = caller_storages(state.inputs)
         saved = state.recompute()
-        self._saved.put(
+        self._saved.add_state(
             microbatch, MicrobatchState(state.functions, saved, state.module_state, storages)
         )
 
@@ -311,7 +311,7 @@ class Stage:
         Raises:
             SplitError: the microbatch is neither between F and its backward nor between I and W.
         """
-        return self._offloadable.of(microbatch, kept)
+        return self._offloadable.of_microbatch(microbatch, kept)
 
     def detach_held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
         """Remove the tensors that ``held`` returns from the microbatch, and return them.
@@ -358,7 +358,7 @@ class Stage:
         """
         state = self._take(microbatch)
         if not state.functions.has_backward:
-            self._weights.in_flight.put(microbatch, state)
+            self._weights.in_flight.add_state(microbatch, state)
             return self._no_gradients(output_grads)
         storages = state.caller_storages | caller_storages(output_grads)
         state = state._replace(caller_storages=storages)
@@ -432,7 +432,7 @@ class Stage:
             SplitError: an unknown call; lists the known ones.
             BackendError: the backend cannot compile a graph.
         """
-        self.functions.compile(calls, self.grad_dtype)
+        self.functions.compile_calls(calls, self.grad_dtype)
 
     def publish(self) -> None:
         """Add ``gradients`` to the parameters' ``.grad``, forget them, and call the hooks of
@@ -466,7 +466,7 @@ class Stage:
                 f"stage {self.index}: microbatch {microbatch} kept its inputs only; call "
                 f"recompute({microbatch}) before its backward"
             )
-        state = self._saved.take(microbatch)
+        state = self._saved.remove_state(microbatch)
         if self._sharded and state.functions.has_backward:
             self.sharding.unshard()
         return state
@@ -476,7 +476,7 @@ class Stage:
         reduction.
         """
         if any(group.converts_gradients for group in self.sharding.groups):
-            self._weights.sums.publish()
+            self._weights.sums.add_to_parameters()
             self.sharding.accumulate()
 
     def _output_grads(

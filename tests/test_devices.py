@@ -124,7 +124,7 @@ def test_residuals_are_taken_on_the_stream_of_who_takes_it(
     layout = BoundaryLayout(("a",))
     layout.on_streams = True
     residuals = Residuals(layout, [tensor], ())
-    received = (residuals.duplicate() if again else residuals).take()
+    received = (residuals.duplicate() if again else residuals).take_arguments()
     followed.assert_called_once()
     stream, tensors = followed.call_args.args
     assert stream is built

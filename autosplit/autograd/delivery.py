@@ -82,13 +82,13 @@ class Delivery:
         if len(works) > 1 or work.skipped:
             leaves = None
         if leaves is not None and len({*homes}) == len(homes):  # the common case
-            grads = work.gradients()
+            grads = work.compute_gradients()
             with _SLOT_LOCK:
                 add_gradients(leaves, grads, work.graph.borrowed, homes)
             return
         gradients: dict[int, tuple[Tensor, Tensor, bool]] = {}
         for work in works:
-            work_grads = work.gradients()
+            work_grads = work.compute_gradients()
             names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
             for name, grad in zip(names, work_grads, strict=True):
                 leaf = None if name in work.skipped else work.state.get(name)
@@ -114,7 +114,7 @@ def weight_gradients(work: PendingWork) -> list[Tensor | None]:
     """
     graph = work.graph
     with without_autocast():
-        named = zip(graph.parameter_names, work.gradients(), graph.borrowed, strict=True)
+        named = zip(graph.parameter_names, work.compute_gradients(), graph.borrowed, strict=True)
     return [None if n in work.skipped else g.clone() if copied else g for n, g, copied in named]
 
 
@@ -169,7 +169,7 @@ class ShardedDelivery(Delivery):
         self, microbatches: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]
     ) -> None:
         queue = self.queue() if self.queue is not None else None
-        ends = queue is not None and not queue.pending
+        ends = queue is not None and not queue.pending_count
         super().deliver(microbatches, slots)
         if ends:
             with _sums_in_grad(slots):
@@ -179,7 +179,7 @@ class ShardedDelivery(Delivery):
         for work in works:
             # If W reads parameters, they must have the values that the forward read.
             if self._reads_parameters(work):
-                self.sharded.check(work.writes)
+                self.sharded.check_writes(work.writes)
         super()._add(works, slots)
         self.sharded.accumulate()
 

@@ -200,7 +200,7 @@ class Split(torch.autograd.Function):
         if ctx.watched:
             refuse_partial_gradients(ctx.watched)
         if is_autocast():
-            functions.autocast_guard.check()
+            functions.autocast_guard.check_autocast()
         arrived = list(output_grads)
         del output_grads
         functions, (skipped, idle, _) = functions.for_gradients(arrived)
@@ -209,7 +209,7 @@ class Split(torch.autograd.Function):
         if ctx.packed:
             saved.restore_tensors(ctx.saved_tensors)
         if anchor.sharded is not None:
-            anchor.sharded.check(ctx.writes)
+            anchor.sharded.check_writes(ctx.writes)
         with without_autocast():
             grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd distinguishes no gradient from a gradient of zeros

@@ -72,7 +72,7 @@ class LazyGradient(Tensor):
             lazy, target = args[0], pending_slot(args[0])
             if target is not None and not isinstance(args[1], LazyGradient):
                 slot, parameter = target
-                slot.add(parameter, args[1], **kwargs)
+                slot.accumulate_now(parameter, args[1], **kwargs)
                 return lazy
         with outside_dispatch():
             args, kwargs = _with_real_gradients((args, kwargs))
@@ -313,7 +313,7 @@ class GradientSlot:
                 "Call optimizer.zero_grad() and repeat the step"
             ) from self.failure
 
-    def add(self, parameter: Tensor, gradient: Tensor, alpha: float = 1) -> None:
+    def accumulate_now(self, parameter: Tensor, gradient: Tensor, alpha: float = 1) -> None:
         """Accumulate a gradient that was not deferred, times ``alpha``."""
         gradient = gradient if alpha == 1 else gradient.mul(alpha)
         with _SLOT_LOCK:

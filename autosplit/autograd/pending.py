@@ -95,7 +95,7 @@ class PendingWork:
             return self.leaves
         return [parameter for _, parameter in self.named_parameters()]
 
-    def gradients(self) -> Sequence[Tensor]:
+    def compute_gradients(self) -> Sequence[Tensor]:
         """Run W.
 
         Returns:
@@ -233,7 +233,7 @@ class PendingQueue:
         self._register_step_hook()
 
     @property
-    def pending(self) -> int:
+    def pending_count(self) -> int:
         """Number of pending microbatches."""
         if self.microbatches:
             self.sweep()
@@ -362,7 +362,7 @@ class PendingQueue:
         @untraced
         def compute(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             queue = reference()
-            if queue is not None and (queue.thread or queue.pending):
+            if queue is not None and (queue.thread or queue.pending_count):
                 stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 if not stepped.isdisjoint(map(id, queue.parameters())):
                     queue.compute()
@@ -379,7 +379,7 @@ class PendingQueue:
 
         Do nothing if a thread is computing.
         """
-        if self.thread is None and self.pending > waiting:
+        if self.thread is None and self.pending_count > waiting:
             self.bound.early += self.compute(leave=waiting)
 
     def compute(self, microbatches: int | None = None, *, leave: float = 0) -> int:
@@ -458,7 +458,7 @@ class PendingQueue:
                     if slot.armed and parameter.grad is None:  # else another thread computed it
                         parameter.grad = slot.lazy
 
-    def discard(self) -> None:
+    def discard_all(self) -> None:
         """Forget all pending work and restore every ``.grad``."""
         with self._computing, _SLOT_LOCK:
             self.microbatches.clear()
@@ -496,9 +496,9 @@ class PendingQueue:
         works = self.works()
         for work in works:
             work.drop(parameters)
-        self.forget([work for work in works if not work.parameters])
+        self.remove([work for work in works if not work.parameters])
 
-    def forget(self, works: Collection[PendingWork]) -> None:
+    def remove(self, works: Collection[PendingWork]) -> None:
         """Remove work from the queue, without running it."""
         with _SLOT_LOCK:
             for key, queued in [*self.microbatches.items()]:

@@ -284,7 +284,7 @@ def capture_graph(
         tuple(outputs),
         traced.out_spec,
         DynamosGuards(),
-        shardings={names.of(desc): sharding for desc, sharding in sharding_by_desc.items()},
+        shardings={names.role_of(desc): sharding for desc, sharding in sharding_by_desc.items()},
         sizes=sizes or None,
         input_roles=input_roles,
         results=results,

@@ -321,7 +321,7 @@ class Guards:
                 return False
         return True
 
-    def name_of(self, constant: Tensor) -> str | None:
+    def constant_path(self, constant: Tensor) -> str | None:
         """Path by which the forward reads a constant; None for a constant that tracing made."""
         for code, tensor in self._constants:
             if tensor is constant:

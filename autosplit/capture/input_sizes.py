@@ -109,7 +109,7 @@ class InputSizes:
                 open_dimensions.setdefault(leaf, []).append(at)
         return open_dimensions
 
-    def key(self, leaves: Sequence[Any]) -> tuple[int, ...]:
+    def size_key(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """Key of a call: calls with equal keys have equal sizes."""
         return tuple(self._read(leaves).values())
 

@@ -318,7 +318,9 @@ def _traced(
     traced = trace_joint(module, exported, example_inputs, decompositions)
     inputs = _input_names(*example_inputs)
     roles = ModuleRoles(canonical_names(module), inputs, traced.names)
-    sharding_by_role = {roles.of(desc): sharding for desc, sharding in traced.shardings.items()}
+    sharding_by_role = {
+        roles.role_of(desc): sharding for desc, sharding in traced.shardings.items()
+    }
     joint = with_roles(traced.graph, roles)
     sizes = open_sizes or None  # tracing may specialise all open sizes
     spec = traced.spec

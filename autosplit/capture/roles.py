@@ -195,7 +195,7 @@ class DescriptorRoles(Protocol):
             )
         return Role(Kind.OUTPUT, name)
 
-    def of(self, desc: Any) -> Role:
+    def role_of(self, desc: Any) -> Role:
         """Role of an input or an output.
 
         Raises:

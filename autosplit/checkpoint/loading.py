@@ -97,7 +97,7 @@ def load_checkpoint(
     checkpoint = ranks.do(lambda: open_checkpoint(path))
     _check_one(ranks.gather(checkpoint.identity), path)
     missing, more = ranks.do(lambda: naming.compare(checkpoint, strict=strict))
-    sources = [(tensor, entry.source(checkpoint.model)) for tensor, entry in naming.local]
+    sources = [(tensor, entry.checkpoint_name(checkpoint.model)) for tensor, entry in naming.local]
     model = [(tensor, checkpoint.model[name]) for tensor, name in sources if name is not None]
     if optimizer is None:  # in any form: a state that cannot be loaded must not be ignored silently
         optimizer = any(

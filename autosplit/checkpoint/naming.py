@@ -40,7 +40,7 @@ class ModelTensor:
     def name(self) -> str:
         return self.names[0]
 
-    def source(self, available: Iterable[str]) -> str | None:
+    def checkpoint_name(self, available: Iterable[str]) -> str | None:
         """The tensor's name among those that a checkpoint has, or None."""
         return next((name for name in self.names if name in available), None)
 
@@ -108,7 +108,7 @@ class Naming:
         """
         saved = {name: checkpoint.tensor(key) for name, key in checkpoint.model.items()}
         expected = {name: entry for entry in self.entries for name in entry.names}
-        missing = [entry for entry in self.entries if entry.source(saved) is None]
+        missing = [entry for entry in self.entries if entry.checkpoint_name(saved) is None]
         more = [name for name in saved if name not in expected]
         wrong = []
         for name, entry in expected.items():

@@ -100,7 +100,9 @@ def find_optimizer(
     """
     states, options = (_by_parameter(checkpoint, kind) for kind in (_STATE, _OPTIONS))
     entries = [entry for group in groups for _, entry in group]
-    if lacking := sorted({entry.name for entry in entries if entry.source(options) is None}):
+    if lacking := sorted(
+        {entry.name for entry in entries if entry.checkpoint_name(options) is None}
+    ):
         raise CheckpointError(
             f"the checkpoint {checkpoint.path} has no optimizer state for {few(lacking, 3)} "
             "under 'optimizer', by these names, as save_checkpoint writes it, and torch with "
@@ -110,7 +112,7 @@ def find_optimizer(
     place = {name: at for at, names in enumerate(saved_groups) for name in names}
     first: dict[int | str, Mapping[str, Any]] = {}
     for group, present in zip(groups, optimizer.param_groups, strict=True):
-        names = [entry.source(options) or "" for _, entry in group]
+        names = [entry.checkpoint_name(options) or "" for _, entry in group]
         read = {n: {k: checkpoint.read(at) for k, at in options[n].items()} for n in names}
         _check_alike(read)
         saved = next(iter(read.values()), {})

@@ -133,7 +133,7 @@ def save_checkpoint(
     ranks = Ranks(trainer, "saving a checkpoint")
     naming = Naming.of_ranks(ranks, names)
 
-    def state() -> dict[str, Any]:
+    def run_and_tensors() -> dict[str, Any]:
         if any(trainer.gradients().values()):
             raise CheckpointError(
                 "there are gradients of forward_backward that no step has used, and a checkpoint "
@@ -143,7 +143,7 @@ def save_checkpoint(
         content = {"autosplit": run, **_state(ranks, naming)}
         return _copied(content) if asynchronous else content
 
-    content = ranks.do(state)
+    content = ranks.do(run_and_tensors)
     requests = ranks.gather((str(path), step, secrets.token_hex(8)))
     paths, steps, numbers = zip(*requests, strict=True)
     for differ, values in (("save to different folders", paths), ("are at different steps", steps)):

@@ -52,7 +52,7 @@ class SimulatedSchedule:
     fits: bool
 
     @property
-    def parts(self) -> int:
+    def chunks(self) -> int:
         """The number of stages into which a rank's part of the model is cut."""
         return self.schedule.stages // len(self.schedule.ranks)
 
@@ -80,7 +80,7 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
     entries: list[SimulatedSchedule] = []
     refused: dict[str, str] = {}
     for name, family in SCHEDULES.items():
-        cut = costs.cut(family.chunks or chunks)
+        cut = costs.in_chunks(family.chunks or chunks)
         try:
             for weights, schedule in forms(name, cut.times, microbatches, ranks):
                 peaks = tuple(peak_memory(schedule, cut.memory))
@@ -141,7 +141,7 @@ def survey_table(entries: Sequence[SimulatedSchedule]) -> str:
         [
             entry.name,
             entry.weights,
-            "1 stage" if entry.parts == 1 else f"{entry.parts} parts",
+            "1 stage" if entry.chunks == 1 else f"{entry.chunks} parts",
             milliseconds(entry.timeline.step_time),
             f"{entry.timeline.step_time / shortest:.3f}x",
             f"{max(0.0, entry.timeline.bubble_ratio()):.1%}",
@@ -177,7 +177,7 @@ def survey_rows(entries: Sequence[SimulatedSchedule]) -> list[dict[str, Any]]:
         {
             "schedule": entry.name,
             "weights": entry.weights,
-            "stages_per_rank": entry.parts,
+            "stages_per_rank": entry.chunks,
             "over_cap": not entry.fits,
             "makespan": 1e3 * entry.timeline.makespan,
             "step_time": 1e3 * entry.timeline.step_time,

@@ -240,7 +240,7 @@ def _functions(
         return [*require_runnable(module)(*map(values.__getitem__, names))]
 
     functions = checked(functions_class, call_plainly)(traced, graphs, backend)
-    functions.compile()
+    functions.compile_calls()
     return functions
 
 
@@ -261,7 +261,7 @@ class SplitCall:
         state = {name: args[at] for name, at in self._state}
         leaves = [args[at] for at in self._leaves]
         args.clear()
-        functions, owner = self._functions.at(leaves), self._owner
+        functions, owner = self._functions.for_sizes(leaves), self._owner
         if functions.tangent_specs:
             parameters = [state[name] for name in functions.parameter_names]
             call = owner.enter_graph(self._part, parameters)

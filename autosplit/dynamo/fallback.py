@@ -96,7 +96,7 @@ class Fallback:
             raise
         except Exception as error:
             failing = FailingCallError(f"{type(error).__name__} in parts: {error}")
-            self._queue.forget([w for w in self._queue.works() if w not in waiting])
+            self._queue.remove([w for w in self._queue.works() if w not in waiting])
         if failing is not None:
             restore()
             self.partial = None

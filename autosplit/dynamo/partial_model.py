@@ -155,7 +155,7 @@ class PartialModel:
             fused_backward, in_data_parallel
         )
         try:
-            traced = self._model.parameters() if self._queue.pending else ()
+            traced = self._model.parameters() if self._queue.pending_count else ()
             with self._queue.hide_lazy_gradients(traced):
                 result = self._compiled(*args, **kwargs)
         finally:
@@ -192,12 +192,12 @@ class PartialModel:
 
     def discard(self) -> None:
         """Discard pending work, as ``SplitModule.discard`` does."""
-        self._queue.discard()
+        self._queue.discard_all()
 
     @property
     def pending(self) -> int:
         """Number of microbatches with pending weight gradients."""
-        return self._queue.pending
+        return self._queue.pending_count
 
     @property
     def pending_bytes(self) -> int:

@@ -149,7 +149,7 @@ class Deferral:
         It discards work for these parameters, and for others that share a graph with them.
         """
         for owner in self._owners():
-            owner.discard()
+            owner.discard_all()
 
     def _owners(self) -> list[PendingOnParameters]:
         """Owners of pending work for the parameters."""

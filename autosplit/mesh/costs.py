@@ -121,14 +121,14 @@ def measure_device(
     source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
 
-    def calls() -> None:
+    def launch_calls() -> None:
         for _ in range(_CALLS):
             one.add_(1.0)
 
     return DeviceSpeed(
         2.0 * _SIDE**3 / _best(lambda: torch.mm(a, b, out=product), device),
         2.0 * _COPIED / _best(lambda: target.copy_(source), device),
-        _best(calls, device) / _CALLS,
+        _best(launch_calls, device) / _CALLS,
     )
 
 

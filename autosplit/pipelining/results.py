@@ -39,7 +39,7 @@ class Results:
         self._names = functions.capture.outputs
         self.count = len(self._names)
         self.spec = functions.capture.output_spec
-        specs = functions.output_specs
+        specs = functions.specs_by_path
         self._tensors = [at for at, name in enumerate(self._names) if name in specs]
         self._specs = [_dense(specs[self._names[at]]) for at in self._tensors]
         tangents = functions.tangent_specs
@@ -67,7 +67,7 @@ class Results:
                 needs a gradient: torch's runtime receives none for it.
         """
         for at, name in enumerate(self._names):
-            if at in self.differentiable and self._functions.output_specs[name].dtype.is_complex:
+            if at in self.differentiable and self._functions.specs_by_path[name].dtype.is_complex:
                 raise CaptureError(
                     f"{owner} returns {name}, a complex tensor that needs a gradient, which "
                     "torch's runtime does not bring back. Return torch.view_as_real of it, and "
@@ -183,7 +183,7 @@ class LossBoundary:
         for at, output in zip(differentiable, results, strict=True):
             self.outputs[at] = output
 
-    def gradients(self, loss: Tensor) -> list[Tensor | None]:
+    def compute_gradients(self, loss: Tensor) -> list[Tensor | None]:
         """Run the backward of the loss; returns the gradients of the output tensors.
 
         An output that the loss does not depend on has None. Parameters of the loss function get

@@ -111,7 +111,7 @@ class ScheduleSteps:
             self._end(fault)
             if fault.rank == dist.get_rank():
                 raise
-            raise RankError(fault.report, fault) from error
+            raise RankError(fault.full_text, fault) from error
         finally:
             self._microbatches = None
 
@@ -244,7 +244,7 @@ class StageStep:
         self._has_earlier_gradients = False
         self.divisor = 1
 
-    def begin(self) -> None:
+    def find_schedule(self) -> None:
         """Find the schedule, and whether it divides gradients."""
         stage, schedule = self._stage, running_schedule()
         steps = None if schedule is None else install_runner(schedule, ScheduleSteps)

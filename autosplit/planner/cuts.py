@@ -106,7 +106,7 @@ def solve(
     while refine and not settled and (better := search.better(best)) is not None:
         best = better
     # A search within any cap tries the starts.
-    search.check(best, min(max(solution.peaks) for solution in starts))
+    search.check_limit(best, min(max(solution.peaks) for solution in starts))
     return best
 
 
@@ -169,7 +169,7 @@ class _Search:
         )
         return self._solutions[firsts]
 
-    def check(self, solution: Solution, least: float) -> None:
+    def check_limit(self, solution: Solution, least: float) -> None:
         """Refuse a solution that does not fit under the cap."""
         if self._overflow(solution) > 0.0:
             raise CapError(

@@ -149,7 +149,7 @@ class Partition:
         blocks = [whole.blocks[first] for first in firsts]
         self.cuts = tuple(block.name for block in blocks)
         layout = StageLayout(whole.line, [block.first for block in blocks])
-        sources = tuple(tuple(map(layout.source, nodes)) for nodes in layout.received)
+        sources = tuple(tuple(map(layout.argument_source, nodes)) for nodes in layout.received)
         self.wiring = Wiring(sources, tuple(map(len, layout.sent)), whole.names)
         self._layout = layout
         self._names = _names(whole, layout.nodes)
@@ -220,7 +220,7 @@ class Partition:
         sources = self.wiring.inputs[index]
         try:
             layout = self._other_layout
-            nodes = {layout.source(node): node for node in layout.received[index]}
+            nodes = {layout.argument_source(node): node for node in layout.received[index]}
             if not nodes.keys() <= {*sources}:
                 raise PlanError(f"stage {index} would need inputs that it does not get")
             return self._renamed(index, layout.program(index, [*map(nodes.get, sources)]))

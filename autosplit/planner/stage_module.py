@@ -82,10 +82,10 @@ class StageLayout:
         inputs = line.forward.inputs
         outside = [[n for n in read if n in inputs or n in line.position] for _, read in parts]
         self.received = [
-            sorted(read, key=lambda node: _order(self.source(node))) for read in outside
+            sorted(read, key=lambda node: _order(self.argument_source(node))) for read in outside
         ]
 
-    def source(self, node: fx.Node) -> Source:
+    def argument_source(self, node: fx.Node) -> Source:
         """The source of a stage's argument."""
         position = self.line.forward.inputs.get(node)
         if position is not None:

@@ -126,13 +126,13 @@ class Control:
         with self.as_lost_peer(ALL_PEERS):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
 
-        def wait() -> Tensor:
+        def wait_for_sum() -> Tensor:
             if work is not None:
                 with self.as_lost_peer(ALL_PEERS):
                     work.wait()
             return tensor
 
-        return wait
+        return wait_for_sum
 
     def all_reduce_and(self, *numbers: int) -> list[int]:
         """Reduce up to three int64 numbers over all ranks with bitwise AND.

@@ -200,14 +200,14 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
         faults = world_fault_store()
         rank = dist.get_rank()
         faults.register(rank, Process.of(os.getpid()))
-        faults.put("ending", rank, "")  # clears the entry of an earlier group
+        faults.write_entry("ending", rank, "")  # clears the entry of an earlier group
         try:
             yield
         except BaseException as error:
-            faults.put("ending", rank, f"raised {describe_error(error)}")
+            faults.write_entry("ending", rank, f"raised {describe_error(error)}")
             raise
         else:
-            faults.put("ending", rank, RETURNED)
+            faults.write_entry("ending", rank, RETURNED)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -128,7 +128,7 @@ class Fault:
         return f"rank {self.rank} failed in {self.activity}: {self.error}"
 
     @property
-    def report(self) -> str:
+    def full_text(self) -> str:
         """The headline and the traceback of the rank that failed."""
         return f"{self.headline}\n{self.trace}".rstrip()
 
@@ -156,7 +156,7 @@ class FaultStore:
         text = self._read(_FAULT)
         return Fault(**json.loads(text)) if text else None
 
-    def put(self, entry: str, rank: int, text: str) -> None:
+    def write_entry(self, entry: str, rank: int, text: str) -> None:
         """Write an entry of a rank."""
         with contextlib.suppress(RuntimeError):
             self._store.set(_key(entry, rank), text)
@@ -167,7 +167,7 @@ class FaultStore:
 
     def register(self, rank: int, process: Process) -> None:
         """Write which process runs a rank."""
-        self.put("process", rank, json.dumps(asdict(process)))
+        self.write_entry("process", rank, json.dumps(asdict(process)))
 
     def process(self, rank: int) -> Process | None:
         """The process that runs a rank, once it is registered."""

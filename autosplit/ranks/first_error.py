@@ -245,7 +245,7 @@ class Guard:
         # The closed connection is a consequence; the message names the cause. A rank that died has
         # not reported its activity, but this rank knows which message it waits for.
         seen = f"\nRank {self._rank} {error}" if fault.ended else ""
-        raise RankError(f"{fault.report}{seen}", fault) from None
+        raise RankError(f"{fault.full_text}{seen}", fault) from None
 
     def _end_failed(self, error: BaseException) -> NoReturn:
         cause, trace, activity = error, error.__traceback__, self._activity.phase

@@ -69,7 +69,7 @@ class Failure:
             # The text is the same on all ranks, so any rank's may be shown.
             fault = error.fault
             blamed = fault.rank if fault.ended else None
-            return cls(fault.report, time.time(), fault.lost, blamed=blamed)
+            return cls(fault.full_text, time.time(), fault.lost, blamed=blamed)
         text = "".join(traceback.format_exception(error)).rstrip()
         consequence = any(message in str(error) for message in _CONSEQUENCES)
         report = f"rank {rank} failed: {describe_error(error)}\n{text}"

@@ -101,8 +101,8 @@ class PeerWatch:
         """Write that this rank no longer takes part, and stop; has no effect after ``stop``."""
         if self._stopping.is_set():
             return
-        self._own_faults.put("left", self._rank, how)
-        self._own_faults.put(*_ANY_LEFT, "yes")
+        self._own_faults.write_entry("left", self._rank, how)
+        self._own_faults.write_entry(*_ANY_LEFT, "yes")
         self.stop()
 
     def stop(self) -> None:
@@ -155,7 +155,7 @@ class PeerWatch:
             self._beats += 1
             state = activity.phase, str(activity), seconds, activity.waiting
             pulse = Pulse(self._beats, time.time(), *state)
-            faults.put("pulse", self._rank, json.dumps(pulse))
+            faults.write_entry("pulse", self._rank, json.dumps(pulse))
 
     def _note_endings(self) -> None:
         """Note a rank that has ended, and post it if it died: a rank that left may be finished."""

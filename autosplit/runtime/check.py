@@ -98,7 +98,7 @@ class HookCount:
         grads = args[-1]  # one, or a tuple where a node has the hook
         self._fired += (grads[0] if isinstance(grads, tuple) else grads) is not None
 
-    def check(self) -> None:
+    def check_count(self) -> None:
         """Raise ``CheckError`` unless they fired once."""
         if self._table.get(_COUNT) is not self:  # another graph of this backward counts
             return
@@ -118,7 +118,7 @@ def count_hooks(name: str, parameter: Tensor) -> None:
     for table in hook_tables([parameter]):
         if parameter.requires_grad and is_requested(get_gradient_edge(parameter).node):
             count = table[_COUNT] = HookCount(name, table)
-            at_end_of_backward(count.check)
+            at_end_of_backward(count.check_count)
 
 
 class CheckedResiduals(Residuals):

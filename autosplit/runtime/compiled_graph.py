@@ -223,7 +223,7 @@ class GradientGraph:
         add_together(gradients, new_gradients)
         return results, gradients
 
-    def compile(self, dtype: torch.dtype | None, *, adds: bool) -> None:
+    def compile_form(self, dtype: torch.dtype | None, *, adds: bool) -> None:
         """Compile one form of the graph, unless it is compiled.
 
         Args:

@@ -74,7 +74,7 @@ class GradientSums:
             return None
         return [*map(self.tensors.__getitem__, names)]
 
-    def add(
+    def add_gradients(
         self,
         names: Sequence[str],
         gradients: Sequence[Tensor],
@@ -102,7 +102,7 @@ class GradientSums:
             else:
                 self.tensors[name] = self._as_sum(gradient, copied)
 
-    def publish(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> list[Tensor]:
+    def add_to_parameters(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> list[Tensor]:
         """Add the sums to the parameters' ``.grad``, and forget them.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``, which is the

@@ -87,11 +87,11 @@ class InFlightMicrobatches:
         """Bytes of distinct storage of ``tensors``."""
         return distinct_storage_bytes(self.tensors)
 
-    def put(self, microbatch: int, state: MicrobatchState) -> None:
+    def add_state(self, microbatch: int, state: MicrobatchState) -> None:
         """Add the state of a microbatch."""
         self._by_number[microbatch] = state
 
-    def take(self, microbatch: int) -> MicrobatchState:
+    def remove_state(self, microbatch: int) -> MicrobatchState:
         """Remove and return a microbatch's state.
 
         Raises:
@@ -156,7 +156,7 @@ class StageBackward:
             grads: one gradient for each output; emptied.
 
         Raises:
-            SplitError: see ``Residuals.take`` and ``accumulators``.
+            SplitError: see ``Residuals.take_arguments`` and ``accumulators``.
         """
         functions, saved, module_state, storages, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
@@ -166,10 +166,10 @@ class StageBackward:
             saved, grads, into or None, sums.dtype
         )
         if names and into is None:
-            sums.add(names, early, functions.dependence.borrowed, skipped)
+            sums.add_gradients(names, early, functions.dependence.borrowed, skipped)
         for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
             input_grads[at] = None
-        self.in_flight.put(
+        self.in_flight.add_state(
             microbatch, MicrobatchState(functions, deferred, module_state, storages, skipped)
         )
         return input_grads
@@ -184,7 +184,7 @@ class StageBackward:
         into = self.accumulators(names, module_state, skipped)
         input_grads, gradients = functions.backward(saved, grads, into, sums.dtype)
         if into is None:
-            sums.add(names, gradients, functions.dependence.borrowed, skipped)
+            sums.add_gradients(names, gradients, functions.dependence.borrowed, skipped)
         for at in idle:
             input_grads[at] = None
         return input_grads
@@ -196,14 +196,14 @@ class StageBackward:
             SplitError: the microbatch is not between I and W, or a parameter was replaced since an
                 earlier microbatch.
         """
-        functions, deferred, module_state, _, skipped = self.in_flight.take(microbatch)
+        functions, deferred, module_state, _, skipped = self.in_flight.remove_state(microbatch)
         if not functions.has_backward:
             return
         names = functions.late_parameters
         sums = self.accumulators(names, module_state, skipped)
         gradients = functions.backward_weight(deferred, sums, self.sums.dtype)
         if sums is None:
-            self.sums.add(names, gradients, functions.dependence.borrowed, skipped)
+            self.sums.add_gradients(names, gradients, functions.dependence.borrowed, skipped)
 
     def accumulators(
         self, names: Sequence[str], module_state: State, skipped: Collection[str]
@@ -225,7 +225,7 @@ class StageBackward:
         return None if skipped else sums
 
     def publish(self) -> list[Tensor]:
-        """Move the sums into the parameters' ``.grad``; see ``GradientSums.publish``.
+        """Move the sums into the parameters' ``.grad``; see ``GradientSums.add_to_parameters``.
 
         Raises:
             SplitError: a microbatch waits for W.
@@ -236,7 +236,7 @@ class StageBackward:
                 f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"
             )
-        return self.sums.publish()
+        return self.sums.add_to_parameters()
 
     def clear(self) -> None:
         """Drop the microbatches between I and W, and the sums."""
@@ -287,7 +287,7 @@ class RecomputableState:
             SplitError: a tensor that F reads was written or replaced since.
         """
         count = len(self.functions.capture.inputs)
-        leaves: list[Any] = self._inputs.take()[:count]
+        leaves: list[Any] = self._inputs.take_arguments()[:count]
         state = {**self.module_state, **self._buffers}
         with torch.no_grad(), without_autocast(), self._generators.again():
             return self.functions.forward(state, leaves).saved
@@ -310,7 +310,7 @@ class OffloadableStorages:
         self._deferred = deferred
         self._cached: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
 
-    def of(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
+    def of_microbatch(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
         """See ``Stage.held``."""
         state, other_states = self._find(microbatch)
         storages = self._exclusive(state, other_states, kept)

@@ -41,7 +41,7 @@ class AutocastGuard:
         self._graph = backward.graph
         self._passed: set[Hashable] = {(False, False)}
 
-    def check(self) -> None:
+    def check_autocast(self) -> None:
         """Refuse the backward if the present autocast state would change it.
 
         Raises:

@@ -276,10 +276,10 @@ class Residuals:
         A saved tensor that I only passes on moves from the Residuals of F to those of I.
 
     Contract:
-        - ``take`` hands all values over, once. The graph that receives them frees each at its last
-          use; this object keeps none.
-        - Between the two graphs, no value may be written. ``take`` compares version counters, and
-          for state and constants also the address and dtype: ``.to()`` and
+        - ``take_arguments`` hands all values over, once. The graph that receives them frees each at
+          its last use; this object keeps none.
+        - Between the two graphs, no value may be written. ``take_arguments`` compares version
+          counters, and for state and constants also the address and dtype: ``.to()`` and
           ``parameter.data = ...`` replace a tensor's data without counting as a write.
         - Tensors that never left a graph cannot have been written, and are not checked.
         - Storages may be detached in between, as bytes (``detach``, ``attach``). Until all are
@@ -295,8 +295,9 @@ class Residuals:
         sizes; detached storages are one-dimensional ``torch.uint8``.
 
     Raises:
-        SplitError: from ``take``, ``detach``, ``attach``, ``duplicate`` and ``copy_reachable``, if
-            a value was written or replaced since the first of the two graphs ran; names it.
+        SplitError: from ``take_arguments``, ``detach``, ``attach``, ``duplicate`` and
+            ``copy_reachable``, if a value was written or replaced since the first of the two graphs
+            ran; names it.
 
     Attributes:
         state: parameters and buffers that the next graph reads.
@@ -462,7 +463,7 @@ class Residuals:
                 values[at] = TensorSpec.of(values[at]).copy(values[at])
         return values
 
-    def take(self) -> list[Any]:
+    def take_arguments(self) -> list[Any]:
         """Return the tensors, numbers and state in one list, and keep none of them.
 
         Raises:

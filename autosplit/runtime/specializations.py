@@ -126,7 +126,7 @@ class OpenSizes:
         self._seen: dict[Hashable, list[set[int]]] = {}
         self._refused: dict[Hashable, str] = {}
 
-    def capture(
+    def capture_graphs(
         self,
         structure: Hashable,
         leaves: Sequence[Any],
@@ -324,7 +324,7 @@ class Specializations:
                 self._note_used(functions)
                 if len(self._by_signature) >= _MAX_SIZES:
                     self._forget_other_sizes()
-                resized = functions.at(leaves)
+                resized = functions.for_sizes(leaves)
                 self._remember(signature, functions, resized)
                 return resized
         return None
@@ -346,7 +346,7 @@ class Specializations:
 
         spec = tree_flatten((args, kwargs))[1]
         make = partial(self._capture, signature, leaves, spec, called)
-        functions = self._sizes.capture(signature.structure, leaves, make, fits)
+        functions = self._sizes.capture_graphs(signature.structure, leaves, make, fits)
         if not fits(functions):
             raise CaptureError(
                 f"the graph of {type(self._model).__name__} does not fit the call that it was "

@@ -108,7 +108,7 @@ class StageSpecializations(Specializations):
         self.current = self.for_inputs(tensors)
         self.outputs = self.current.capture.outputs
         refuse_dtensors(name, module, self.current)
-        missing = [path for path in self.outputs if path not in self.current.output_specs]
+        missing = [path for path in self.outputs if path not in self.current.specs_by_path]
         if missing:
             raise CaptureError(
                 f"{name} ({type(module).__name__}) returns {missing[0]}, which is not a "
@@ -239,7 +239,7 @@ class StageSpecializations(Specializations):
         )
 
     def _specs_of(self, functions: SplitFunctions, names: Sequence[str]) -> list[OutputSpec]:
-        specs, trained = functions.output_specs, functions.tangent_specs
+        specs, trained = functions.specs_by_path, functions.tangent_specs
         first = {
             name: spec[2] for name, spec in zip(names, self._example_layout.outputs, strict=False)
         }
@@ -259,7 +259,7 @@ class StageSpecializations(Specializations):
         """
         expected, first = self._checked.outputs, self._example_layout.outputs
         same = functions.capture.outputs == self.outputs
-        now = self._specs_of(functions, self.outputs if same else list(functions.output_specs))
+        now = self._specs_of(functions, self.outputs if same else list(functions.specs_by_path))
         alike = expected == now if expected else [*map(_any_size, now)] == [*map(_any_size, first)]
         if same and alike:
             expected[:] = now

@@ -129,7 +129,7 @@ class ParameterGroup:
         return ""
 
     @property
-    def parameters(self) -> list[Tensor]:
+    def sharded_parameters(self) -> list[Tensor]:
         """The sharded parameters."""
         return [parameter.sharded_param for parameter in self._group.fsdp_params]
 

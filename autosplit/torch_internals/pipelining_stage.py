@@ -231,7 +231,7 @@ class RuntimeStage(PipelineStage):
                 tensor.requires_grad_(meta.requires_grad and trains)
         return self.shapes.arguments(tensors)
 
-    def gradients(self, chunk: int) -> list[Tensor | None]:
+    def received_gradients(self, chunk: int) -> list[Tensor | None]:
         """The received gradients of the outputs for a microbatch."""
         self._shapes_of(self.shapes.gradients, chunk)
         return [*self._received(self._gradients, chunk, "gradient")]

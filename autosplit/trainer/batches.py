@@ -71,7 +71,7 @@ class BatchSplitter:
         self._names = names
 
     def split(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
-        """Return inputs and targets by microbatch, of a batch that ``check`` has accepted.
+        """Return inputs and targets by microbatch, of a batch that ``check_batch`` has accepted.
 
         Microbatches are views along dimension 0. A part that this rank does not use is an empty
         list.
@@ -93,7 +93,7 @@ class BatchSplitter:
         return [*map(list, zip(*chunks, strict=True))] or [[] for _ in range(self._count)]
 
     def requiring_grad(self, batch: Batch | None) -> dict[BatchSlot, Tensor]:
-        """Return the tensors that need a gradient, of a batch that ``check`` has accepted.
+        """Return the tensors that need a gradient, of a batch that ``check_batch`` has accepted.
 
         Raises:
             PipelineError: no stage of this rank uses one of them.
@@ -117,7 +117,7 @@ class BatchSplitter:
             return [part.get(name) for name in self._names]
         return part if isinstance(part, tuple | list) else [part]
 
-    def check(self, batch: Batch | None) -> dict[str, Tensor]:
+    def check_batch(self, batch: Batch | None) -> dict[str, Tensor]:
         """Check a batch, and return all tensors that this rank has passed, by path.
 
         Raises:

@@ -161,7 +161,7 @@ class RankMemory:
                 *batch,
                 *(tensor for stage in stages for tensor in stage.saved_tensors),
                 *(tensor for stage in stages for tensor in stage.deferred_tensors),
-                *([] if messages is None else messages.tensors),
+                *([] if messages is None else messages.message_tensors),
                 *([] if moves is None else moves.storages_in_transit),
             ]
             fixed = state | storage_sizes(gradients)

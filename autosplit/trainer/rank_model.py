@@ -92,7 +92,7 @@ class RankModel:
         has_shards, has_replicas = bool(sharded.parameters), groups.layout.shares > 1
         self._checks = [
             *([copies.check_hooks] if shared else []),
-            *([sharded.check, sharded.free_all] if has_shards else []),
+            *([sharded.check_reduction, sharded.free_all] if has_shards else []),
         ]
         self.pre_step = [sharded.gather_all] if has_shards else []
         self.post_step = [
@@ -152,7 +152,7 @@ class RankModel:
             barrier()
         self.drop_gradients()
 
-    def check(self) -> None:
+    def check_parameters(self) -> None:
         """Check that no other parameters are trained than when the trainer was built.
 
         No optimizer would update a new one, no norm count it, and its copies would come to differ.
@@ -172,9 +172,9 @@ class RankModel:
                         "without assign=True)"
                     )
 
-    def close(self) -> None:
+    def restore_process_groups(self) -> None:
         """Give sharded modules back the process groups that they had before."""
-        self.sharded.close()
+        self.sharded.restore_process_groups()
 
     def gradient_norms(self, *, squares: bool) -> GradientNorms:
         """Start to compute the norms of this rank's gradients.

@@ -86,7 +86,7 @@ class RankStages:
         self._split_stages: dict[nn.Module, Stage] = {}
         self.observer: Observer | None = None
 
-    def build(
+    def build_stages(
         self,
         plan: StepPlan,
         schedule: Schedule,

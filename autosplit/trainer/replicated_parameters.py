@@ -342,7 +342,7 @@ class ReplicatedParameters:
             with self._groups.as_lost_peer(_PEERS):
                 work = dist.all_reduce(flat, group=process_group, async_op=True)
 
-        def wait() -> None:
+        def wait_for_gradients() -> None:
             """Wait for the all-reduce, and set ``.grad`` of all copies."""
             if work is not None:
                 with self._groups.as_lost_peer(_PEERS):
@@ -360,7 +360,7 @@ class ReplicatedParameters:
                     # Each copy after the first gets memory of its own.
                     copy.grad = total.clone() if number and total is not None else total
 
-        return wait
+        return wait_for_gradients
 
     def broadcast_buffers(self) -> None:
         """Give all replicas the buffers of the first replica; collective over the replicas.

@@ -229,11 +229,11 @@ class Runner:
         self, batch: Batch | None, *, waits: bool = True
     ) -> tuple[StepPlan, Executor, Microbatches, Microbatches]:
         """Return the plan and the executor of a training step, its inputs and its targets."""
-        self._model.check()
+        self._model.check_parameters()
         plan, inputs, targets = self._plans.agree_on_plan(batch, evaluates=False, waits=waits)
         executor = plan.executor
         if executor is None:
-            self._rank_stages.build(plan, self.schedule, batch, inputs, targets)
+            self._rank_stages.build_stages(plan, self.schedule, batch, inputs, targets)
             executor = self._build_executor(plan, self.schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
         if self._tuner is not None and self._tuner.memory_limit is not None and not self._limited:

@@ -68,7 +68,7 @@ class ShardedStages:
             if fsdp_part(module) is not None
         }
         parameter_groups = [group for stage in self._stages.values() for group in stage.groups]
-        self.parameters = [p for group in parameter_groups for p in group.parameters]
+        self.parameters = [p for group in parameter_groups for p in group.sharded_parameters]
         self.gathered_shardings = {
             id(parameter): sharding
             for group in parameter_groups
@@ -103,9 +103,9 @@ class ShardedStages:
             self._restore.enter_context(
                 group.communicating(shard_groups[experts], replicas, divisor)
             )
-            broadcast_from(group.parameters, first, replicas, self._groups)
+            broadcast_from(group.sharded_parameters, first, replicas, self._groups)
 
-    def close(self) -> None:
+    def restore_process_groups(self) -> None:
         """Give the modules back the process groups that they had before."""
         self._restore.close()
 
@@ -123,7 +123,7 @@ class ShardedStages:
             with self._groups.as_lost_peer(_SHARD_PEERS):
                 sharded.unshard(whole=True)
 
-    def check(self) -> None:
+    def check_reduction(self) -> None:
         """Check that FSDP is to reduce all gradients; the optimizer would get none otherwise.
 
         Raises:
@@ -176,14 +176,14 @@ class ShardedStages:
                 stage.accumulate()
                 stage.start_reduce()
 
-        def wait() -> None:
+        def wait_for_gradients() -> None:
             """Wait until ``.grad`` of the sharded parameters is complete."""
             for stage in self._stages.values():
                 with self._groups.as_lost_peer(_SHARD_PEERS):
                     stage.finish_reduce()
             self._synchronize()
 
-        return wait
+        return wait_for_gradients
 
     def forget(self) -> None:
         """Drop accumulated gradients that were not reduced."""

@@ -116,11 +116,11 @@ class StepPlans:
         key = evaluates, signature(batch)
         fitting = self._plan_bits.get(key, 0)
         common, *numbers = self._common_plans(fitting, evaluates=evaluates, waits=waits)
-        self._seeds.begin(*numbers, evaluates=evaluates)
+        self._seeds.begin_step(*numbers, evaluates=evaluates)
         if common:
             bit = common & -common
             if not fitting & bit:  # only if the other ranks have not waited
-                self._splitter.check(batch)
+                self._splitter.check_batch(batch)
                 raise PipelineError(
                     "this rank has a batch of another shape than the other ranks, which already "
                     "run the step, as step_async() does not wait: pass the same batch on every "
@@ -159,7 +159,7 @@ class StepPlans:
         inputs: Microbatches = []
         targets: Microbatches = []
         try:
-            tensors = self._splitter.check(batch)
+            tensors = self._splitter.check_batch(batch)
             if not evaluates:
                 grad_slots = self._splitter.requiring_grad(batch)
             inputs, targets = self._splitter.split(batch)

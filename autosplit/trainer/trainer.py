@@ -189,7 +189,7 @@ class PipelineTrainer(StepReports):
             self._model = rank_model = RankModel(
                 source, self.shared_parameters, schedule, self._groups, self.device, synchronize
             )
-            self._releases.append(rank_model.close)
+            self._releases.append(rank_model.restore_process_groups)
             if not isinstance(factory, SplitStage):
                 rank_model.sharded.refuse_factory(factory)
             self.modules = rank_model.modules

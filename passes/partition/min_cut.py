@@ -27,12 +27,12 @@ class Network:
     def __init__(self) -> None:
         self._prices: dict[tuple[int, int], Price | None] = {}
 
-    def add(self, tail: int, head: int, price: Price | None = None) -> None:
+    def add_edge(self, tail: int, head: int, price: Price | None = None) -> None:
         """Add an edge; prices of parallel edges are added."""
         present = self._prices.get((tail, head), Price())
         self._prices[tail, head] = None if present is None or price is None else present + price
 
-    def cut(self, weigh: Callable[[Price], float]) -> tuple[set[int], Price]:
+    def minimum_cut(self, weigh: Callable[[Price], float]) -> tuple[set[int], Price]:
         """The smallest source side of a minimum cut, and the cut's price. No edge may be added
         after the first cut.
 

@@ -47,26 +47,26 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
     rate = 0.0
     if memory.recompute:
         rate, regions, _ = _search(
-            lambda rate: division.cut(rate, _ALL_WAIT),
+            lambda rate: division.minimum_cut(rate, _ALL_WAIT),
             _RATES,
             lambda price: (price.bytes + _ALL_WAIT * price.flops, price.time),
             lambda regions: recompute_time(regions, reach) <= limit,
         )
     if not memory.allows_early_weight_grads:
-        return regions if memory.recompute else division.cut()
+        return regions if memory.recompute else division.minimum_cut()
 
-    def at(charge: float) -> Regions:
-        return division.cut(rate, charge)
+    def cut_at(charge: float) -> Regions:
+        return division.minimum_cut(rate, charge)
 
-    def parts(price: Price) -> tuple[float, float]:
+    def weighted_price(price: Price) -> tuple[float, float]:
         return price.bytes + rate * price.time, price.flops
 
     if memory.budget is not None:
-        return _meet_budget(memory.budget, at, parts)
+        return _meet_budget(memory.budget, cut_at, weighted_price)
     return _search(
-        at,
+        cut_at,
         (0.0, _ALL_WAIT),
-        parts,
+        weighted_price,
         lambda regions: waiting_share(regions, reach) >= memory.waiting,
     )[1]
 

@@ -62,7 +62,7 @@ class Division:
         self._add_needs_of_backward()
         self._add_second_layer()
 
-    def cut(self, rate: float = 0.0, charge: float = 0.0) -> Regions:
+    def minimum_cut(self, rate: float = 0.0, charge: float = 0.0) -> Regions:
         """The minimum cut.
 
         Args:
@@ -73,7 +73,9 @@ class Division:
             PassError: the backward needs a value that can neither be carried nor recomputed.
         """
         try:
-            early, price = self._network.cut(lambda p: p.bytes + rate * p.time + charge * p.flops)
+            early, price = self._network.minimum_cut(
+                lambda p: p.bytes + rate * p.time + charge * p.flops
+            )
         except PassError as error:
             raise PassError(
                 "the backward needs a value that can neither be carried nor recomputed"
@@ -95,7 +97,7 @@ class Division:
         results = [*reach.input_grads, *reach.weight_grads]
         read = [n for node in walk(results, ())[0] & reach.gradient for n in node.all_input_nodes]
         for node in {*results, *read} - reach.gradient:
-            self._network.add(_first(self._order[node]) + 1, SINK)
+            self._network.add_edge(_first(self._order[node]) + 1, SINK)
             self._add_to_first_layer(node)
 
     def _add_to_first_layer(self, start: fx.Node) -> None:
@@ -107,7 +109,7 @@ class Division:
                 continue
             self._in_first.add(node)
             half = _first(self._order[node])
-            self._network.add(
+            self._network.add_edge(
                 half, half + 1, None if node in reach.recomputed else self._price(node)
             )
             self._tie(node, _first, early=node in self._settled)
@@ -116,24 +118,24 @@ class Division:
     def _add_second_layer(self) -> None:
         reach = self._reach
         for node in reach.weight_grads:
-            self._network.add(_second(self._order[node]) + 1, SINK)
+            self._network.add_edge(_second(self._order[node]) + 1, SINK)
         for node in walk(reach.weight_grads, ())[0]:
             index = self._order[node]
             half = _second(index)
-            self._network.add(half, half + 1, self._price(node))
+            self._network.add_edge(half, half + 1, self._price(node))
             early = node in reach.input_grad_closure or node in self._settled
             self._tie(node, _second, early=early)
             if node not in reach.gradient:
                 self._add_to_first_layer(node)
-                self._network.add(_first(index) + 1, half + 1)
+                self._network.add_edge(_first(index) + 1, half + 1)
             if early or is_free(node) or node.op == "placeholder":
                 continue
             if node not in reach.gradient and node not in reach.recomputed:
-                self._network.add(_first(index), half, self._price_recompute(node))
+                self._network.add_edge(_first(index), half, self._price_recompute(node))
             if not reach.input_grad_closure or not is_cheap(node):
                 # The first layer decides whether it runs in F.
                 beyond = SINK if node in reach.gradient else _first(index)
-                self._network.add(half, beyond, self._price_early(node))
+                self._network.add_edge(half, beyond, self._price_early(node))
 
     def _tie(self, node: fx.Node, layer: Callable[[int], int], *, early: bool) -> None:
         """Edges between a node and its operands.
@@ -142,18 +144,18 @@ class Division:
         """
         half = layer(self._order[node])
         for operand in node.all_input_nodes:
-            self._network.add(layer(self._order[operand]) + 1, half)
+            self._network.add_edge(layer(self._order[operand]) + 1, half)
         if is_free(node) or (node in self._reach.recomputed and layer is _first):
             return
         if early or node.op == "placeholder" or is_random(node):
-            self._network.add(SOURCE, half, self._price_recompute(node))
+            self._network.add_edge(SOURCE, half, self._price_recompute(node))
             return
         # Running a node before the boundary needs its operands there. An operand that also runs
         # after the boundary runs twice.
         for operand in {producer(value_node) for value_node in node.all_input_nodes}:
             if not is_free(operand) and not (operand in self._reach.recomputed and layer is _first):
                 price = self._price_recompute(operand) if self._ready(operand, layer) else None
-                self._network.add(half, layer(self._order[operand]), price)
+                self._network.add_edge(half, layer(self._order[operand]), price)
 
     def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
         """Whether all operands of the node exist before the boundary in any case, so that running

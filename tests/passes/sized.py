@@ -63,9 +63,9 @@ class Sized:
         charge: float = 0.0,
     ) -> Regions:
         graph = self.module().graph
-        return Division(graph, Reachability.of(graph), recompute=recompute, release=release).cut(
-            rate, charge
-        )
+        return Division(
+            graph, Reachability.of(graph), recompute=recompute, release=release
+        ).minimum_cut(rate, charge)
 
     @staticmethod
     def _sized(node: fx.Node, size: int) -> fx.Node:

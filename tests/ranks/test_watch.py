@@ -55,7 +55,7 @@ class Ranks:
     def last_in(self, phase: str) -> None:
         """It said so before."""
         pulse = Pulse(1, time.time(), phase, phase, 0.0, waiting=False)
-        FaultStore(self.store).put("pulse", 1, json.dumps(pulse))
+        FaultStore(self.store).write_entry("pulse", 1, json.dumps(pulse))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_last_words_say_more_than_the_exit(
 ) -> None:
     ranks.pretend(Process.of(child.pid))
     ranks.last_in(OUTSIDE_CALLS)
-    FaultStore(ranks.exits).put("ending", 1, words)
+    FaultStore(ranks.exits).write_entry("ending", 1, words)
     watch = ranks.watch(0)
     _end(child)
     place = ", last heard of in the code around the trainer"
@@ -243,7 +243,7 @@ def test_await_ending_names_a_rank_that_has_ended(child: subprocess.Popen[bytes]
     assert await_ending(faults, [0, 1], 0.05) == ""
     child.kill()
     assert await_ending(faults, [0, 1], 30.0) == "rank 1 was killed by SIGKILL"
-    faults.put("ending", 1, "raised KeyError: 'lr'")
+    faults.write_entry("ending", 1, "raised KeyError: 'lr'")
     assert await_ending(faults, [0, 1], 30.0) == "rank 1 raised KeyError: 'lr'"
 
 

@@ -38,7 +38,7 @@ def _named(*used: int) -> BatchSplitter:
 )
 def test_inputs_that_are_missing_or_unknown(inputs: Any, text: str) -> None:
     with pytest.raises(PipelineError) as caught:
-        _named(1, 2).check((inputs, None))
+        _named(1, 2).check_batch((inputs, None))
     assert text in str(caught.value)
 
 
@@ -63,5 +63,5 @@ def test_inputs_that_are_missing_or_unknown(inputs: Any, text: str) -> None:
 )
 def test_bad_batches(batch: Any, text: str) -> None:
     with pytest.raises(PipelineError) as caught:
-        _splitter().check(batch)
+        _splitter().check_batch(batch)
     assert text in str(caught.value)

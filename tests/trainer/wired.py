@@ -39,7 +39,7 @@ class Wired:
 
     def __init__(self, wiring: Wiring, integers: Mapping[int, int] | None = None) -> None:
         self.wiring = wiring
-        self.stages = wiring.stages
+        self.stages = wiring.stage_count
         self._integers = integers or {}
 
     def build(self, index: int) -> nn.Module:

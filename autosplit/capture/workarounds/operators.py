@@ -169,7 +169,7 @@ def multiply_sizes_pairwise() -> Iterator[None]:
         yield
         return
 
-    def build(tracer: Any, expr: Any, out: Any = None) -> Any:
+    def build_pairwise(tracer: Any, expr: Any, out: Any = None) -> Any:
         many = getattr(expr, "is_Mul", False) and len(expr.args) > 2
         if many and expr not in tracer.sympy_expr_tracker:
             first, *factors = expr.args
@@ -177,7 +177,7 @@ def multiply_sizes_pairwise() -> Iterator[None]:
             expr = expr.func(first, rest, evaluate=False)
         return original(tracer, expr, out)
 
-    with patched(proxy_tensor, "_build_proxy_for_sym_expr", build):
+    with patched(proxy_tensor, "_build_proxy_for_sym_expr", build_pairwise):
         yield
 
 

@@ -16,7 +16,7 @@ from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import Recorder
-from autosplit.pipeline.engine.transport import Transport, added, arguments, output_gradients
+from autosplit.pipeline.engine.transport import Transport, added, bind_arguments, output_gradients
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import incoming_messages, result_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
@@ -168,9 +168,9 @@ class Executor:
         try:
             if recorder is not None:
                 recorder.begin()
-            self.messages.begin()
+            self.messages.begin_step()
             if self.moves is not None:
-                self.moves.begin(self._tensors_of_callers)
+                self.moves.begin_step(self._tensors_of_callers)
             for action, compute, fetch, deliver, waits, recorded in self._row:
                 activity.action, activity.waiting = action, True
                 activity.turn += 1
@@ -188,10 +188,10 @@ class Executor:
                     deliver(call())
             activity.set_action(None, waiting=True)
             if self.moves is not None:
-                spans = self.moves.finish()
+                spans = self.moves.finish_step()
                 if recorder is not None:
                     recorder.note(spans)
-            self.messages.finish()
+            self.messages.finish_step()
             return dict(sorted(self._losses.items()))
         except (LostPeerError, ActionError):
             raise
@@ -268,7 +268,7 @@ class Executor:
         receives = [
             self.messages.receiver(message) for message in incoming_messages(action, dataflow)
         ]
-        bring = arguments(action.stage, dataflow, receives, self._inputs[microbatch].copy)
+        bring = bind_arguments(action.stage, dataflow, receives, self._inputs[microbatch].copy)
         if action.stage < self._last:
             return bring
         return lambda: [*bring(), *self._targets[microbatch]]

@@ -37,7 +37,7 @@ class TransferredBytes:
         self._lock = threading.Lock()
         self._now = self._highest = 0
 
-    def change(self, more: int) -> None:
+    def add_bytes(self, more: int) -> None:
         """Add to the count: positive when memory is allocated, negative when it is freed."""
         with self._lock:
             self._now += more
@@ -207,7 +207,7 @@ class Moves:
         finally:
             self._counting = False
 
-    def begin(self, other_references: Callable[[int], Iterable[Tensor]]) -> None:
+    def begin_step(self, other_references: Callable[[int], Iterable[Tensor]]) -> None:
         """Start a step.
 
         Args:
@@ -241,7 +241,7 @@ class Moves:
         if not departures and arrival is None:
             return None
 
-        def wait() -> None:
+        def wait_for_moves() -> None:
             for departure in departures:
                 self._await(departure)
             if arrival is not None:
@@ -251,9 +251,9 @@ class Moves:
                 stage.attach_held(microbatch, tensors)
                 tensors.clear()
 
-        return wait
+        return wait_for_moves
 
-    def finish(self) -> list[Span]:
+    def finish_step(self) -> list[Span]:
         """End a step; returns the spans of all moves in the order of the row.
 
         Raises:
@@ -349,7 +349,7 @@ class Moves:
             size = storages[-1].numel()
             tickets.append((size, target.put(storages[-1])))
             storages.pop()
-            self.transferred.change(-size)
+            self.transferred.add_bytes(-size)
         return tickets
 
     def _receive(
@@ -357,7 +357,7 @@ class Moves:
     ) -> None:
         """Receive storages one by one, and add each to the list when it is allocated."""
         for size, ticket in tickets:
-            self.transferred.change(size)
+            self.transferred.add_bytes(size)
             storages.append(torch.empty(size, dtype=torch.uint8, device=self._device))
             target.take(ticket, storages[-1])
 

@@ -18,7 +18,7 @@ from autosplit.pipeline.engine.stage_protocols import (
     TrainableStage,
     unsupported_output,
 )
-from autosplit.pipeline.engine.transport import Receive, arguments
+from autosplit.pipeline.engine.transport import Receive, bind_arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
 from autosplit.ranks.groups import Groups
@@ -164,7 +164,7 @@ def _examples(
         return lambda: [_example(meta, device) for meta in metas]
 
     receives = [outputs_of(stage) for stage in dataflow.sources(index)]
-    examples = arguments(index, dataflow, receives, lambda: [*inputs])()
+    examples = bind_arguments(index, dataflow, receives, lambda: [*inputs])()
     return [example for example in examples if example is not None]
 
 

@@ -80,7 +80,7 @@ class StageSeeds:
         draws = self._drawing[evaluates] or self._drew[evaluates]
         return (next_number() if self._is_source else -1), (0 if draws else -1)
 
-    def begin(self, number: int, draws: int, *, evaluates: bool) -> None:
+    def begin_step(self, number: int, draws: int, *, evaluates: bool) -> None:
         """Begin a step, with the agreed numbers of ``offer``."""
         # If the previous step drew unexpectedly, it had the same number: use other seeds.
         late = not draws and not self._drawing[evaluates]

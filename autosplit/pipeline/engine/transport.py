@@ -89,16 +89,16 @@ class Mailbox:
         self._sending: deque[_Transfer] = deque()
 
     @property
-    def tensors(self) -> Iterator[Tensor]:
+    def message_tensors(self) -> Iterator[Tensor]:
         """Tensors of posted receives that were not taken, and of sends that may still run."""
         for transfer in (*self._receiving.values(), *self._sending):
             yield from (tensor for tensor in transfer.tensors if tensor is not None)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Start a step."""
         self._posted = self._retired = 0
 
-    def put(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> None:
+    def start_send(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> None:
         """Start sending a message; entries that are None are not sent."""
         transfer = _Transfer(message, "needs", [], [])
         self._sending.append(transfer)
@@ -117,7 +117,7 @@ class Mailbox:
             self._retired += 1
             self._wait(self._sending.popleft())
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """End a step: wait for all sends."""
         self.retire(self._retired + len(self._sending))
 
@@ -127,7 +127,9 @@ class Mailbox:
         if is_left and self._messages[self._posted].boundary in self._boundaries.outputs:
             self._post()
 
-    def take(self, message: StageMessage, place: int, acked_sends: int) -> list[Tensor | None]:
+    def await_message(
+        self, message: StageMessage, place: int, acked_sends: int
+    ) -> list[Tensor | None]:
         """Wait for a message and return its tensors.
 
         Args:
@@ -238,29 +240,32 @@ class Transport:
         }
         self._local: dict[StageMessage, list[Tensor | None]] = {}
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Start a step."""
         for box in self._mailboxes.values():
-            box.begin()
+            box.begin_step()
 
     def posts(self, action: Action) -> list[Callable[[], None]]:
         """The calls that post receives before an action."""
         return [self._mailboxes[peer].post_next for peer in self._posts.get(action, ())]
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """End a step: wait until everything sent has arrived.
 
         Raises:
             LostPeerError: a peer died or did not take a message in time.
         """
         for box in self._mailboxes.values():
-            box.finish()
+            box.finish_step()
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def message_tensors(self) -> list[Tensor]:
         """Tensors of all messages: received, sent, and between stages of this rank."""
         local = [t for tensors in self._local.values() for t in tensors if t is not None]
-        return [*local, *(tensor for box in self._mailboxes.values() for tensor in box.tensors)]
+        return [
+            *local,
+            *(tensor for box in self._mailboxes.values() for tensor in box.message_tensors),
+        ]
 
     def sender(self, result: Action) -> Send | None:
         """The call that passes the result of an F or I to other stages; None if no stage takes it.
@@ -292,7 +297,9 @@ class Transport:
             return partial(self._local.pop, message)
         peer, routes = self._source[message], self._routes
         place = routes.receives[peer].index(message)
-        return partial(self._mailboxes[peer].take, message, place, routes.acked_sends[message])
+        return partial(
+            self._mailboxes[peer].await_message, message, place, routes.acked_sends[message]
+        )
 
     def _output_sender(self, result: Action, messages: Sequence[StageMessage]) -> Send:
         dataflow = self.dataflow
@@ -356,7 +363,7 @@ class Transport:
     def _put_call(self, message: StageMessage) -> Send:
         if message not in self._target:
             return partial(self._local.__setitem__, message)
-        return partial(self._mailboxes[self._target[message]].put, message)
+        return partial(self._mailboxes[self._target[message]].start_send, message)
 
     def _refuse_unexpected(self, message: StageMessage, place: int) -> None:
         """Refuse a gradient that the other stage could use but does not wait for."""
@@ -389,7 +396,7 @@ def _mismatch(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> Pi
 # --- a stage's inputs and output gradients, from the messages of other stages ---------------------
 
 
-def arguments(
+def bind_arguments(
     stage: int,
     dataflow: StageDataflow,
     receives: Sequence[Receive],

@@ -47,7 +47,7 @@ class KernelWorkspace:
         """Whether allocations can be counted now."""
         return can_count(self._device)
 
-    def of(self, graph: fx.Graph) -> dict[fx.Node, int]:
+    def of_graph(self, graph: fx.Graph) -> dict[fx.Node, int]:
         """Workspace bytes of a graph's operators; those without workspace are left out.
 
         Operators that cannot be run alone are left out as well: collectives, custom operators, and
@@ -182,11 +182,11 @@ class CallMemory:
         module = stage.source(call, adds=True)
         if inputs(module.graph, Kind.ACCUMULATOR):
             return 0
-        workspace = self._workspace.of(accumulate(module, stage.grad_dtype).graph)
+        workspace = self._workspace.of_graph(accumulate(module, stage.grad_dtype).graph)
         additions = [size for node, size in workspace.items() if is_accumulation(node)]
         return max(additions, default=0)
 
-    def of(self, stage: Stage, call: str, *, adds: bool = False) -> LiveBytes:
+    def of_call(self, stage: Stage, call: str, *, adds: bool = False) -> LiveBytes:
         """The tensors that are alive while a call runs, in bytes.
 
         Args:
@@ -199,7 +199,7 @@ class CallMemory:
         if key in calls:
             return calls[key]
         module = stage.source(call, adds=adds)
-        live = LiveBytes(module, self._workspace.of(module.graph))
+        live = LiveBytes(module, self._workspace.of_graph(module.graph))
         if self._workspace.measurable:
             calls[key] = live
         return live

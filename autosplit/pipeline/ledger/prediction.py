@@ -104,10 +104,10 @@ class StageBytes:
         (see ``Band``): of them, only the workspace of adding counts.
         """
         name = BACKWARDS.get(kind, "forward")
-        live = self._calls.of(self._stage, name)
+        live = self._calls.of_call(self._stage, name)
         if kind is ActionKind.BACKWARD and not live.input_roles.issuperset(arguments):
             # If I only passes its inputs on to W, B runs the graph of W.
-            passed = self._calls.of(self._stage, "backward_input").results
+            passed = self._calls.of_call(self._stage, "backward_input").results
             names = {result.memory: result.role for result in passed}
             arguments = {names.get(role, role): memory for role, memory in arguments.items()}
         roles: dict[_Memory, set[Role]] = defaultdict(set)
@@ -136,7 +136,7 @@ class StageBytes:
         if converted:  # all of them are alive until the last is converted
             most = fresh = max(fresh, live.end(dying) - own_gradients)
         if gradients or converted:
-            adding = self._calls.of(self._stage, name, adds=True)
+            adding = self._calls.of_call(self._stage, name, adds=True)
             workspace = self._calls.addition_workspace(self._stage, name) if converted else 0
             most = max(most, adding.peak(dying), adding.end(dying) + workspace)
         self.fresh[kind] = most - fresh
@@ -188,7 +188,7 @@ def message_levels(
     holders: Counter[tuple[Action, int]] = Counter()  # of each tensor, how many messages hold it
     now = 0
 
-    def change(message: StageMessage, more: int) -> None:
+    def add_holders(message: StageMessage, more: int) -> None:
         """Add ``more`` holders to a message's tensors; those with holders count as memory."""
         nonlocal now
         metas = boundaries.tensors_in(message, dataflow)
@@ -202,7 +202,7 @@ def message_levels(
 
     def post(peer: int, until: StageMessage | None = None) -> None:
         while coming[peer] and (until is None or until in coming[peer]):
-            change(coming[peer].popleft(), 1)
+            add_holders(coming[peer].popleft(), 1)
             if until is None:
                 return
 
@@ -219,14 +219,14 @@ def message_levels(
                 post(peer, message)
                 is_sent = any(boundaries.tensors_in(message, dataflow))
                 while is_sent and retired[peer] < routes.acked_sends[message]:
-                    change(sent[peer].popleft(), -1)
+                    add_holders(sent[peer].popleft(), -1)
                     retired[peer] += 1
-            change(message, -1)  # now it counts as the stage's
+            add_holders(message, -1)  # now it counts as the stage's
         levels.append(now)
         if action.kind is ActionKind.FORWARD and action.stage == schedule.stages - 1:
             now += sum(map(_size, boundaries.outputs[action.stage]))  # losses stay until the end
         for message in outgoing_messages(result_of(action), dataflow):
-            change(message, 1)
+            add_holders(message, 1)
             if (target := schedule.placement[message.stage]) != rank:
                 sent[target].append(message)
     return levels

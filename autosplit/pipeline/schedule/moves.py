@@ -101,23 +101,23 @@ def _moves_of(
 ) -> Iterator[ActivationMove]:
     rank_places, partner = places[rank], schedule.partner(rank)
 
-    def at(action: Action, kind: ActionKind, rank: int = rank) -> Sequence[int]:
+    def places_of(action: Action, kind: ActionKind, rank: int = rank) -> Sequence[int]:
         return places[rank].get(replace(action, kind=kind), ())
 
     for action, leaves in [*rank_places.items()]:
         ends: Iterable[tuple[int | None, int, int]] = repeat((None, -1, -1))
         if action.kind is ActionKind.EVICT and partner != rank:
             partner_places = (
-                at(action, ActionKind.ACCEPT, partner),
-                at(action, ActionKind.RETURN, partner),
+                places_of(action, ActionKind.ACCEPT, partner),
+                places_of(action, ActionKind.RETURN, partner),
             )
             ends = zip(repeat(partner), *partner_places, strict=False)
         elif action.kind is not ActionKind.OFFLOAD:
             continue
         arrival = ActionKind.RELOAD if action.kind is ActionKind.OFFLOAD else ActionKind.LOAD
-        inputs = at(action, ActionKind.BACKWARD_INPUT)
-        uses = sorted(place for kind in BACKWARDS for place in at(action, kind))
-        for start, end, partner_ends in zip(leaves, at(action, arrival), ends, strict=False):
+        inputs = places_of(action, ActionKind.BACKWARD_INPUT)
+        uses = sorted(place for kind in BACKWARDS for place in places_of(action, kind))
+        for start, end, partner_ends in zip(leaves, places_of(action, arrival), ends, strict=False):
             used = next((place for place in uses if place > end), None)
             if used is not None:
                 deferred = bool(inputs) and inputs[0] < start
@@ -199,7 +199,7 @@ class WorstCaseMemory:
     the two counts, until an action uses the arrival.
 
     Args:
-        row: the rank's row; ``begin`` is called for each action of it in turn.
+        row: the rank's row; ``begin_action`` is called for each action of it in turn.
     """
 
     __slots__ = ("_latest", "_level", "_pending", "_place", "_unsure", "_waits")
@@ -228,11 +228,11 @@ class WorstCaseMemory:
                 most = now
         return most
 
-    def change(self, more: float) -> None:
+    def add_bytes(self, more: float) -> None:
         """Change the memory that does not move, from the present action on."""
         self._level += more
 
-    def begin(self, action: Action, size: float = 0.0) -> None:
+    def begin_action(self, action: Action, size: float = 0.0) -> None:
         """Begin the next action, after its waits; ``size`` is what a move carries."""
         self._place += 1
         kind, key = action.kind, (action.stage, action.microbatch)

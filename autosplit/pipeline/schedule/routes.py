@@ -80,7 +80,7 @@ class Wiring:
                     raise PipelineError(f"input {place} of stage {stage} is {source}: {problem}")
 
     @property
-    def stages(self) -> int:
+    def stage_count(self) -> int:
         """How many stages there are."""
         return len(self.inputs)
 
@@ -195,7 +195,7 @@ class StageDataflow:
         Raises:
             PipelineError: says both numbers.
         """
-        if self.wiring is None or stage == self.wiring.stages - 1:
+        if self.wiring is None or stage == self.wiring.stage_count - 1:
             return
         expected = self.wiring.outputs[stage]
         if count != expected:

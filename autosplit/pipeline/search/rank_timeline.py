@@ -87,7 +87,7 @@ class RankTimeline:
             first[key] = slot
         return residencies
 
-    def wait(self, slot: int) -> float:
+    def idle_seconds(self, slot: int) -> float:
         """Seconds that the rank waits before a slot."""
         return self.starts[slot] - self.reached[slot]
 

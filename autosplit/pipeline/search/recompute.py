@@ -47,7 +47,7 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
         # A recomputation that would run in a wait is dropped last.
         windows = sorted(
             (window for window in candidates if window.slots),
-            key=lambda window: timeline.wait(window.arrival),
+            key=lambda window: timeline.idle_seconds(window.arrival),
         )
         windows = necessary(timeline.level, bounds[timeline.rank], windows, freed)
         actions = [(window.arrival, window.action(ActionKind.RECOMPUTE)) for window in windows]

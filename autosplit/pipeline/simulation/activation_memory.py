@@ -155,13 +155,13 @@ def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
     memory = WorstCaseMemory(row)
     for action, change in zip(row, changes, strict=True):
         if action.kind.is_move:
-            memory.begin(action, change.allocated + change.freed)  # one of them is 0
+            memory.begin_action(action, change.allocated + change.freed)  # one of them is 0
             yield memory.most
             continue
-        memory.begin(action)
-        memory.change(change.allocated)
+        memory.begin_action(action)
+        memory.add_bytes(change.allocated)
         yield memory.most
-        memory.change(-change.freed)
+        memory.add_bytes(-change.freed)
 
 
 def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]:

@@ -161,10 +161,10 @@ def simulate(
     """
     if not isinstance(transfer, Transfer):
         transfer = Transfer(latency=transfer)
-    if wiring is not None and wiring.stages != schedule.stages:
+    if wiring is not None and wiring.stage_count != schedule.stages:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.stages} stages, but the wiring that of "
-            f"{wiring.stages}"
+            f"{wiring.stage_count}"
         )
     dataflow = None if wiring is None else StageDataflow(schedule.stages, wiring)
     graph, rows = StepGraph(schedule, dataflow=dataflow, transfer=transfer), rows_of(schedule)
@@ -235,12 +235,13 @@ class Costs:
                 f"expected times and memory of each stage, got {len(self.times)} times and "
                 f"{len(self.memory)} memories"
             )
-        if self.wiring is not None and self.wiring.stages != len(self.times):
+        if self.wiring is not None and self.wiring.stage_count != len(self.times):
             raise ScheduleError(
-                f"expected the wiring of {len(self.times)} stages, got that of {self.wiring.stages}"
+                f"expected the wiring of {len(self.times)} stages, got that of "
+                f"{self.wiring.stage_count}"
             )
 
-    def cut(self, chunks: int) -> Costs:
+    def in_chunks(self, chunks: int) -> Costs:
         """The same with each stage cut into ``chunks`` equal ones.
 
         Raises:

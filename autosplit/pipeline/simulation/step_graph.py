@@ -155,7 +155,7 @@ class StepGraph:
                 if self.makers[message.number] < 0:
                     self.makers[message.number] = number
 
-    def add(self, rank: int, action: Action) -> int:
+    def add_action(self, rank: int, action: Action) -> int:
         """Add an action without needs and messages; return its number."""
         number = len(self.actions)
         self.actions.append(action)
@@ -256,8 +256,8 @@ def add_lanes(
         return Lanes([*rows])
     builder = _Builder(graph, rows)
     for move in moves:
-        builder.add(move, _took(schedule, transfer, memory, move))
-    builder.close(schedule)
+        builder.add_move(move, _took(schedule, transfer, memory, move))
+    builder.order_lanes(schedule)
     seconds += builder.lanes.took.values()
     return builder.lanes
 
@@ -295,7 +295,7 @@ class _Builder:
         self._waits: dict[tuple[int, int, float], int] = {}
         """The wait for an action, by the action, the row that waits, and the latency."""
 
-    def add(self, move: ActivationMove, took: tuple[float, float]) -> None:
+    def add_move(self, move: ActivationMove, took: tuple[float, float]) -> None:
         """Add the two transfers of a move, with the actions that start and await them.
 
         Args:
@@ -319,7 +319,7 @@ class _Builder:
         self._edge(outward, homeward, took[1])
         self._edge(homeward, rows[owner][move.used], took[1])
 
-    def close(self, schedule: Schedule) -> None:
+    def order_lanes(self, schedule: Schedule) -> None:
         """Order the lanes, and add the waits for departures."""
         self.lanes.rows += [[number for _, number in sorted(q)] for q in self._queues.values()]
         # Later transfers of a lane need not wait again for what an earlier one waited for.
@@ -346,7 +346,7 @@ class _Builder:
     ) -> int:
         graph, queue = self._graph, self._queues.setdefault(lane, [])
         row = len(self._rows) + [*self._queues].index(lane)
-        number = graph.add(row, graph.actions[self._rows[rank][place]])
+        number = graph.add_action(row, graph.actions[self._rows[rank][place]])
         queue.append((place, number))
         self.lanes.took[number], self.lanes.latency[number] = took
         return number

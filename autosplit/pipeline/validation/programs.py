@@ -97,7 +97,9 @@ class Host:
         self._posted: dict[Action, int] = {}  # messages without a wait so far
         self._predecessors: list[int] = []  # the last computation, and the waits after it
 
-    def put(self, text: str, queue: str, parts: Iterable[Part], after: Iterable[int] = ()) -> int:
+    def enqueue_operation(
+        self, text: str, queue: str, parts: Iterable[Part], after: Iterable[int] = ()
+    ) -> int:
         """Enqueue an operation after the last computation and other places; return its place."""
         parts = tuple(parts)
         queues = dict.fromkeys((queue, *(part.communicator for part in parts)))
@@ -141,7 +143,7 @@ class Host:
             Part(f"{dimension} of rank {self._rank}", text, (self._rank,))
             for dimension in dimensions
         ]
-        self._predecessors = [self.put(text, COMPUTE, parts)]
+        self._predecessors = [self.enqueue_operation(text, COMPUTE, parts)]
 
     def _wait(self, message: Action) -> None:
         if message in self._posted:
@@ -155,7 +157,7 @@ class Host:
         way = action.kind.value[-1]
         name = self._name.format(source=source, target=target, low=low, high=high, way=way)
         part = Part(name, SEND if sends else RECEIVE, (peer,))
-        self._posted[action] = self.put(str(action), name, [part])
+        self._posted[action] = self.enqueue_operation(str(action), name, [part])
         (self.sent if sends else self.received)[name, peer].append(action)
 
 
@@ -299,4 +301,4 @@ class _EngineRank(Host):
             ends = (mine, partner) if leaves else (partner, mine)
             name = "memory {} to {}".format(*ends)
             parts = [Part(name, SEND if leaves else RECEIVE, (partner,))]
-        return self.put(str(action), LANES[kind], parts, over)
+        return self.enqueue_operation(str(action), LANES[kind], parts, over)

@@ -17,10 +17,10 @@ from autosplit.passes.partition.min_cut import SINK, SOURCE, FlowNetwork, Networ
 
 def test_weights_decide_between_currencies() -> None:
     network = Network()
-    network.add(SOURCE, 0, Price(bytes=10))
-    network.add(0, SINK, Price(time=4))
-    assert network.cut(lambda price: price.bytes + 2 * price.time)[0] == {SOURCE, 0}
-    assert network.cut(lambda price: price.bytes + 3 * price.time)[0] == {SOURCE}
+    network.add_edge(SOURCE, 0, Price(bytes=10))
+    network.add_edge(0, SINK, Price(time=4))
+    assert network.minimum_cut(lambda price: price.bytes + 2 * price.time)[0] == {SOURCE, 0}
+    assert network.minimum_cut(lambda price: price.bytes + 3 * price.time)[0] == {SOURCE}
 
 
 NODES = range(6)
@@ -57,15 +57,15 @@ def test_the_smallest_side_of_the_cheapest_cut(edges: Edges) -> None:
     """Or the refusal where there is none; parallel edges add up."""
     network = Network()
     for (tail, head), size in edges:
-        network.add(tail, head, None if size is None else Price(size))
+        network.add_edge(tail, head, None if size is None else Price(size))
     costs = {side: cost(edges, side) for side in SIDES}
     least = min(costs.values())
     for factor in (1, 3):  # one network, several weights
         if least == math.inf:
             with pytest.raises(PassError, match="no cut"):
-                network.cut(lambda price, factor=factor: factor * price.bytes)
+                network.minimum_cut(lambda price, factor=factor: factor * price.bytes)
             continue
-        early, price = network.cut(lambda price, factor=factor: factor * price.bytes)
+        early, price = network.minimum_cut(lambda price, factor=factor: factor * price.bytes)
         assert price.bytes == least
         assert early == frozenset.intersection(*(s for s in SIDES if costs[s] == least))
 

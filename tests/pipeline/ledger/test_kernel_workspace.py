@@ -23,13 +23,13 @@ def _graph(function: Callable[..., Tensor], *args: Tensor) -> fx.GraphModule:
 
 
 def _found(module: fx.GraphModule) -> dict[str, int]:
-    return {node.name: size for node, size in KernelWorkspace(CPU).of(module.graph).items()}
+    return {node.name: size for node, size in KernelWorkspace(CPU).of_graph(module.graph).items()}
 
 
 def test_measuring_draws_no_random_numbers() -> None:
     module = _graph(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(64))
     earlier = torch.get_rng_state()
-    KernelWorkspace(CPU).of(module.graph)
+    KernelWorkspace(CPU).of_graph(module.graph)
     assert torch.equal(torch.get_rng_state(), earlier)
 
 
@@ -47,8 +47,8 @@ def test_beside_another_profiler_nothing_is_known_and_later_it_is() -> None:
     workspace = KernelWorkspace(CPU)
     with profiler.profile():
         assert not workspace.measurable
-        assert workspace.of(module.graph) == {}
-    assert [*workspace.of(module.graph).values()] == [16 * 16 * DOUBLE]
+        assert workspace.of_graph(module.graph) == {}
+    assert [*workspace.of_graph(module.graph).values()] == [16 * 16 * DOUBLE]
 
 
 def test_operators_of_a_batch_of_no_samples_can_be_measured() -> None:

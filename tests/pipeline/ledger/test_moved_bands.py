@@ -51,15 +51,15 @@ def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> 
 
     def compute() -> int:
         local = torch.zeros(500, dtype=torch.uint8)
-        moved.change(1000)
-        moved.change(-1000)
+        moved.add_bytes(1000)
+        moved.add_bytes(-1000)
         kept.append(torch.zeros(40, dtype=torch.uint8))
-        moved.change(40)
+        moved.add_bytes(40)
         return len(local)
 
     with recorder.recording():
         recorder.begin()
-        moved.change(7)  # between two actions
+        moved.add_bytes(7)  # between two actions
         recorder.run(Action.parse("0F0"), compute)
         recorder.finish([])
     first, between, during, *_ = recorder.bands()
@@ -73,7 +73,7 @@ def test_what_is_on_its_way_is_in_transit_until_it_is_there(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     moves: list[Moves] = []
-    begin, real = Moves.begin, getattr(OffloadFile, call)
+    begin, real = Moves.begin_step, getattr(OffloadFile, call)
     seen = []
 
     def note(self: Moves, *args: Any) -> None:
@@ -84,7 +84,7 @@ def test_what_is_on_its_way_is_in_transit_until_it_is_there(
         seen.append(any(item is args[-1] for item in moves[0].storages_in_transit))
         return real(store, *args)
 
-    monkeypatch.setattr(Moves, "begin", note)
+    monkeypatch.setattr(Moves, "begin_step", note)
     monkeypatch.setattr(OffloadFile, call, look)
     schedule = offloading(build("gpipe", 2, workers.MICROBATCHES, ranks=1))
     with workers.trainer(schedule=schedule, ranks=1) as engine:

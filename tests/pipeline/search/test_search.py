@@ -116,4 +116,4 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ScheduleError, match="expected the wiring of 2 stages, got that of 3"):
         replace(costs, wiring=chain_of((1, 1)))
     with pytest.raises(ScheduleError, match=r"with a wiring cannot be cut further"):
-        replace(costs, wiring=chain_of((1,))).cut(2)
+        replace(costs, wiring=chain_of((1,))).in_chunks(2)
