@@ -184,7 +184,7 @@ class SplitPipelineStage(RuntimeStage):
         """Begin a step."""
         super().clear_runtime_states()
         self._drop_in_flight()
-        self._step.begin()
+        self._step.find_schedule()
 
     def example_inputs(self) -> list[StridedTensorMeta]:
         """The inputs of the stage by ``input_args``; floating tensors need a gradient.
@@ -220,7 +220,7 @@ class SplitPipelineStage(RuntimeStage):
             refuse_dtensors(self._owner, self._module, functions)
             results.refuse_objects(self._owner)
         if functions.has_backward:
-            functions.compile(self._step.calls(), self._options.grad_dtype)
+            functions.compile_calls(self._step.calls(), self._options.grad_dtype)
         return results
 
     def forward_one_chunk(
@@ -249,7 +249,7 @@ class SplitPipelineStage(RuntimeStage):
                     kept[name].copy_(value)
         outputs = result.outputs[: results.count]
         if self.has_backward:
-            self._saved.put(chunk, MicrobatchState(functions, result.saved, state))
+            self._saved.add_state(chunk, MicrobatchState(functions, result.saved, state))
         if gathered and not self.has_backward:
             self.sharding.reshard()
         if not self.is_last:
@@ -276,10 +276,10 @@ class SplitPipelineStage(RuntimeStage):
             return
         chunk = bwd_chunk_id
         boundary = self._losses.pop(chunk, None)
-        grads = [] if self.is_last else self.gradients(chunk)
+        grads = [] if self.is_last else self.received_gradients(chunk)
         if boundary is not None:
-            grads = boundary.gradients(loss)
-        metas, flight = self.shapes.inputs[chunk], self._saved.take(chunk)
+            grads = boundary.compute_gradients(loss)
+        metas, flight = self.shapes.inputs[chunk], self._saved.remove_state(chunk)
         input_grads: Sequence[Tensor | None] = [None] * len(metas)
         if flight.functions.has_backward:
             arrived = self._results_of(flight.functions).arrived(grads)
@@ -297,7 +297,7 @@ class SplitPipelineStage(RuntimeStage):
             self._publish_other_dtypes()
             self._backward_roots(chunk, input_grads)
         elif not full_backward:
-            self._weights.in_flight.put(chunk, flight)
+            self._weights.in_flight.add_state(chunk, flight)
         if self.dw_builder:
             self.dw_runner[chunk] = self.dw_builder()
         if full_backward:
@@ -333,7 +333,7 @@ class SplitPipelineStage(RuntimeStage):
             Parameters with accumulate hooks to be called.
         """
         owner, divisor = self.sharding.owner, self._step.divisor
-        hooked = self._weights.sums.publish(lambda p: divisor if owner(p) is p else 1)
+        hooked = self._weights.sums.add_to_parameters(lambda p: divisor if owner(p) is p else 1)
         self.sharding.accumulate()
         return hooked
 

@@ -42,7 +42,7 @@ class Progress:
             self._bar.update()
 
     @property
-    def seconds(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Seconds since the work began."""
         return time.perf_counter() - self._started
 
@@ -59,9 +59,9 @@ class Progress:
             parts.append(f"{self._unit} {self._count}{of_total}".lstrip())
         if self._note:
             parts.append(self._note)
-        return f"{self._work}: " + ", ".join([*parts, f"{self.seconds:.0f} s so far"])
+        return f"{self._work}: " + ", ".join([*parts, f"{self.elapsed_seconds:.0f} s so far"])
 
-    def close(self) -> None:
+    def remove_bar(self) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
@@ -91,13 +91,13 @@ def working(work: str, total: int | None = None, unit: str = "") -> Iterator[Pro
     """
     progress, done = Progress(work, total, unit), threading.Event()
 
-    def report() -> None:
+    def say_repeatedly() -> None:
         pause = _FIRST_PAUSE
         while not done.wait(pause):
             _say(str(progress))
             pause = _LATER_PAUSES
 
-    reporter = threading.Thread(target=report, name="autosplit-progress", daemon=True)
+    reporter = threading.Thread(target=say_repeatedly, name="autosplit-progress", daemon=True)
     if not progress.draws:
         reporter.start()
     try:
@@ -106,8 +106,8 @@ def working(work: str, total: int | None = None, unit: str = "") -> Iterator[Pro
         done.set()
         if not progress.draws:
             reporter.join()
-        progress.close()
-        _LOG.info("%s: %.2f s", work, progress.seconds)
+        progress.remove_bar()
+        _LOG.info("%s: %.2f s", work, progress.elapsed_seconds)
 
 
 def _say(text: str) -> None:
