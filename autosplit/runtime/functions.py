@@ -193,7 +193,7 @@ class SplitFunctions:
         """The graphs with the graphs of repeated blocks inlined."""
         return inlined(self._graphs)
 
-    def at(self, leaves: Sequence[Any]) -> SplitFunctions:
+    def for_sizes(self, leaves: Sequence[Any]) -> SplitFunctions:
         """The functions for a call with other input sizes; one object for each combination.
 
         Args:
@@ -202,7 +202,7 @@ class SplitFunctions:
         sizes = self.capture.sizes
         if sizes is None:
             return self
-        key = sizes.key(leaves)
+        key = sizes.size_key(leaves)
         return self._resized.get(key) or self._twin(key, sizes.value(leaves))
 
     def _twin(self, key: tuple[int, ...], size: Callable[[Any], int]) -> SplitFunctions:
@@ -212,7 +212,7 @@ class SplitFunctions:
         twin = self._resized[key] = copy.copy(self)
         twin._key, twin._size = key, size
         twin._resized = {}  # a shared dictionary would contain the twin itself
-        twin.__dict__.pop("output_specs", None)
+        twin.__dict__.pop("specs_by_path", None)
         twin.__dict__.pop("flops", None)
         twin.tangent_specs = twin._tangent_specs()
         return twin
@@ -304,7 +304,7 @@ class SplitFunctions:
         """Graph name -> source that the backend generated, for the graphs compiled so far."""
         return self._backend.generated
 
-    def compile(
+    def compile_calls(
         self,
         calls: Iterable[str] = ("backward_input", "backward_weight"),
         dtype: torch.dtype | None = None,
@@ -336,7 +336,7 @@ class SplitFunctions:
             needed.add((order.index(call), adds))
             with_gradient.update(parameters)
         for index, adds in sorted(needed) if self.has_backward else ():
-            self._graph_of(order[index]).compile(dtype, adds=adds)
+            self._graph_of(order[index]).compile_form(dtype, adds=adds)
 
     def source(
         self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False
@@ -423,7 +423,7 @@ class SplitFunctions:
         return [Role(Kind.INPUT_GRAD, name) for name in self.capture.inputs]
 
     def _constants_of(self, modules: Iterable[fx.GraphModule]) -> Constants:
-        return Constants.of(modules, self.capture.guards.name_of)
+        return Constants.of(modules, self.capture.guards.constant_path)
 
     def _module(self, name: str) -> fx.GraphModule:
         module = self._graphs.graphs().get(name)
@@ -437,7 +437,7 @@ class SplitFunctions:
         return self._constants_of([self._graphs.forward])
 
     @cached_property
-    def output_specs(self) -> dict[str, TensorSpec]:
+    def specs_by_path(self) -> dict[str, TensorSpec]:
         """Output path -> spec, for outputs that are tensors."""
         pairs = outputs(self._graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
         values = {role.name: getattr(value, "meta", {}).get("val") for role, value in pairs}
@@ -537,7 +537,7 @@ class SplitFunctions:
                 in place since the forward.
         """
         state, (_, state_positions, layout) = saved.state, self._deferred_layout
-        pool = self._backward_pool(saved.take(), output_grads)
+        pool = self._backward_pool(saved.take_arguments(), output_grads)
         results, early = self._input.run(pool, gradients, dtype)
         count = len(self.capture.inputs)
         weight_state = tuple([state[at] for at in state_positions])
@@ -565,7 +565,7 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        return self._weight.run(deferred.take(), gradients, dtype)[1]
+        return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
 
     def backward(
         self,
@@ -585,7 +585,7 @@ class SplitFunctions:
         if self._defers_whole_backward:
             grads, deferred, _ = self.backward_input(saved, output_grads)
             return grads, self.backward_weight(deferred, gradients, dtype)
-        pool = self._backward_pool(saved.take(), output_grads)
+        pool = self._backward_pool(saved.take_arguments(), output_grads)
         return self._fused.run(pool, gradients, dtype)
 
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
