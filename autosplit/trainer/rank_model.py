@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,11 @@ from autosplit.trainer.sharded_stages import ShardedStages
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.stage_start import agree_on_start, build_seeded_modules
 
-OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFunction: TypeAlias = "Callable[[list[Any]], torch.optim.Optimizer]"
+"""Builds an optimizer of a list of parameters, or of a list of (name, parameter) if its argument is
+called ``named`` or ``named_parameters``.
+"""
+_NAMED_ARGUMENTS = ("named", "named_parameters")
 
 
 class RankModel:
@@ -69,7 +73,7 @@ class RankModel:
         synchronize: Callable[[], None],
     ) -> None:
         modules, drew = build_seeded_modules(stages.build, schedule.stages_on(groups.rank), device)
-        self.modules = modules
+        self.modules, self._has_model_names = modules, stages.wiring is not None
         for index, module in modules.items():
             if not isinstance(module, nn.Module):
                 raise PipelineError(
@@ -120,10 +124,23 @@ class RankModel:
                 another rank's.
         """
         if self.parameters:
-            self.optimizer = optimizer_fn(self.parameters)
+            named = _takes_names(optimizer_fn)
+            self.optimizer = optimizer_fn(self.named_parameters() if named else self.parameters)
             _check_optimizer(self.optimizer, self.parameters)
         if self._tied is not None:
             self._tied.check_optimizers(self.optimizer)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return ``parameters`` with their names in the whole model. In a list of stages they begin
+        with the stage's index, as in an ``nn.Sequential`` of the stages.
+        """
+        named = [
+            (name if self._has_model_names else f"{stage}.{name}", parameter)
+            for stage, module in self.modules.items()
+            for name, parameter in module.named_parameters()
+        ]
+        first_names = {id(parameter): name for name, parameter in reversed(named)}
+        return [(first_names[id(parameter)], parameter) for parameter in self.parameters]
 
     @property
     def optimizer_state(self) -> list[Tensor]:
@@ -282,6 +299,15 @@ class _NormTerm(NamedTuple):
     """A gradient in the form that torch's clipping expects of a parameter."""
 
     grad: Tensor
+
+
+def _takes_names(optimizer_fn: Callable[..., object]) -> bool:
+    """Whether the function's first argument is called ``named`` or ``named_parameters``."""
+    try:
+        names = [*inspect.signature(optimizer_fn).parameters]
+    except (TypeError, ValueError):  # a builtin has no signature
+        return False
+    return bool(names) and names[0] in _NAMED_ARGUMENTS
 
 
 def _needs_closure(optimizer: Any) -> bool:

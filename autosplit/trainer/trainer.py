@@ -74,7 +74,10 @@ class PipelineTrainer(StepReports):
         loss_fn: ``loss_fn(output, targets)`` returns the loss of one microbatch, a scalar tensor. A
             step trains the mean over the microbatches.
         optimizer_fn: ``optimizer_fn(parameters)`` returns the optimizer of this process's
-            parameters.
+            parameters, a list. If its argument is called ``named`` or ``named_parameters``, it gets
+            a list of (name, parameter) instead, with the names of the whole model, so that weight
+            decay and learning rates can go by name. In a list of stages, names begin with the
+            stage's index.
         microbatches: M, the number of equal parts into which a batch is cut along dimension 0.
         stages: the number of stages; required for a function and for a whole model.
         example: the inputs of one microbatch: a tensor, a tuple of tensors, or a dictionary of
