@@ -29,9 +29,11 @@ from autosplit.errors import (
     SplitError,
 )
 from autosplit.passes import PassError, SplitGraphs, run
+from autosplit.passes.lowering.codegen import generate
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_unsupported_shardings
+from autosplit.torch_internals.logging import trace_artifact
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .check import checked, plain_call
@@ -154,7 +156,10 @@ def split_capture(
     """
     prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
-        return run(traced.joint, passes=options.passes, memory=options.memory_policy, dump=dump)
+        graphs = run(traced.joint, passes=options.passes, memory=options.memory_policy, dump=dump)
+    for name, graph in graphs.graphs().items():
+        trace_artifact(f"autosplit_{name}", partial(generate, name, graph))
+    return graphs
 
 
 def _capture(

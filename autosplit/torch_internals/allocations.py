@@ -30,7 +30,12 @@ class Stretch(NamedTuple):
 
 def can_count(device: torch.device) -> bool:
     """Whether allocations can be counted now: on the CPU only while no profiler runs."""
-    return device.type != "cpu" or not torch._C._autograd._profiler_enabled()
+    return device.type != "cpu" or not profiler_is_enabled()
+
+
+def profiler_is_enabled() -> bool:
+    """Whether torch's profiler records this thread."""
+    return torch._C._autograd._profiler_enabled()
 
 
 def allocations_on(device: torch.device) -> HostAllocations | DeviceAllocations:

@@ -61,3 +61,16 @@ def test_step_async_without_a_norm_has_no_metrics() -> None:
         trainer.step_async(batch).wait()
         with pytest.raises(PipelineError, match=r"step_async\(...\) has them with max_grad_norm"):
             trainer.metrics()
+
+
+def test_a_profile_shows_actions_by_their_names() -> None:
+    batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
+    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    with PipelineTrainer(
+        stages, nn.functional.mse_loss, torch.optim.SGD, microbatches=2, ranks=1
+    ) as trainer:
+        trainer.step(batch)
+        with torch.profiler.profile() as profile:
+            trainer.step(batch)
+    ranges = {event.name for event in profile.events()}
+    assert ranges >= {str(action) for row in trainer.schedule.ranks for action in row}

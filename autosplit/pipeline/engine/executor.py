@@ -15,13 +15,14 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
-from autosplit.pipeline.engine.timing import Recorder
+from autosplit.pipeline.engine.timing import Recorder, run_in_range
 from autosplit.pipeline.engine.transport import Transport, added, bind_arguments, output_gradients
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import incoming_messages, result_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.ranks.first_error import ActionError, LostPeerError, RankActivity
 from autosplit.stage import Stage
+from autosplit.torch_internals.allocations import profiler_is_enabled
 
 Values = list[Any]
 """Tensors, or None where there is no gradient."""
@@ -164,7 +165,7 @@ class Executor:
             kept[:] = microbatch
         self._recorder = recorder
         action: Action | None = None
-        activity = self._activity
+        activity, is_profiled = self._activity, profiler_is_enabled()
         try:
             if recorder is not None:
                 recorder.begin()
@@ -182,6 +183,8 @@ class Executor:
                 activity.turn += 1
                 if recorder is not None and recorded:
                     call = partial(recorder.run, action, call)
+                if is_profiled:
+                    call = partial(run_in_range, str(action), call)
                 if deliver is None:
                     call()
                 else:

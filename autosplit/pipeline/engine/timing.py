@@ -82,6 +82,12 @@ class DeviceRecorder(Recorder):
         return self._started + milliseconds / 1000.0
 
 
+def run_in_range(name: str, compute: Callable[[], T]) -> T:
+    """Run ``compute`` in a range of torch.profiler, which shows it under this name."""
+    with torch.profiler.record_function(name):
+        return compute()
+
+
 def recorder_on(rank: int, device: torch.device) -> Recorder:
     """The recorder of a rank whose stages are on ``device``."""
     return DeviceRecorder(rank, device) if device.type == "cuda" else Recorder(rank)

@@ -1,0 +1,17 @@
+"""Artifacts in torch's structured trace, which ``TORCH_TRACE`` turns on and tlparse reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch._logging import trace_structured
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Write a text into the structured trace; ``text`` is called only if there is one."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )
