@@ -18,7 +18,7 @@ from autosplit.dynamo.fallback import Fallback
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.options import SplitOptions
-from autosplit.runtime.specializations import Specializations, flatten
+from autosplit.runtime.specializations import ModuleCall, Specializations
 from autosplit.torch_internals.autograd import in_transform, untraced
 from autosplit.torch_internals.distributed import (
     data_parallel,
@@ -194,10 +194,9 @@ class SplitModule(ModuleProxy):
         fallback = self._fallback
         if fallback.partial is not None:
             return fallback.run_by_graphs(fallback.partial, args, kwargs)
-        leaves, structure = flatten(args, kwargs)
-        failing = None
+        call, failing = ModuleCall.of(args, kwargs), None
         try:
-            functions = self._graphs.fitting(args, kwargs, leaves, structure, called=True)
+            functions = self._graphs.fitting(call, called=True)
         except (BackendError, RecursiveCallError, ShardedError):
             raise
         except FailingCallError as error:
@@ -209,7 +208,7 @@ class SplitModule(ModuleProxy):
             return fallback.run_by_graphs(fallback.split_by_graphs(error), args, kwargs)
         if failing is not None:  # outside of except, so that the user's error has no context
             return fallback.run_unsplit(failing, args, kwargs)
-        return self._run(functions, leaves, parallel, fused_backward)
+        return self._run(functions, call.leaves, parallel, fused_backward)
 
     def _run(
         self, functions: SplitFunctions, leaves: list[Any], parallel: Any, fused_backward: bool
@@ -314,8 +313,7 @@ class SplitModule(ModuleProxy):
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, called: bool = True
     ) -> SplitFunctions:
-        leaves, structure = flatten(args, kwargs)
-        functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
+        functions = self._graphs.fitting(ModuleCall.of(args, kwargs), called=called)
         functions.compile_calls()
         return functions
 

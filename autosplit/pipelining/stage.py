@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
@@ -27,7 +27,7 @@ from autosplit.runtime.options import (
 )
 from autosplit.runtime.refusals import refuse_dtensors
 from autosplit.runtime.residuals import State
-from autosplit.runtime.specializations import CallSignature, Specializations, flatten
+from autosplit.runtime.specializations import CallSignature, ModuleCall, Specializations
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import average_gradients
@@ -214,7 +214,7 @@ class SplitPipelineStage(RuntimeStage):
         if first:
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
         self.sharding.find_groups()
-        functions = self._graphs_for(args, kwargs, *flatten(args, kwargs))
+        functions = self._graphs_for(self._call_with(args, kwargs))
         results = self._results_of(functions)
         if not self.is_last:
             refuse_dtensors(self._owner, self._module, functions)
@@ -232,10 +232,11 @@ class SplitPipelineStage(RuntimeStage):
     ) -> Any:
         """Run F of a microbatch; returns its result."""
         chunk, args, kwargs = fwd_chunk_id, self.arguments(fwd_chunk_id, args), kwargs or {}
-        leaves, structure = flatten(args, kwargs)
+        call = self._call_with(args, kwargs)
+        leaves = call.leaves
         gathered = self.sharding.unshard()
-        functions, results, state = self._step_graphs(args, kwargs, leaves, structure)
-        del args
+        functions, results, state = self._step_graphs(call)
+        del args, call
         if not self.is_last:
             results.refuse_other_shapes(self._owner, chunk, self.shapes.results[chunk])
         if functions.updated_inputs:
@@ -424,37 +425,27 @@ class SplitPipelineStage(RuntimeStage):
         return {name: leaf for _, name, leaf in own_inputs if name in written} if written else {}
 
     def _count_by_keyword(self, kwargs: dict[str, Any]) -> int:
-        return len(flatten((), kwargs)[0]) if kwargs else 0
+        return len(ModuleCall.of((), kwargs).leaves) if kwargs else 0
 
-    def _step_graphs(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: list[Any],
-        structure: Hashable,
-    ) -> tuple[SplitFunctions, Results, State]:
+    def _call_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
+        return ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
+
+    def _step_graphs(self, call: ModuleCall) -> tuple[SplitFunctions, Results, State]:
         """The graphs, outputs and state for a microbatch.
 
         A module does not change between the microbatches of a step, so guards are checked once per
         input signature. But if the forward itself updates state, they are checked every time.
         """
-        signature = CallSignature.of(leaves, structure)
-        graphs = self._steady.get(signature)
+        graphs = self._steady.get(call.signature)
         if graphs is None:
-            functions = self._graphs_for(args, kwargs, leaves, structure)
+            functions = self._graphs_for(call)
             graphs = functions, self._results_of(functions), self._graphs.state()
-            plain = {Tensor}.issuperset(map(type, leaves)) and not self.sharding.groups
+            plain = {Tensor}.issuperset(map(type, call.leaves)) and not self.sharding.groups
             if plain and not functions.updated_state:
-                self._steady[signature] = graphs
+                self._steady[call.signature] = graphs
         return graphs
 
-    def _graphs_for(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: list[Any],
-        structure: Hashable,
-    ) -> SplitFunctions:
+    def _graphs_for(self, call: ModuleCall) -> SplitFunctions:
         """The graphs for these inputs and the module's current state.
 
         Raises:
@@ -464,12 +455,12 @@ class SplitPipelineStage(RuntimeStage):
         """
         with torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled()):
             try:
-                return self._graphs.fitting(args, kwargs, leaves, structure)
+                return self._graphs.fitting(call)
             except CaptureError as error:
                 refused = error
         # After the except block, so that the user's own error has no context.
-        refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
-        raise refused_capture(self._owner, leaves, refused)
+        refuse_unfit_call(self._owner, self._module, call.args, call.kwargs, first=self.is_first)
+        raise refused_capture(self._owner, call.leaves, refused)
 
     def _results_of(self, functions: SplitFunctions) -> Results:
         if functions not in self._results:

@@ -19,7 +19,7 @@ from autosplit.pipeline.schedule.schedule import BACKWARDS, Action
 from autosplit.ranks.fault_store import Fault, FaultStore
 from autosplit.ranks.first_error import RankError
 from autosplit.ranks.groups import disconnect
-from autosplit.runtime.specializations import CallSignature, flatten
+from autosplit.runtime.specializations import CallSignature, ModuleCall
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.distributed import store_of
 from autosplit.torch_internals.pipelining_schedules import (
@@ -148,9 +148,8 @@ class ScheduleSteps:
         trains, self._due, inputs = stages[0].has_backward, None, self._inputs
         if not self._neighbours() and self._microbatches is not None:
             args, kwargs, _ = self._microbatches
-            self._inputs = [
-                CallSignature.of(*flatten(*call)) for call in zip(args, kwargs, strict=True)
-            ]
+            calls = zip(args, kwargs, strict=True)
+            self._inputs = [ModuleCall.of(*call).signature for call in calls]
         is_known = done is not None and done.trains == trains and self._inputs == inputs
         if not is_known or any(stage.agreement is not done for stage in stages):
             self._due = self._new_agreement()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,11 +26,11 @@ from autosplit.errors import (
     DeferralWarning,
     FirstCallError,
     RecursiveCallError,
-    ShardedError,
     SplitError,
 )
 from autosplit.runtime.build import Dimensions, trace, without_history
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.open_sizes import OpenSizes
 from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import few
 from autosplit.text.progress import working
@@ -43,17 +43,6 @@ if TYPE_CHECKING:
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = {Tensor, nn.Parameter, *_VALUES}
 _GUARDED = {Tensor, *_VALUES}
-
-
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Hashable]:
-    """The leaves of a call and their structure, like ``tree_flatten((args, kwargs))``.
-
-    It takes a tenth of that time if every argument is a tensor or a plain value.
-    """
-    leaves = [*args, *kwargs.values()]
-    if _LEAVES.issuperset(map(type, leaves)):
-        return leaves, (len(args), *kwargs)
-    return tree_flatten((args, kwargs))
 
 
 class CallSignature(NamedTuple):
@@ -74,14 +63,64 @@ class CallSignature(NamedTuple):
     modes: tuple[bool, bool]
 
     @classmethod
-    def of(cls, leaves: Iterable[Any], structure: Hashable) -> CallSignature:
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    def of(
+        cls, leaves: Iterable[Any], structure: Hashable, *, with_gradients: bool = True
+    ) -> CallSignature:
+        modes = with_gradients and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(structure, tuple(map(_leaf, leaves)), modes)
 
     @property
     def of_any_size(self) -> CallSignature:
         """The signature without sizes and strides: calls that share it may share a graph."""
         return self._replace(leaves=tuple(map(_without_sizes, self.leaves)))
+
+
+class ModuleCall(NamedTuple):
+    """The inputs of one call of a module, flattened once.
+
+    Attributes:
+        args: positional inputs.
+        kwargs: keyword inputs.
+        leaves: the flattened ``(args, kwargs)``.
+        signature: the key under which graphs for the call are looked up.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    signature: CallSignature
+
+    @classmethod
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_gradients: bool = True
+    ) -> ModuleCall:
+        """The call of a module with these inputs, in the present grad mode.
+
+        Flattening takes a tenth of the time of ``tree_flatten`` if every input is a tensor or a
+        plain value.
+
+        Args:
+            args: positional inputs.
+            kwargs: keyword inputs.
+            with_gradients: whether the module may be captured with a backward; False: the call is
+                one without grad mode.
+        """
+        leaves: list[Any] = [*args, *kwargs.values()]
+        structure: Hashable = (len(args), *kwargs)
+        if not _LEAVES.issuperset(map(type, leaves)):
+            leaves, structure = tree_flatten((args, kwargs))
+        signature = CallSignature.of(leaves, structure, with_gradients=with_gradients)
+        return cls(args, kwargs, leaves, signature)
+
+    @property
+    def spec(self) -> TreeSpec:
+        """The structure of ``(args, kwargs)``, for ``tree_unflatten``."""
+        return tree_flatten((self.args, self.kwargs))[1]
+
+    def as_plain_tensors(self) -> ModuleCall:
+        """The call with plain tensors in place of parameters and other subclasses."""
+        args, kwargs = tree_unflatten(without_history(self.leaves), self.spec)
+        return self._replace(args=args, kwargs=kwargs)
 
 
 def _leaf(leaf: Any) -> Hashable:
@@ -105,87 +144,6 @@ def _without_sizes(leaf: Any) -> Hashable:
         return (len(shape), *rest)
     unsized: Hashable = leaf
     return unsized
-
-
-_LONGEST = 600  # characters of a reason
-_SPECIAL = (0, 1)  # sizes that are never left open: dimensions without elements, or that broadcast
-
-
-class OpenSizes:
-    """Decides which sizes a capture leaves open, by the sizes of earlier calls of one module.
-
-    Args:
-        options: how the module is split. All sizes are fixed with a compiling backend, and with a
-            memory budget.
-    """
-
-    def __init__(self, options: SplitOptions) -> None:
-        # A budget is met for one combination of sizes. Inductor adds assumptions about sizes while
-        # it compiles, for W and later variants after the guards are frozen.
-        self._can_leave_open = options.backend == "eager" and isinstance(options.memory, str)
-        self._seen: dict[Hashable, list[set[int]]] = {}
-        self._refused: dict[Hashable, str] = {}
-
-    def capture_graphs(
-        self,
-        structure: Hashable,
-        leaves: Sequence[Any],
-        make: Callable[[Dimensions], SplitFunctions],
-        fits: Callable[[SplitFunctions], bool],
-    ) -> SplitFunctions:
-        """Capture graphs for a call, with varying sizes left open if that succeeds.
-
-        Args:
-            structure: the structure of the call's inputs.
-            leaves: its flattened inputs.
-            make: captures with these sizes left open.
-            fits: whether the guards of graphs hold for the call.
-
-        Raises:
-            AutosplitError: any error that ``make`` raises if no size is left open.
-        """
-        varying = self.of(structure, leaves)
-        if varying:
-            try:
-                functions = make(varying)
-            except (FirstCallError, ShardedError):
-                raise
-            except Exception as error:  # also torch's own: a graph with fixed sizes may succeed
-                self._refuse(structure, f"{type(error).__name__}: {error}")
-            else:
-                if fits(functions):
-                    return functions
-                self._refuse(structure, "the graph does not fit the call it was captured for")
-        return make({})
-
-    def of(self, structure: Hashable, leaves: Sequence[Any]) -> Dimensions:
-        """Record the sizes of these inputs, and return the dimensions to leave open for them."""
-        varying = {
-            at: self._varying((structure, at, leaf.dim()), leaf)
-            for at, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
-        }
-        if not self._can_leave_open or structure in self._refused:
-            return {}
-        return {at: dimensions for at, dimensions in varying.items() if dimensions}
-
-    def _refuse(self, structure: Hashable, reason: str) -> None:
-        """Leave no sizes open in later calls of this structure."""
-        self._refused[structure] = " ".join(reason.split())[:_LONGEST]
-
-    @property
-    def refusals(self) -> tuple[str, ...]:
-        """The reasons why no sizes are left open for some structures."""
-        return tuple(dict.fromkeys(self._refused.values()))
-
-    def _varying(self, key: Hashable, leaf: Tensor) -> frozenset[int]:
-        """Record a leaf's sizes, and return its dimensions with more than one size so far."""
-        sizes = self._seen.setdefault(key, [set() for _ in leaf.shape])
-        for sizes_so_far, size in zip(sizes, leaf.shape, strict=True):
-            sizes_so_far.add(size)
-        return frozenset(
-            at for at, size in enumerate(leaf.shape) if size not in _SPECIAL and len(sizes[at]) > 1
-        )
 
 
 _MAX_SIZES = 1024  # signatures under which graphs of other sizes are remembered
@@ -270,23 +228,12 @@ class Specializations:
         with_backward = [functions for functions in captured if functions.has_backward]
         return (with_backward or captured)[-1]
 
-    def fitting(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Any],
-        structure: Hashable,
-        *,
-        called: bool = False,
-    ) -> SplitFunctions:
+    def fitting(self, call: ModuleCall, *, called: bool = False) -> SplitFunctions:
         """The graphs whose guards hold for the inputs and the model now; captured if there are
         none.
 
         Args:
-            args: positional inputs.
-            kwargs: keyword inputs.
-            leaves: the flattened ``(args, kwargs)``, from ``flatten``.
-            structure: their structure, from ``flatten``.
+            call: the inputs.
             called: whether the caller runs the model on these inputs next.
 
         Raises:
@@ -295,58 +242,43 @@ class Specializations:
             SplitError: the graph cannot be split.
             BackendError: the backend cannot compile it.
         """
-        signature = CallSignature.of(leaves, structure)
-        if not _GUARDED.issuperset(map(type, leaves)) and any(map(_is_subclass, leaves)):
+        if not _GUARDED.issuperset(map(type, call.leaves)) and any(map(_is_subclass, call.leaves)):
             # An input that is a parameter: guards expect the plain tensor of the capture.
-            spec = tree_flatten((args, kwargs))[1]
-            args, kwargs = tree_unflatten(without_history(leaves), spec)
+            call = call.as_plain_tensors()
         with self._capturing, nullcontext() if self.sharding is None else self.sharding.plain():
-            for captured, functions in self._by_signature.get(signature, ()):
-                if captured.capture.guards.hold(args, kwargs):
+            for captured, functions in self._by_signature.get(call.signature, ()):
+                if captured.capture.guards.hold(call.args, call.kwargs):
                     self._note_used(captured)
                     return functions
-            return self._resized(signature, args, kwargs, leaves) or self._capture_for(
-                signature, args, kwargs, leaves, called
-            )
+            return self._resized(call) or self._capture_for(call, called)
 
-    def _resized(
-        self,
-        signature: CallSignature,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Any],
-    ) -> SplitFunctions | None:
-        """Graphs with open sizes whose guards hold, for the sizes of these leaves."""
+    def _resized(self, call: ModuleCall) -> SplitFunctions | None:
+        """Graphs with open sizes whose guards hold, for the sizes of this call."""
         for functions, captured in reversed(self._captured.items()):
-            if functions.capture.sizes is None or captured.of_any_size != signature.of_any_size:
+            if (
+                functions.capture.sizes is None
+                or captured.of_any_size != call.signature.of_any_size
+            ):
                 continue
-            if functions.capture.guards.hold(args, kwargs):
+            if functions.capture.guards.hold(call.args, call.kwargs):
                 self._note_used(functions)
                 if len(self._by_signature) >= _MAX_SIZES:
                     self._forget_other_sizes()
-                resized = functions.for_sizes(leaves)
-                self._remember(signature, functions, resized)
+                resized = functions.for_sizes(call.leaves)
+                self._remember(call.signature, functions, resized)
                 return resized
         return None
 
-    def _capture_for(
-        self,
-        signature: CallSignature,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Any],
-        called: bool,
-    ) -> SplitFunctions:
+    def _capture_for(self, call: ModuleCall, called: bool) -> SplitFunctions:
         """Capture graphs for this call, and drop old ones beyond the limit."""
         if self._busy:  # the lock admits only the capturing thread itself
             raise calls_itself(self._model)
 
         def fits(functions: SplitFunctions) -> bool:
-            return functions.capture.guards.hold(args, kwargs)
+            return functions.capture.guards.hold(call.args, call.kwargs)
 
-        spec = tree_flatten((args, kwargs))[1]
-        make = partial(self._capture, signature, leaves, spec, called)
-        functions = self._sizes.capture_graphs(signature.structure, leaves, make, fits)
+        make = partial(self._capture, call, called)
+        functions = self._sizes.capture_graphs(call.signature.structure, call.leaves, make, fits)
         if not fits(functions):
             raise CaptureError(
                 f"the graph of {type(self._model).__name__} does not fit the call that it was "
@@ -357,8 +289,8 @@ class Specializations:
             del self._captured[next(iter(self._captured))]
             self._forget_other_sizes()
             self._warn_of_limit()
-        self._remember(signature, functions, functions)
-        self._captured[functions] = signature
+        self._remember(call.signature, functions, functions)
+        self._captured[functions] = call.signature
         return functions
 
     def _remember(
@@ -388,22 +320,15 @@ class Specializations:
                 stacklevel=3,
             )
 
-    def _capture(
-        self,
-        signature: CallSignature,
-        leaves: Sequence[Any],
-        spec: TreeSpec,
-        called: bool,
-        varying: Dimensions,
-    ) -> SplitFunctions:
+    def _capture(self, call: ModuleCall, called: bool, varying: Dimensions) -> SplitFunctions:
         """Capture the model with these sizes left open."""
-        examples = without_history(leaves, computed=self._computed, varying=varying)
-        args, kwargs = tree_unflatten(examples, spec)
+        examples = without_history(call.leaves, computed=self._computed, varying=varying)
+        args, kwargs = tree_unflatten(examples, call.spec)
         self._busy = True
         try:
             # The caller runs the first call of a kind without a graph; the second is captured.
             options: dict[str, Any] = {
-                "called": called and signature not in self._first,
+                "called": called and call.signature not in self._first,
                 "require_graph": self._require_graph or not called,
                 "regions": True,
                 "gathering": self.sharding and self.sharding.gathering,
@@ -413,7 +338,7 @@ class Specializations:
             with self._traced(self._model.parameters()), working(f"capturing {name}{again}"):
                 functions = trace(self._model, args, kwargs, self._split, **options)
         except FirstCallError:
-            self._first.add(signature)
+            self._first.add(call.signature)
             raise
         finally:
             self._busy = False

@@ -19,7 +19,7 @@ from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .refusals import refuse_dtensors
-from .specializations import Specializations, flatten
+from .specializations import ModuleCall, Specializations
 
 if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule
@@ -140,7 +140,7 @@ class StageSpecializations(Specializations):
             args = tree_unflatten(self._leaves_with(args), self._spec)
         try:
             with torch.set_grad_enabled(self._grad_mode):
-                functions = self.fitting(args, {}, *flatten(args, {}))
+                functions = self.fitting(ModuleCall.of(args, {}))
         except (CaptureError, SplitError) as error:
             text = self._name
             if isinstance(error, FailingCallError):
