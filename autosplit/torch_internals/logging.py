@@ -1,10 +1,10 @@
-"""Artifacts in torch's structured trace, which ``TORCH_TRACE`` turns on and tlparse reads."""
+"""Artifacts in torch's structured trace, which ``TORCH_TRACE=folder`` turns on and tlparse reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
