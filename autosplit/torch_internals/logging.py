@@ -1,4 +1,4 @@
-"""Artifacts in torch's structured trace, which ``TORCH_TRACE=folder`` turns on and tlparse reads."""
+"""Artifacts of torch's structured trace, which ``TORCH_TRACE=folder`` turns on, for tlparse."""
 
 from __future__ import annotations
 
