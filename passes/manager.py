@@ -1,19 +1,24 @@
-"""Run the passes: one literal tuple, verified after every change, dumped on request."""
+"""Run the passes: two literal tuples, verified after every change, dumped on request.
+
+``PASSES`` split a joint graph. ``GRAPH_PASSES`` put each of the resulting graphs into the form in
+which it is compiled.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import fx
 
 from .errors import PassError
 from .graph import SplitGraphs, calls
 from .lowering import codegen
-from .lowering.accumulate import accumulate
+from .lowering.accumulate import accumulate_gradients
+from .lowering.forms import Changed, GraphForm, donate, propagate_strides
 from .lowering.missing_tangents import without_tangents
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.collectives import overlap_collectives
@@ -53,33 +58,55 @@ PASSES: tuple[Pass, ...] = (
 """The passes that split a joint graph, in order."""
 
 
-def accumulating(name: str, module: fx.GraphModule, dtype: torch.dtype | None) -> fx.GraphModule:
-    """A graph that adds weight gradients into accumulators, of one that returns them.
+class When(enum.Enum):
+    """When a graph pass runs."""
+
+    MISSING_GRADIENTS = "before I, W and B are compiled for outputs that have no gradient"
+    ACCUMULATING = "before I, W or B is compiled in the form that adds into accumulators"
+    COMPILED = "after a graph is compiled, on the graphs that read its results"
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphPass:
+    """A named step on graphs that a backend compiles. ``run`` returns the graphs it changed."""
+
+    name: str
+    when: When
+    run: Callable[[SplitGraphs, GraphForm], Changed]
+
+
+GRAPH_PASSES: tuple[GraphPass, ...] = (
+    GraphPass("without_tangents", When.MISSING_GRADIENTS, without_tangents),
+    GraphPass("accumulate", When.ACCUMULATING, accumulate_gradients),
+    GraphPass("propagate_strides", When.COMPILED, propagate_strides),
+    GraphPass("donate", When.COMPILED, donate),
+)
+"""The passes for each compiled graph, in order."""
+
+
+def run_graph_passes(when: When, program: SplitGraphs, form: GraphForm) -> Changed:
+    """Run the passes for one compiled graph, and verify the graphs that they change.
 
     Args:
-        name: of the graph.
-        module: the graph.
-        dtype: of the accumulators; None where each has its gradient's own.
+        when: the moment.
+        program: a program that ``run`` returned.
+        form: the form of the graph.
+
+    Returns:
+        the changed graphs, by name.
 
     Raises:
-        PassError: an invariant is broken; every violation is listed.
+        UnknownSizeError: a graph would need zeros of an unknown size.
+        PassError: an invariant is broken; every violation is listed, with the pass.
     """
-    graph = accumulate(module, dtype)
-    verify_graph(f"{name}_accumulating", graph, "accumulate")
-    return graph
-
-
-def specialized(program: SplitGraphs, missing: frozenset[str]) -> SplitGraphs:
-    """The program for backwards in which these outputs get no gradient, see ``without_tangents``.
-
-    Raises:
-        UnknownSizeError: it cannot be made.
-        PassError: an invariant is broken; every violation is listed.
-    """
-    graphs = without_tangents(program, missing)
-    for name in ("backward", "backward_input", "backward_weight"):
-        verify_graph(name, graphs.graphs()[name], "without_tangents")
-    return graphs
+    changed: Changed = {}
+    for entry in GRAPH_PASSES:
+        if entry.when is when:
+            graphs = entry.run(program, form)
+            for name, module in graphs.items():
+                verify_graph(name, module, entry.name)
+            changed |= graphs
+    return changed
 
 
 def run(

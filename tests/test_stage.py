@@ -400,3 +400,25 @@ def test_objects_are_inputs() -> None:
     assert_same_gradients(module, twin)
     with pytest.raises(SplitError, match="in more than tensors"):
         stage.forward(3, [dataclasses.replace(inputs[0], power=3)])
+
+
+def test_a_missing_gradient_in_every_microbatch_of_large_parameters() -> None:
+    """The second W adds into accumulators, in the form without the missing gradient."""
+    module = Made(
+        lambda m, x: (m.b(hidden := torch.tanh(m.a(x))), hidden),
+        a=nn.Linear(600, 600),
+        b=nn.Linear(600, 600),
+    )
+    x = torch.randn(2, 600, requires_grad=True)
+    stage = Stage(module, [x])
+    for microbatch in range(2):
+        output, _ = stage.forward(microbatch, [x])
+        stage.backward_input(microbatch, [torch.ones_like(output), None])
+        stage.backward_weight(microbatch)
+    stage.publish()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    for _ in range(2):
+        module(x)[0].sum().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))

@@ -14,13 +14,13 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import fx
 
 from autosplit.errors import SplitError
 from autosplit.passes.errors import StrideError
-from autosplit.passes.graph import Role, concrete
+from autosplit.passes.graph import Role
 from autosplit.passes.lowering import codegen
+from autosplit.passes.lowering.forms import Strides
 from autosplit.passes.subgraph import Subgraph, subgraphs
 from autosplit.torch_internals.operators import DirectOperators
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from autosplit.sharded import Gathering
 
 Boxed = Callable[[list[Any]], list[Any]]
-Strides = tuple[int | torch.SymInt, ...]
 
 
 class Code(NamedTuple):
@@ -41,13 +40,6 @@ class Code(NamedTuple):
 
     call: Boxed
     strides: Mapping[Role, Strides] = {}
-
-
-def with_strides(value: Any, strides: Strides | None) -> Any:
-    """A fake tensor with the strides that a backend chose; the same tensor if it chose none."""
-    if strides is None or [*map(concrete, strides)] == [*map(concrete, value.stride())]:
-        return value
-    return value.new_empty_strided(value.shape, strides)
 
 
 class Backend:

@@ -23,11 +23,11 @@ from autosplit.passes.graph import (
     placeholders,
 )
 from autosplit.passes.lowering import codegen
-from autosplit.passes.lowering.buffers import is_donated
+from autosplit.passes.lowering.forms import Strides, is_donated, with_strides
 from autosplit.passes.subgraph import Subgraph, operands, outline, subgraphs
 from autosplit.text.progress import working
 
-from .backend import Backend, Boxed, Code, Eager, Strides, collecting_new_objects_only, with_strides
+from .backend import Backend, Boxed, Code, Eager, collecting_new_objects_only
 
 aten = torch.ops.aten
 

@@ -17,14 +17,13 @@ from torch import Tensor, fx
 from autosplit.backends.backend import (
     Backend,
     Boxed,
-    Strides,
     collecting_new_objects_only,
-    with_strides,
 )
 from autosplit.errors import BackendError, SplitError
-from autosplit.passes import Kind, PassError, Role
+from autosplit.passes import Kind, PassError, Role, SplitGraphs
 from autosplit.passes.graph import inputs, outputs
-from autosplit.passes.manager import accumulating
+from autosplit.passes.lowering.forms import Changed, GraphForm, Strides
+from autosplit.passes.manager import When, run_graph_passes
 from autosplit.torch_internals.autograd import add_together, checks_nan
 
 from .anomaly import copied, refuse_nan
@@ -89,13 +88,6 @@ def positions(wanted: Iterable[Role], roles: Sequence[Role]) -> list[int]:
     return [at[role] for role in wanted]
 
 
-def propagate_strides(strides: Mapping[Role, Strides], *readers: fx.GraphModule | None) -> None:
-    """Set the strides that a backend chose on the inputs of graphs that are compiled later."""
-    for module in readers:
-        for role, node in inputs(module.graph).items() if module else ():
-            node.meta["val"] = with_strides(node.meta["val"], strides.get(role))
-
-
 def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> CompiledGraph:
     """Compile one graph.
 
@@ -143,32 +135,33 @@ class GradientGraph:
     """I, W or B: in the form that returns gradients, and in forms that add into accumulators.
 
     Args:
-        name: the graph's name.
-        module: the graph.
+        program: the graphs of the module.
+        name: the graph's name among them.
         arguments: roles of the arguments, in the order in which callers pass them.
         parameters: names of the parameters whose gradients are results, in order.
         results: roles of the other results, in order.
-        readers: graphs that read some of these results, and are compiled after this one.
-        backend: compiles the graphs.
+        suffix: follows the name where the graph is compiled.
+        backend: compiles the graph.
     """
 
     def __init__(
         self,
+        program: SplitGraphs,
         name: str,
-        module: fx.GraphModule,
         arguments: Sequence[Role],
         parameters: Sequence[str],
         results: Sequence[Role] = (),
-        readers: Sequence[fx.GraphModule] = (),
         *,
+        suffix: str,
         backend: Backend,
     ) -> None:
-        self._name = name
-        self._module = module
+        self._program = program
+        self._graph = name
+        self._module = program.graphs()[name]
+        self._name = name + suffix
         self._arguments = arguments
         self.parameters = parameters
         self._results = results
-        self._readers = readers
         self._backend = backend
         self._variants: dict[tuple[torch.dtype | None, bool], Boxed] = {}
 
@@ -263,10 +256,15 @@ class GradientGraph:
         """
         if not adds or self._adds_outside:
             return self._module
+        form = GraphForm(self._graph, dtype=dtype)
+        (module,) = self._run_passes(When.ACCUMULATING, form).values()
+        return module
+
+    def _run_passes(self, when: When, form: GraphForm) -> Changed:
         try:
-            return accumulating(self._name, self._module, dtype)
+            return run_graph_passes(when, self._program, form)
         except PassError as error:
-            raise SplitError(f"{self._name}_accumulating: {error}") from error
+            raise SplitError(f"{self._name}: {error}") from error
 
     def _compile_form(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
         """Compile one form.
@@ -282,5 +280,5 @@ class GradientGraph:
             name = f"{name}_accumulating"
             arguments += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
-        propagate_strides(graph.strides, *self._readers)
+        self._run_passes(When.COMPILED, GraphForm(self._graph, strides=graph.strides))
         return graph.with_order(arguments, wanted)

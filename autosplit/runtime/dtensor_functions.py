@@ -42,10 +42,10 @@ class DTensorFunctions(SplitFunctions):
         output_grads[:] = self._local(Kind.TANGENT, self.output_names, output_grads)
         return super()._backward_pool(saved, output_grads)
 
-    def _graph(self, name: str, *roles: Any) -> GradientGraph:
-        module, backend = self._module(name), self._backend
-        name += self._suffix
-        return _DTensorGraph(self.capture.shardings, name, module, *roles, backend=backend)
+    def _graph(self, *graph: Any) -> GradientGraph:
+        suffix, backend = self._suffix, self._backend
+        args = self.capture.shardings, self._graphs, *graph
+        return _DTensorGraph(*args, suffix=suffix, backend=backend)
 
     def _whole(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
         return _whole(self.capture.shardings, [Role(kind, name) for name in names], values)

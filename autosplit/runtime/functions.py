@@ -7,6 +7,7 @@ Positions of arguments and results are computed once; a call only moves referenc
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,13 +22,14 @@ from autosplit.passes.analysis.operator_cost import flops
 from autosplit.passes.analysis.operators import may_draw
 from autosplit.passes.errors import UnknownSizeError
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
-from autosplit.passes.lowering.buffers import donatable, donate, lender_roles, private
-from autosplit.passes.manager import specialized
+from autosplit.passes.lowering.buffers import donatable, lender_roles, private
+from autosplit.passes.lowering.forms import GraphForm
+from autosplit.passes.manager import When, run_graph_passes
 from autosplit.passes.subgraph import inline, inlined, inner_calls
 from autosplit.runtime.residuals import BoundaryLayout, Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
-from .compiled_graph import GradientGraph, compile_graph, positions, propagate_strides
+from .compiled_graph import GradientGraph, compile_graph, positions
 from .gradient_dependence import GradientDependence, Missing
 from .refusals import AutocastGuard
 
@@ -157,16 +159,13 @@ class SplitFunctions:
         )
 
     def _compile_forward(self) -> list[Role]:
-        """Compile F, note the strides of saved tensors in the backward graphs, and return the roles
-        of saved tensors.
-        """
+        """Compile F, and return the roles of saved tensors."""
         graphs, backend, leaf_names = self._graphs, self._backend, self.capture.inputs
         compiled = compile_graph("forward", graphs.forward, backend)
-        readers = graphs.backward, graphs.backward_input
-        propagate_strides(compiled.strides, *readers)
+        form = GraphForm("forward", strides=compiled.strides, overwrites=backend.compiles)
+        run_graph_passes(When.COMPILED, graphs, form)
         # Saved tensors that the backward may overwrite.
         donated = donatable(graphs.forward.graph) if backend.compiles else set()
-        donate(donated, *readers)
         by_kind = {kind: [r for r in compiled.outputs if r.kind is kind] for kind in Kind}
         updated, saved = by_kind[Kind.UPDATE], by_kind[Kind.SAVED]
         buffers = [role for role in updated if role.name not in leaf_names]
@@ -246,9 +245,11 @@ class SplitFunctions:
         need zeros of an unknown size.
         """
         try:
-            graphs = specialized(self._graphs, missing)
+            form = GraphForm(missing=missing)
+            changed = run_graph_passes(When.MISSING_GRADIENTS, self._graphs, form)
         except UnknownSizeError:
             return None
+        graphs = dataclasses.replace(self._graphs, **changed)  # type: ignore[arg-type]
         variant = copy.copy(self)
         for name in [*vars(variant)]:
             if isinstance(getattr(type(self), name, None), cached_property):
@@ -379,10 +380,8 @@ class SplitFunctions:
         """
         roles, state_positions, _ = self._deferred_layout
         deferred = roles[: len(roles) - len(state_positions)]
-        results, weight = [*self._input_grad_roles, *deferred], self._module("backward_weight")
-        return self._graph(
-            "backward_input", self._backward_roles, self.early_parameters, results, [weight]
-        )
+        results = [*self._input_grad_roles, *deferred]
+        return self._graph("backward_input", self._backward_roles, self.early_parameters, results)
 
     @cached_property
     def _defers_whole_backward(self) -> bool:
@@ -405,18 +404,10 @@ class SplitFunctions:
             "backward", self._backward_roles, self.parameter_names, self._input_grad_roles
         )
 
-    def _graph(
-        self,
-        name: str,
-        arguments: Sequence[Role],
-        parameters: Sequence[str],
-        results: Sequence[Role] = (),
-        readers: Sequence[fx.GraphModule] = (),
-    ) -> GradientGraph:
-        module, backend = self._module(name), self._backend
-        return GradientGraph(
-            name + self._suffix, module, arguments, parameters, results, readers, backend=backend
-        )
+    def _graph(self, *graph: Any) -> GradientGraph:
+        """The graph with this name, arguments, parameters and other results."""
+        suffix, backend = self._suffix, self._backend
+        return GradientGraph(self._graphs, *graph, suffix=suffix, backend=backend)
 
     @property
     def _input_grad_roles(self) -> list[Role]:

@@ -19,6 +19,7 @@ from ..graph import (
     SUBGRAPH,
     Kind,
     Role,
+    SplitGraphs,
     copy_placeholder,
     module_like,
     outputs,
@@ -28,6 +29,13 @@ from ..graph import (
 )
 from ..partition.extract import copy_behind
 from ..subgraph import Subgraph, call_subgraph, operands, subgraph_of
+from .forms import Changed, GraphForm
+
+
+def accumulate_gradients(program: SplitGraphs, form: GraphForm) -> Changed:
+    """The graph in the form that adds weight gradients into accumulators, see ``accumulate``."""
+    module = program.graphs()[form.graph]
+    return {f"{form.graph}_accumulating": accumulate(module, form.dtype)}
 
 
 def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.GraphModule:

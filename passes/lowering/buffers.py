@@ -298,9 +298,6 @@ def _ended(node: fx.Node, homes: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
     return [homes[node]] if _is_tensor(node) else []
 
 
-_DONATED = "donated"
-
-
 def donatable(forward: fx.Graph) -> set[Role]:
     """Roles of the saved tensors that only the backward can reach. Inputs, state, outputs, values
     that are saved twice, and views of any of these are excluded.
@@ -335,23 +332,6 @@ def _is_private(node: fx.Node, out: Collection[fx.Node], donated: Collection[Rol
     # A schema says which results are views; other callables have none.
     has_schema = overload(maker) is not None or SUBGRAPH in maker.meta or tensor_of(node) is None
     return has_schema and root.op == "call_function" and root not in out
-
-
-def donate(roles: Collection[Role], *takers: fx.GraphModule | None) -> None:
-    """Mark the inputs with these roles as donated, in every graph that does not return them."""
-    for module in takers:
-        if module is None:
-            continue
-        results = (node for _, node in outputs(module.graph) if isinstance(node, fx.Node))
-        handed_on = {storage_root(node) for node in results}
-        for role, node in inputs(module.graph).items():
-            if role in roles and node not in handed_on:
-                node.meta[_DONATED] = True
-
-
-def is_donated(node: fx.Node) -> bool:
-    """Whether a graph may overwrite this input."""
-    return bool(node.meta.get(_DONATED))
 
 
 def lender_roles(graphs: SplitGraphs) -> dict[Role, Role]:

@@ -11,7 +11,6 @@ run on them, and an infinite derivative would make them NaN.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Hashable, Mapping
 
 import torch
@@ -36,6 +35,7 @@ from ..graph import (
 )
 from ..rewrites.emit import eliminate_dead_code, emit
 from ..subgraph import Subgraph, call_subgraph, operands, reached
+from .forms import Changed, GraphForm
 
 aten = torch.ops.aten
 
@@ -43,13 +43,13 @@ Dependence = dict[fx.Node, bool | None]
 """Node -> whether a gradient that it depends on arrives; None if it depends on none."""
 
 
-def without_tangents(program: SplitGraphs, missing: Collection[str]) -> SplitGraphs:
-    """The program with I, W and B for a call in which these outputs get no gradient. They return
-    no gradient that depends on missing ones alone.
+def without_tangents(program: SplitGraphs, form: GraphForm) -> Changed:
+    """I, W and B for a call in which some outputs get no gradient. They return no gradient that
+    depends on missing ones alone.
 
     Args:
         program: split, with a backward; not changed.
-        missing: names of the outputs.
+        form: the names of these outputs.
 
     Raises:
         UnknownSizeError: an operator needs zeros whose size is not known before the graph runs.
@@ -57,16 +57,16 @@ def without_tangents(program: SplitGraphs, missing: Collection[str]) -> SplitGra
     graphs, calls = program.graphs(), _SpecializedCalls()
     first, late = graphs["backward_input"], graphs["backward_weight"]
     tangents = inputs(program.joint.graph, Kind.TANGENT)
-    arrivals = {role: role.name not in missing for role in tangents}
+    arrivals = {role: role.name not in form.missing for role in tangents}
     depends = _dependence(first.graph, arrivals)
     crossing = {role: depends[value] for role, value in outputs(first.graph, Kind.DEFERRED)}
     weight = calls.specialize(late, crossing)
-    return dataclasses.replace(
-        program,
-        backward=calls.specialize(graphs["backward"], arrivals),
-        backward_input=calls.specialize(first, arrivals, crossing.keys() - inputs(weight.graph)),
-        backward_weight=weight,
-    )
+    unread = crossing.keys() - inputs(weight.graph)
+    return {
+        "backward": calls.specialize(graphs["backward"], arrivals),
+        "backward_input": calls.specialize(first, arrivals, unread),
+        "backward_weight": weight,
+    }
 
 
 def _dependence(graph: fx.Graph, arrivals: Mapping[Role, bool | None]) -> Dependence:

@@ -9,9 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.passes import PASSES, Pass, PassError, SplitGraphs, run
+from autosplit.passes import (
+    GRAPH_PASSES,
+    PASSES,
+    GraphPass,
+    Kind,
+    Pass,
+    PassError,
+    SplitGraphs,
+    manager,
+    run,
+)
+from autosplit.passes.graph import calls, inputs
+from autosplit.passes.lowering.forms import GraphForm, is_donated
 from tests.passes.graphs import joint_of
 
+SIGMOID = (nn.Sequential(nn.Sigmoid(), nn.Linear(3, 3)), torch.randn(2, 3, requires_grad=True))
 CONVOLUTION = (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True))
 
 
@@ -61,3 +74,30 @@ def test_dump_numbers_every_stage_and_counts_the_difference(tmp_path: pathlib.Pa
     assert "#   +1 aten.convolution_backward.default\n" in divided
     for path in tmp_path.iterdir():
         compile(path.read_text(), str(path), "exec")
+
+
+def test_graph_passes_are_verified_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(program: SplitGraphs, form: GraphForm) -> dict[str, torch.fx.GraphModule]:
+        for node in calls(program.forward.graph):
+            del node.meta["val"]
+        return {form.graph: program.forward}
+
+    entry = GraphPass("breaks", manager.When.COMPILED, breaks)
+    monkeypatch.setattr(manager, "GRAPH_PASSES", (entry, *GRAPH_PASSES))
+    program, form = run(joint_of(*CONVOLUTION)), GraphForm("forward")
+    assert manager.run_graph_passes(manager.When.ACCUMULATING, program, GraphForm()).keys() == {
+        "backward_accumulating"
+    }
+    with pytest.raises(PassError, match="after breaks:\n"):
+        manager.run_graph_passes(manager.When.COMPILED, program, form)
+
+
+def test_strides_and_donations_reach_the_readers_of_a_graph() -> None:
+    program = run(joint_of(*SIGMOID))
+    assert program.backward is not None
+    role, node = next(iter(inputs(program.backward.graph, Kind.SAVED).items()))
+    form = GraphForm("forward", strides={role: (1, 2)}, overwrites=True)
+    changed = manager.run_graph_passes(manager.When.COMPILED, program, form)
+    assert changed.keys() == {"backward", "backward_input"}
+    assert node.meta["val"].stride() == (1, 2)
+    assert is_donated(node)

@@ -1,0 +1,88 @@
+"""Forms in which graphs are compiled, and the marks that a compiled graph leaves on its readers.
+
+forward         read by  backward, backward_input
+backward_input  read by  backward_weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.aliasing import storage_root
+from ..graph import Role, SplitGraphs, concrete, inputs, outputs
+from .buffers import donatable
+
+Strides = tuple[int | torch.SymInt, ...]
+Changed = dict[str, fx.GraphModule]
+"""Graphs that a pass changed or created, by the name under which they are verified."""
+
+_READERS = {"forward": ("backward", "backward_input"), "backward_input": ("backward_weight",)}
+_DONATED = "donated"
+
+
+@dataclass(frozen=True)
+class GraphForm:
+    """The form of one graph of a program, or of its backward graphs.
+
+    Attributes:
+        graph: the graph's name.
+        missing: names of the outputs that have no gradient in this backward.
+        dtype: dtype of the accumulators into which the graph adds; None: each gradient's dtype.
+        strides: the strides that the backend chose for results that the next graphs read.
+        overwrites: whether the backend may overwrite donated inputs.
+    """
+
+    graph: str = "backward"
+    missing: frozenset[str] = frozenset()
+    dtype: torch.dtype | None = None
+    strides: Mapping[Role, Strides] = field(default_factory=dict)
+    overwrites: bool = False
+
+
+def _readers(program: SplitGraphs, form: GraphForm) -> Changed:
+    names = _READERS.get(form.graph, ())
+    return {name: module for name, module in program.graphs().items() if name in names}
+
+
+def propagate_strides(program: SplitGraphs, form: GraphForm) -> Changed:
+    """Set the strides that a backend chose on the inputs of the graphs that read them."""
+    if not form.strides:
+        return {}
+    readers = _readers(program, form)
+    for module in readers.values():
+        for role, node in inputs(module.graph).items():
+            node.meta["val"] = with_strides(node.meta["val"], form.strides.get(role))
+    return readers
+
+
+def donate(program: SplitGraphs, form: GraphForm) -> Changed:
+    """Mark saved tensors that a compiled backward may overwrite, in every graph that does not
+    return them.
+    """
+    if form.graph != "forward" or not form.overwrites:
+        return {}
+    roles, readers = donatable(program.forward.graph), _readers(program, form)
+    for module in readers.values():
+        results = (node for _, node in outputs(module.graph) if isinstance(node, fx.Node))
+        returned = {storage_root(node) for node in results}
+        for role, node in inputs(module.graph).items():
+            if role in roles and node not in returned:
+                node.meta[_DONATED] = True
+    return readers
+
+
+def is_donated(node: fx.Node) -> bool:
+    """Whether a graph may overwrite this input."""
+    return bool(node.meta.get(_DONATED))
+
+
+def with_strides(value: Any, strides: Strides | None) -> Any:
+    """A fake tensor with the strides that a backend chose; the same tensor if it chose none."""
+    if strides is None or [*map(concrete, strides)] == [*map(concrete, value.stride())]:
+        return value
+    return value.new_empty_strided(value.shape, strides)
