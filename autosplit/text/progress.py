@@ -8,11 +8,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _LOG = logging.getLogger("autosplit")
 _FIRST_PAUSE, _LATER_PAUSES = 5.0, 30.0  # seconds between messages
+_NOTE_PAUSE = 0.2  # seconds between two notes of a bar
 
 
 class Progress:
@@ -26,19 +27,24 @@ class Progress:
 
     def __init__(self, work: str, total: int | None = None, unit: str = "") -> None:
         self._work, self._total, self._unit = work, total, unit
-        self._count, self._note, self._started = 0, "", time.perf_counter()
+        self._count, self._note = 0, ""
+        self._started = self._noted = time.perf_counter()
         self._bar = _bar(work, total, unit)
 
-    def advance(self, note: str = "") -> None:
+    def advance(self, note: Callable[[], str] | None = None) -> None:
         """Count one more part as done.
 
         Args:
-            note: shown behind the count, as in ``"loss 2.31"``.
+            note: returns a text that is shown behind the count, as ``"loss 2.31"``; called a few
+                times a second at most.
         """
         self._count += 1
-        self._note = note
+        now = time.perf_counter()
+        if note is not None and (self._count == 1 or now - self._noted > _NOTE_PAUSE):
+            self._note, self._noted = note(), now
+            if self._bar is not None:
+                self._bar.set_postfix_str(self._note, refresh=False)
         if self._bar is not None:
-            self._bar.set_postfix_str(note, refresh=False)
             self._bar.update()
 
     @property
@@ -52,14 +58,18 @@ class Progress:
         return self._bar is not None
 
     def __str__(self) -> str:
-        """The progress in a line: ``comparing: step 7 of 40, 12 s so far``."""
+        """The progress in a line: ``training: step 7 of 40, loss 2.31, 12 s so far, 57 s left``."""
         parts = []
         if self._count:
             of_total = "" if self._total is None else f" of {self._total}"
             parts.append(f"{self._unit} {self._count}{of_total}".lstrip())
         if self._note:
             parts.append(self._note)
-        return f"{self._work}: " + ", ".join([*parts, f"{self.elapsed_seconds:.0f} s so far"])
+        seconds = self.elapsed_seconds
+        parts.append(f"{seconds:.0f} s so far")
+        if self._count and self._total is not None:
+            parts.append(f"{seconds / self._count * (self._total - self._count):.0f} s left")
+        return f"{self._work}: " + ", ".join(parts)
 
     def remove_bar(self) -> None:
         """Remove the bar."""

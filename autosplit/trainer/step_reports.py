@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import Timeline
 from autosplit.ranks.session import RankSession
+from autosplit.text.progress import working
 from autosplit.trainer.batches import Batch
 from autosplit.trainer.options import Record, TrainerOptions, check_record
 from autosplit.trainer.runner import Runner
@@ -26,6 +28,8 @@ from autosplit.trainer.step_metrics import (
     peak_rate,
     whole_mesh,
 )
+
+T = TypeVar("T")
 
 
 class StepReports(RankSession):
@@ -159,6 +163,33 @@ class StepReports(RankSession):
         if memory is not None:
             metrics["peak_memory"] = float(max(band.total for band in memory.bands()))
         return metrics | device_peak(self.device)
+
+    def progress(self, batches: Iterable[T], work: str = "training") -> Iterator[T]:
+        """Yield batches, and show steps, loss, rate and time left on rank 0: in a bar on a
+        terminal, elsewhere in a line every 30 seconds::
+
+            for inputs, targets in trainer.progress(batches):
+                trainer.step((inputs, targets))
+
+        Args:
+            batches: any iterable; if it has a length, the time left is known.
+            work: the text before the numbers.
+        """
+        total = len(batches) if isinstance(batches, Sized) else None
+        with working(work, total, unit="step") as progress:
+            for batch in batches:
+                yield batch
+                progress.advance(self._note)
+
+    def _note(self) -> str:
+        """Return the loss and the rate of the last step, if they are known, in a few words."""
+        if self._figures.losses is None:
+            return ""
+        metrics = self._local_metrics(None)
+        rates = ("tokens", "samples")
+        rate = next((name for name in rates if f"{name}_per_s" in metrics), None)
+        text = f"loss {metrics['loss']:.4g}"
+        return text if rate is None else f"{text}, {metrics[f'{rate}_per_s']:,.0f} {rate}/s"
 
     def timeline(self) -> Timeline:
         """The timeline of all ranks' actions in the last step; collective.

@@ -64,9 +64,10 @@ def test_counted_work_says_how_far_it_is(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with working("comparing", total=40, unit="step") as counted:
         for _ in range(7):
-            counted.advance("loss 2.31")
+            counted.advance(lambda: "loss 2.31")
         time.sleep(0.2)
-    assert capsys.readouterr().err == "autosplit: comparing: step 7 of 40, loss 2.31, 0 s so far\n"
+    line = capsys.readouterr().err
+    assert line == "autosplit: comparing: step 7 of 40, loss 2.31, 0 s so far, 0 s left\n"
 
 
 def test_counted_work_has_a_bar_on_a_terminal(
@@ -74,5 +75,5 @@ def test_counted_work_has_a_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with working("comparing", total=2, unit="step") as counted:
-        counted.advance("loss 2.31")
+        counted.advance(lambda: "loss 2.31")
     assert "comparing:   0%" in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -74,3 +77,23 @@ def test_a_profile_shows_actions_by_their_names() -> None:
             trainer.step(batch)
     ranges = {event.name for event in profile.events()}
     assert ranges >= {str(action) for row in trainer.schedule.ranks for action in row}
+
+
+def test_progress_shows_steps_loss_and_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    batches = [(torch.ones(SAMPLES, WIDTH), torch.ones(SAMPLES, WIDTH))] * 2
+    with PipelineTrainer(
+        [nn.Linear(WIDTH, WIDTH)], nn.functional.mse_loss, torch.optim.SGD, microbatches=2, ranks=1
+    ) as trainer:
+        shown = []
+        for batch in trainer.progress(batches):
+            loss = trainer.step(batch).mean().item()
+            shown.append(loss)
+            time.sleep(0.15)  # a bar is drawn anew ten times a second at most
+    bar = capsys.readouterr().err
+    assert len(shown) == 2
+    assert "training:  50%" in bar
+    assert f"loss {shown[0]:.4g}, " in bar
+    assert " samples/s" in bar
