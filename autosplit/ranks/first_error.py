@@ -54,22 +54,20 @@ class RankActivity:
                 two messages, rather than at the next heartbeat.
         """
         previous = self.phase
-        announce = self.announce if announced else lambda: None
-        self.enter(phase)
-        announce()
+        self.enter(phase, announced=announced)
         try:
             yield
         except BatchError:
-            self.enter(previous)
-            announce()
+            self.enter(previous, announced=announced)
             raise
-        self.enter(previous)
-        announce()
+        self.enter(previous, announced=announced)
 
-    def enter(self, phase: str) -> None:
-        """Set the phase."""
+    def enter(self, phase: str, *, announced: bool = False) -> None:
+        """Set the phase; other ranks learn of it at the next heartbeat, if announced at once."""
         self.phase = phase
         self.turn += 1
+        if announced:
+            self.announce()
 
     def set_action(self, action: object, *, waiting: bool) -> None:
         """Set the action, or None, and whether the rank waits for other ranks."""

@@ -156,6 +156,7 @@ class StepReduction:
             numbers[self._stages + groups.everybody.rank] = nonfinite + 1
         self._unreduced = numbers.clone()
         self._has_all_losses = len(losses) == self._losses
+        self._reduced: Tensor | None = None  # once this rank has waited for it
         self._numbers: Callable[[], Tensor] = lambda: numbers
         if groups.everybody.ranks > 1:
             self._numbers = groups.everybody.start_sum(numbers)
@@ -172,7 +173,7 @@ class StepReduction:
                 gradients are not finite, with ``raises``.
         """
         with self._guard.during("the end of a step"):
-            numbers = self._numbers()
+            numbers = self._reduced = self._numbers()
             losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
             if len(losses) > 1:
                 self._check_shared(losses, numbers[self._losses : self._stages].tolist())
@@ -212,16 +213,14 @@ class StepReduction:
 
         Waits as ``wait`` does. In seconds; zeros if nothing was recorded.
         """
-        with self._guard.during("the end of a step"):
-            rows = self._numbers()[self._windows :].view(-1, 2).tolist()
+        rows = self._await_reduced()[self._windows :].view(-1, 2).tolist()
         windows = [rows[rank] for rank in self._layout.pipeline if rows[rank] != [0.0, 0.0]]
         starts, ends = zip(*windows, strict=True) if windows else ([0.0], [0.0])
         return min(starts), max(ends)
 
     def norm(self) -> float:
         """Return the norm of the model's gradient; waits as ``wait`` does."""
-        with self._guard.during("the end of a step"):
-            return math.sqrt(self._numbers()[self._squares].item())
+        return math.sqrt(self._await_reduced()[self._squares].item())
 
     def check_local(self) -> None:
         """Check that this rank's gradients are finite, without waiting for other ranks.
@@ -235,8 +234,14 @@ class StepReduction:
     @property
     def finite(self) -> bool:
         """Whether all gradients of the step are finite, on all ranks; waits as ``wait`` does."""
-        with self._guard.during("the end of a step"):
-            return not self._numbers()[self._stages : self._squares].any()
+        return not self._await_reduced()[self._stages : self._squares].any()
+
+    def _await_reduced(self) -> Tensor:
+        """Return the reduced vector; waits for the other ranks the first time only."""
+        if self._reduced is None:
+            with self._guard.during("the end of a step"):
+                self._reduced = self._numbers()
+        return self._reduced
 
     def _check_finite(self, numbers: Tensor) -> None:
         codes = numbers[self._stages : self._squares].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ class GradientNorms:
 
     def nonfinite(self) -> list[nn.Parameter]:
         """Return the parameters whose gradient has a number that is not finite."""
+        if self._norms.sum().isfinite():  # then each of them is, as none is negative
+            return []
         finite = self._norms.isfinite().tolist()
         suspects = [
             p for p, is_finite in zip(self._parameters, finite, strict=True) if not is_finite
@@ -47,7 +50,11 @@ class GradientNorms:
 
 def _real_numbers(parameter: nn.Parameter) -> Tensor:
     """Return a gradient as real numbers; of a sharded one, this rank's part."""
-    values = local_tensor(parameter.grad).detach()
+    gradient: Any = parameter.grad
+    is_special = gradient.is_sparse or gradient.is_complex() or gradient.requires_grad
+    if type(gradient) is Tensor and not is_special:  # nearly all are, and this is a step's path
+        return gradient
+    values = local_tensor(gradient).detach()
     if values.is_sparse:  # of an embedding
         values = values.coalesce().values()
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -210,6 +210,8 @@ class Runner:
 
     def backward_batch(self) -> None:
         """Run backward from the tensors of the last batch that need a gradient."""
+        if not self._grad_tensors:
+            return
         count, shares = self.schedule.microbatches, self._groups.layout.shares
         tensors, self._grad_tensors = self._grad_tensors, {}
         with self._guard.during("the backward of the batch's own tensors"):
