@@ -12,9 +12,7 @@ from typing import Any, Literal, TypeAlias, Unpack, get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autosplit.device import has_streams
 from autosplit.errors import PipelineError, ScheduleError
-from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
@@ -348,41 +346,6 @@ def as_pipeline_error() -> Iterator[None]:
         yield
     except ScheduleError as error:
         raise PipelineError(str(error)) from error
-
-
-def choose_device(device: torch.device | str | None, layout: RankLayout) -> torch.device:
-    """The device of this process's stages.
-
-    Args:
-        device: the user's choice; None: the mesh's or the process group's device, or torch's
-            default device on one rank.
-        layout: the layout of the ranks.
-
-    Raises:
-        PipelineError: the device cannot hold tensors, or has another type than the mesh.
-    """
-    if device is not None:
-        try:
-            chosen = torch.device(device)
-            torch.empty(0, device=chosen).cpu()
-        except (RuntimeError, AssertionError) as error:
-            raise PipelineError(f"device={device!r} cannot hold stages here: {error}") from error
-        # Tensors on such a device have its index, and are compared with this device.
-        if chosen.index is None and (chosen.type == "cuda" or has_streams(chosen)):
-            chosen = torch.device(chosen.type, torch.get_device_module(chosen).current_device())
-    elif layout.device_type == "cpu":
-        chosen = torch.device("cpu")
-    elif len(layout.ranks) > 1:
-        chosen = device_of_group()
-    else:  # torch's default device is "meta" while a model is built without memory
-        chosen = torch.get_default_device()
-        chosen = torch.device("cpu") if chosen.type == "meta" else chosen
-    if layout.device_type not in ("", chosen.type):
-        raise PipelineError(
-            f"the mesh has devices of type {layout.device_type!r}, but the stages go to {chosen}: "
-            f"use init_device_mesh({chosen.type!r}, ...)"
-        )
-    return chosen
 
 
 def store_for(

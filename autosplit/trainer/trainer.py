@@ -18,6 +18,7 @@ from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.engine.stage_protocols import StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import await_device
+from autosplit.ranks.session import choose_device
 from autosplit.text.figures import parse_size
 from autosplit.trainer.agreement import StepReduction, check_unanimous
 from autosplit.trainer.batches import Batch, BatchPart, Inputs, paired
@@ -28,7 +29,6 @@ from autosplit.trainer.options import (
     as_pipeline_error,
     check_arguments,
     check_record,
-    choose_device,
     store_for,
 )
 from autosplit.trainer.rank_model import OptimizerFunction, RankModel

@@ -16,7 +16,7 @@ from autosplit.mesh.dimensions import RankLayout
 from autosplit.ranks.fault_store import Fault, FaultStore
 from autosplit.ranks.first_error import Guard, LostPeerError
 from autosplit.ranks.groups import Groups, abort_groups, await_device
-from autosplit.trainer.options import choose_device
+from autosplit.ranks.session import choose_device
 from tests.kept_ranks import ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
