@@ -16,27 +16,11 @@ from autosplit.torch_internals.autograd import (
 )
 
 
-def check_grad_dtype(dtype: object) -> None:
-    """Check the dtype of sums of gradients; None is the dtype of each gradient.
-
-    Raises:
-        SplitError: a dtype that is not floating-point.
-    """
-    is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    if dtype is not None and not is_floating:
-        raise SplitError(
-            f"grad_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}"
-        )
-
-
 class GradientSums:
     """The sums of one stage's weight gradients over microbatches.
 
     Args:
-        dtype: dtype of the sums; None for the dtype of each gradient.
-
-    Raises:
-        SplitError: a dtype that is not floating-point.
+        dtype: floating-point dtype of the sums; None for the dtype of each gradient.
 
     Attributes:
         dtype: dtype of the sums.
@@ -44,7 +28,6 @@ class GradientSums:
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
-        check_grad_dtype(dtype)
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}

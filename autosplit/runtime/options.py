@@ -12,8 +12,6 @@ from autosplit.backends.backend import check_backend
 from autosplit.errors import SplitError
 from autosplit.passes import PASSES, CollectiveCosts, Memory, Pass, PassError, memory_setting
 
-from .gradient_accumulation import check_grad_dtype
-
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
@@ -70,7 +68,11 @@ class SplitOptions:
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
-        check_grad_dtype(self.grad_dtype)
+        dtype = self.grad_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise SplitError(
+                f"grad_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}"
+            )
         try:
             memory_setting(self.memory)
         except PassError as error:
