@@ -164,6 +164,17 @@ class Stage:
         """The dtype in which weight gradients are summed; None for the dtype of each gradient."""
         return self._weights.sums.dtype
 
+    def place_gradients(self, memory_for: Callable[[Tensor, torch.dtype], Tensor | None]) -> None:
+        """Let weight gradients be summed in memory of the caller.
+
+        Args:
+            memory_for: called with a parameter and a dtype, before the first gradient is written;
+                returns memory of the parameter's shape, which need not be initialized, or None if
+                the sum gets memory of its own. It is called again with the dtype of ``.grad`` if
+                sums have another.
+        """
+        self._weights.sums.memory_for = memory_for
+
     @property
     def gradients(self) -> Mapping[str, Tensor]:
         """Parameter name -> sum of its gradients over microbatches, in the order in which W (or B)
@@ -432,7 +443,8 @@ class Stage:
             SplitError: an unknown call; lists the known ones.
             BackendError: the backend cannot compile a graph.
         """
-        self.functions.compile_calls(calls, self.grad_dtype)
+        sums = self._weights.sums
+        self.functions.compile_calls(calls, sums.dtype, overwrites=sums.has_memory)
 
     def publish(self) -> None:
         """Add ``gradients`` to the parameters' ``.grad``, forget them, and call the hooks of

@@ -9,7 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -22,9 +22,10 @@ from autosplit.backends.backend import (
 from autosplit.errors import BackendError, SplitError
 from autosplit.passes import Kind, PassError, Role, SplitGraphs
 from autosplit.passes.graph import inputs, outputs
+from autosplit.passes.lowering.accumulate import completion_order
 from autosplit.passes.lowering.forms import Changed, GraphForm, Strides
 from autosplit.passes.manager import When, run_graph_passes
-from autosplit.torch_internals.autograd import add_together, checks_nan
+from autosplit.torch_internals.autograd import add_together, checks_nan, zero_together
 
 from .anomaly import copied, refuse_nan
 
@@ -130,6 +131,22 @@ def _errors_name(graph: str, backend: Backend) -> Iterator[None]:
 
 _SMALL = 2**20  # bytes of all weight gradients of a microbatch
 
+AddingForm: TypeAlias = "Literal['returns', 'adds', 'overwrites']"
+"""How a graph leaves gradients: as new tensors, added to accumulators, or written into them."""
+
+
+class Accumulators(NamedTuple):
+    """Tensors into which a graph adds gradients.
+
+    Attributes:
+        tensors: in the order of the graph's parameters.
+        overwrites: whether the gradients are the first, and overwrite memory that is not
+            initialized.
+    """
+
+    tensors: Sequence[Tensor]
+    overwrites: bool = False
+
 
 class GradientGraph:
     """I, W or B: in the form that returns gradients, and in forms that add into accumulators.
@@ -163,20 +180,20 @@ class GradientGraph:
         self.parameters = parameters
         self._results = results
         self._backend = backend
-        self._variants: dict[tuple[torch.dtype | None, bool], Boxed] = {}
+        self._variants: dict[tuple[torch.dtype | None, AddingForm], Boxed] = {}
 
     def run(
-        self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
+        self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
         """Run the graph.
 
         Args:
             pool: the arguments, in the order of ``arguments``; emptied.
-            gradients: accumulators in the order of ``parameters``; None: return new gradients.
+            gradients: accumulators; None: return new gradients.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
 
         Returns:
-            the other results; and ``gradients``, or new ones.
+            the other results; and the accumulators, or new gradients.
 
         Raises:
             AnomalyError: under anomaly detection, a gradient has a NaN.
@@ -186,7 +203,7 @@ class GradientGraph:
         return self._run(pool, gradients, dtype)
 
     def _checked(
-        self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
+        self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
         """``run`` under anomaly detection."""
         # Sharded parameters may have no memory yet, so their graphs cannot be run once more.
@@ -200,30 +217,62 @@ class GradientGraph:
         return results, computed
 
     def _run(
-        self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
+        self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
-        inside = gradients is not None and not self._adds_outside
-        if gradients is not None and inside:
-            pool += gradients
-        call = self._variants.get((dtype, inside)) or self._variant(dtype, inside)
+        form: AddingForm = "returns"
+        if gradients is not None:
+            form = self._form_for(gradients)
+            if form != "returns":
+                pool += gradients.tensors
+        call = self._variants.get((dtype, form)) or self._variant(dtype, form)
         results = call(pool)
-        if inside:
-            return results, gradients or ()
+        if gradients is not None and form != "returns":
+            return results, gradients.tensors
         new_gradients = results[len(self._results) :]
         del results[len(self._results) :]
         if gradients is None:
             return results, new_gradients
-        add_together(gradients, new_gradients)
-        return results, gradients
+        add_together(gradients.tensors, new_gradients)
+        return results, gradients.tensors
 
-    def compile_form(self, dtype: torch.dtype | None, *, adds: bool) -> None:
+    def _form_for(self, gradients: Accumulators) -> AddingForm:
+        if not gradients.overwrites:
+            return self._adding_form
+        if self._first_form != "overwrites":
+            zero_together(gradients.tensors)
+        return self._first_form
+
+    def compile_form(
+        self, dtype: torch.dtype | None, *, adds: bool, overwrites: bool = False
+    ) -> None:
         """Compile one form of the graph, unless it is compiled.
 
         Args:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             adds: whether it is the form that adds into accumulators.
+            overwrites: whether the first gradients are written into accumulators, too.
         """
-        self._variant(dtype, adds and not self._adds_outside)
+        first: AddingForm = self._first_form if overwrites else "returns"
+        self._variant(dtype, self._adding_form if adds else first)
+
+    def completion_order(self) -> list[str]:
+        """Names of the parameters in the order in which their gradients are complete."""
+        order = completion_order(self.source(None, adds=True))
+        return order or [*self.parameters]  # without accumulators, all at the graph's end
+
+    @cached_property
+    def _first_form(self) -> AddingForm:
+        """The form for accumulators that are not initialized.
+
+        A compiling backend, for which a further form takes seconds, and sparse gradients, which
+        cannot be copied into dense memory, add to zeros.
+        """
+        is_quick = self._adding_form == "adds" and self._is_dense and not self._backend.compiles
+        return "overwrites" if is_quick else self._adding_form
+
+    @cached_property
+    def _adding_form(self) -> AddingForm:
+        return "returns" if self._adds_outside else "adds"
 
     @cached_property
     def _adds_outside(self) -> bool:
@@ -234,18 +283,25 @@ class GradientGraph:
         backend, for which a second form takes seconds, does so if there are gradients of norms and
         biases only, or sparse ones, which it cannot add.
         """
-        wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
-        gradients = [v.meta["val"] for role, v in outputs(self._module.graph) if role in wanted]
-        dense = all(value.layout is torch.strided for value in gradients)
         if self._backend.compiles:
-            return not dense or all(value.ndim <= 1 for value in gradients)
-        return bool(dense and sum(value.nbytes for value in gradients) <= _SMALL)
+            return not self._is_dense or all(value.ndim <= 1 for value in self._gradients)
+        return self._is_dense and sum(value.nbytes for value in self._gradients) <= _SMALL
 
-    def _variant(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
-        key = dtype, adds
+    @cached_property
+    def _gradients(self) -> list[Tensor]:
+        """Fake tensors like the gradients."""
+        wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
+        return [v.meta["val"] for role, v in outputs(self._module.graph) if role in wanted]
+
+    @cached_property
+    def _is_dense(self) -> bool:
+        return all(value.layout is torch.strided for value in self._gradients)
+
+    def _variant(self, dtype: torch.dtype | None, form: AddingForm) -> Boxed:
+        key = dtype, form
         if key not in self._variants:
             with collecting_new_objects_only():
-                self._variants[key] = self._compile_form(*key)
+                self._variants[key] = self._compile_form(dtype, form)
         return self._variants[key]
 
     def source(self, dtype: torch.dtype | None, *, adds: bool) -> fx.GraphModule:
@@ -254,10 +310,13 @@ class GradientGraph:
         Raises:
             SplitError: a pass broke an invariant.
         """
-        if not adds or self._adds_outside:
+        return self._source(dtype, self._adding_form if adds else "returns")
+
+    def _source(self, dtype: torch.dtype | None, form: AddingForm) -> fx.GraphModule:
+        if form == "returns":
             return self._module
-        form = GraphForm(self._graph, dtype=dtype)
-        (module,) = self._run_passes(When.ACCUMULATING, form).values()
+        graph_form = GraphForm(self._graph, dtype=dtype, writes_first=form == "overwrites")
+        (module,) = self._run_passes(When.ACCUMULATING, graph_form).values()
         return module
 
     def _run_passes(self, when: When, form: GraphForm) -> Changed:
@@ -266,18 +325,18 @@ class GradientGraph:
         except PassError as error:
             raise SplitError(f"{self._name}: {error}") from error
 
-    def _compile_form(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
+    def _compile_form(self, dtype: torch.dtype | None, form: AddingForm) -> Boxed:
         """Compile one form.
 
-        It takes the arguments, then the accumulators if it adds; it returns the other results, then
-        new gradients if it does not add.
+        It takes the arguments, then the accumulators if it writes into any; it returns the other
+        results, then new gradients if it returns them.
         """
-        name, module, arguments = self._name, self.source(dtype, adds=adds), [*self._arguments]
+        name, module, arguments = self._name, self._source(dtype, form), [*self._arguments]
         wanted = [*self._results]
-        if not adds:
+        if form == "returns":
             wanted += [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
         else:
-            name = f"{name}_accumulating"
+            name = f"{name}_{'accumulating' if form == 'adds' else 'writing'}"
             arguments += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
         self._run_passes(When.COMPILED, GraphForm(self._graph, strides=graph.strides))

@@ -14,7 +14,7 @@ from autosplit.passes.graph import STATE
 from autosplit.runtime.residuals import State
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
-from .compiled_graph import GradientGraph
+from .compiled_graph import Accumulators, GradientGraph
 from .functions import ForwardResult, SplitFunctions
 
 
@@ -86,14 +86,18 @@ class _DTensorGraph(GradientGraph):
         self._shardings = shardings
 
     def run(
-        self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
+        self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
-        into = None if gradients is None else [local_tensor(gradient) for gradient in gradients]
+        into = gradients
+        if gradients is not None:
+            into = gradients._replace(tensors=[*map(local_tensor, gradients.tensors)])
         results, computed = super().run(pool, into, dtype)
         if gradients is None:
             roles = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
-            gradients = _whole(self._shardings, roles, computed)
-        return _whole(self._shardings, self._results, results), gradients
+            computed = _whole(self._shardings, roles, computed)
+        else:
+            computed = gradients.tensors
+        return _whole(self._shardings, self._results, results), computed
 
 
 def _whole(

@@ -29,7 +29,7 @@ from autosplit.passes.subgraph import inline, inlined, inner_calls
 from autosplit.runtime.residuals import BoundaryLayout, Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
-from .compiled_graph import GradientGraph, compile_graph, positions
+from .compiled_graph import Accumulators, GradientGraph, compile_graph, positions
 from .gradient_dependence import GradientDependence, Missing
 from .refusals import AutocastGuard
 
@@ -309,6 +309,8 @@ class SplitFunctions:
         self,
         calls: Iterable[str] = ("backward_input", "backward_weight"),
         dtype: torch.dtype | None = None,
+        *,
+        overwrites: bool = False,
     ) -> None:
         """Compile the graphs of these calls now, instead of at their first run.
 
@@ -316,6 +318,7 @@ class SplitFunctions:
             calls: names of methods in the order of a step: the first call of a kind returns new
                 gradients, later ones add to them.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
+            overwrites: whether the first call writes into accumulators that are not initialized.
 
         Raises:
             SplitError: an unknown call.
@@ -337,7 +340,7 @@ class SplitFunctions:
             needed.add((order.index(call), adds))
             with_gradient.update(parameters)
         for index, adds in sorted(needed) if self.has_backward else ():
-            self._graph_of(order[index]).compile_form(dtype, adds=adds)
+            self._graph_of(order[index]).compile_form(dtype, adds=adds, overwrites=overwrites)
 
     def source(
         self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False
@@ -352,6 +355,13 @@ class SplitFunctions:
         if call == "forward":
             return self.graphs.forward
         return inline(self._graph_of(call).source(dtype, adds=adds))
+
+    @cached_property
+    def completion_order(self) -> list[str]:
+        """Names of the parameters, in the order in which I and W complete their gradients."""
+        if not self.has_backward:
+            return []
+        return [*self._input.completion_order(), *self._weight.completion_order()]
 
     def _graph_of(self, call: str) -> GradientGraph:
         if call == "backward_input":
@@ -508,7 +518,7 @@ class SplitFunctions:
         self,
         saved: Residuals,
         output_grads: list[Tensor | None],
-        gradients: Sequence[Tensor] | None = None,
+        gradients: Accumulators | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor | None], Residuals, Sequence[Tensor]]:
         """I.
@@ -538,14 +548,14 @@ class SplitFunctions:
     def backward_weight(
         self,
         deferred: Residuals,
-        gradients: Sequence[Tensor] | None = None,
+        gradients: Accumulators | None = None,
         dtype: torch.dtype | None = None,
     ) -> Sequence[Tensor]:
         """W.
 
         Args:
             deferred: the residuals of I; taken.
-            gradients: accumulators in the order of ``late_parameters``, each with a storage that no
+            gradients: accumulators in the order of ``late_parameters``, each in memory that no
                 other argument shares; None: return new tensors.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
 
@@ -562,7 +572,7 @@ class SplitFunctions:
         self,
         saved: Residuals,
         output_grads: list[Tensor | None],
-        gradients: Sequence[Tensor] | None = None,
+        gradients: Accumulators | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
         """B: I and W as one graph.

@@ -15,6 +15,8 @@ from autosplit.torch_internals.autograd import (
     waits_for_gradient,
 )
 
+from .compiled_graph import Accumulators
+
 
 class GradientSums:
     """The sums of one stage's weight gradients over microbatches.
@@ -25,6 +27,8 @@ class GradientSums:
     Attributes:
         dtype: dtype of the sums.
         tensors: parameter name -> sum.
+        memory_for: called with a parameter and a dtype; returns memory for its sum or its ``.grad``
+            in that dtype, of the parameter's shape, not initialized; or None for memory of its own.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -32,13 +36,26 @@ class GradientSums:
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
         self._leaves = UncachedLeaves()
+        self.memory_for: Callable[[Tensor, torch.dtype], Tensor | None] = _no_memory
 
-    def into(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor] | None:
+    @property
+    def has_memory(self) -> bool:
+        """Whether ``memory_for`` is set."""
+        return self.memory_for is not _no_memory
+
+    def into(
+        self, names: Sequence[str], parameters: Sequence[Tensor], skipped: Collection[str] = ()
+    ) -> Accumulators | None:
         """The sums to which gradients of these parameters are added.
 
+        Args:
+            names: names of the parameters.
+            parameters: the parameters.
+            skipped: parameters that get no gradient.
+
         Returns:
-            None if a parameter has no sum yet, or has hooks, which must see the gradient of each
-            microbatch.
+            None if a parameter is skipped, has neither a sum nor memory for one, or has hooks,
+            which must see the gradient of each microbatch.
 
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.
@@ -51,11 +68,18 @@ class GradientSums:
                         f"parameter {name} was replaced between two microbatches whose gradients "
                         "are summed; call publish() before replacing it"
                     )
-        if has_tensor_hooks(parameters):
+        if skipped or has_tensor_hooks(parameters):
             return None
-        if not self.tensors.keys() >= {*names}:
+        if self.tensors.keys() >= {*names}:
+            return Accumulators([*map(self.tensors.__getitem__, names)])
+        if not self.has_memory or not self.tensors.keys().isdisjoint(names):
             return None
-        return [*map(self.tensors.__getitem__, names)]
+        new = [self.memory_for(p, self.dtype or p.dtype) for p in parameters]
+        tensors = [tensor for tensor in new if tensor is not None]
+        if len(tensors) < len(new):
+            return None
+        self.tensors |= zip(names, tensors, strict=True)
+        return Accumulators(tensors, overwrites=True)
 
     def add_gradients(
         self,
@@ -83,7 +107,7 @@ class GradientSums:
             if name in self.tensors:
                 self.tensors[name].add_(gradient)
             else:
-                self.tensors[name] = self._as_sum(gradient, copied)
+                self.tensors[name] = self._as_sum(parameter, gradient, copied)
 
     def add_to_parameters(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> list[Tensor]:
         """Add the sums to the parameters' ``.grad``, and forget them.
@@ -104,7 +128,7 @@ class GradientSums:
             if (by := divisor(parameter)) != 1:
                 total.div_(by)
             if parameter.grad is None:
-                parameter.grad = total.to(parameter.grad_dtype or total.dtype)
+                parameter.grad = self._as_gradient(parameter, total)
             else:
                 parameter.grad.add_(total)
         self.clear()
@@ -116,11 +140,26 @@ class GradientSums:
         """Drop the sums."""
         self.tensors, self._parameters = {}, {}
 
-    def _as_sum(self, gradient: Tensor, borrowed: bool) -> Tensor:
+    def _as_gradient(self, parameter: Tensor, total: Tensor) -> Tensor:
+        """A sum in the dtype of the parameter's ``.grad``."""
+        dtype = parameter.grad_dtype or total.dtype
+        memory = None if total.dtype is dtype else self.memory_for(parameter, dtype)
+        return total.to(dtype) if memory is None else memory.copy_(total)
+
+    def _as_sum(self, parameter: Tensor, gradient: Tensor, borrowed: bool) -> Tensor:
         """The first sum: the gradient in the dtype of the sums, copied if it is borrowed."""
         dtype = self.dtype or gradient.dtype
+        memory = self.memory_for(parameter, dtype)
+        if memory is not None:
+            # A sparse gradient can be added to dense memory, but not copied into it.
+            is_dense = gradient.layout is torch.strided
+            return memory.copy_(gradient) if is_dense else memory.zero_().add_(gradient)
         if not borrowed:
             return gradient.to(dtype)
         if gradient.layout is not torch.strided:  # of a sparse embedding
             return gradient.to(dtype, copy=True)
         return gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _no_memory(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Give each sum memory of its own."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autosplit.device import GeneratorStates
 from autosplit.errors import SplitError
+from autosplit.runtime.compiled_graph import Accumulators
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import without_autocast
@@ -161,10 +162,8 @@ class StageBackward:
         functions, saved, module_state, storages, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.early_parameters, self.sums
-        into = self.accumulators(names, module_state, skipped) if names else ()
-        input_grads, deferred, early = functions.backward_input(
-            saved, grads, into or None, sums.dtype
-        )
+        into = self.accumulators(names, module_state, skipped) if names else None
+        input_grads, deferred, early = functions.backward_input(saved, grads, into, sums.dtype)
         if names and into is None:
             sums.add_gradients(names, early, functions.dependence.borrowed, skipped)
         for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
@@ -207,7 +206,7 @@ class StageBackward:
 
     def accumulators(
         self, names: Sequence[str], module_state: State, skipped: Collection[str]
-    ) -> list[Tensor] | None:
+    ) -> Accumulators | None:
         """The sums that a graph adds into; None if it must return new gradients instead.
 
         Args:
@@ -219,10 +218,9 @@ class StageBackward:
             SplitError: a parameter was replaced since an earlier microbatch.
         """
         try:
-            sums = self.sums.into(names, [*map(module_state.__getitem__, names)])
+            return self.sums.into(names, [*map(module_state.__getitem__, names)], skipped)
         except SplitError as error:
             raise SplitError(f"{self._owner}: {error}") from None
-        return None if skipped else sums
 
     def publish(self) -> list[Tensor]:
         """Move the sums into the parameters' ``.grad``; see ``GradientSums.add_to_parameters``.

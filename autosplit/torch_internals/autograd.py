@@ -348,6 +348,11 @@ def add_together(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         torch._foreach_add_(list(sums), list(grads))
 
 
+def zero_together(sums: Sequence[Tensor]) -> None:
+    """Set sums to zero in one call."""
+    torch._foreach_zero_(list(sums))
+
+
 def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values into buffers, in one call for each dtype.
 

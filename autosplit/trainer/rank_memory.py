@@ -25,6 +25,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes, storage_sizes
+from autosplit.trainer.gradient_buckets import GradientBucket
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.step_plans import StepPlan
 
@@ -90,7 +91,13 @@ class RankMemory:
         gradients = sum(
             local_tensor(p).numel() * (self._grad_dtype or p.dtype).itemsize for p in trained
         )
+        gradients += sum(bucket.flag_bytes for bucket in self._written_buckets)
         return state + gradients + state_bytes(self._model.optimizer)
+
+    @property
+    def _written_buckets(self) -> list[GradientBucket]:
+        """The buckets that are allocated while W runs."""
+        return self._model.buckets.written_by_weights(self._grad_dtype)
 
     # --- predicted --------------------------------------------------------------------------------
 
@@ -117,11 +124,13 @@ class RankMemory:
             return None
         borrowed = {index: size.borrowed_outputs for index, size in sizes.items()}
         messages = message_levels(schedule, rank, dataflow, step.boundaries, borrowed)
-        levels = []
+        levels, has_buckets = [], bool(self._written_buckets)
         state = levels_of(schedule, memory)[rank]
         for action, kept, sent in zip(row, state, messages, strict=True):
-            # The first action that makes gradients needs no sum beside them.
-            saved = sizes[action.stage].fresh.pop(action.kind, 0) if action.kind.is_compute else 0
+            # The first action that makes gradients needs no sum beside them, unless it writes them
+            # into buckets.
+            is_fresh = action.kind.is_compute and not has_buckets
+            saved = sizes[action.stage].fresh.pop(action.kind, 0) if is_fresh else 0
             levels.append(math.ceil(kept) + sent - saved)
         return levels
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
 from autosplit.ranks.groups import Groups
+from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistribute_gradient
+from autosplit.trainer.gradient_buckets import GradientBuckets, Wait
 from autosplit.trainer.gradient_norms import GradientNorms
-from autosplit.trainer.replicated_parameters import ReplicatedParameters, Wait
+from autosplit.trainer.replicated_parameters import ReplicatedParameters
 from autosplit.trainer.sharded_stages import ShardedStages
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.stage_start import agree_on_start, build_seeded_modules
@@ -54,6 +56,7 @@ class RankModel:
         parameters: the parameters that need a gradient, each once.
         optimizer: updates ``parameters``; None before ``build_optimizer``, and if there are none.
         sharded: the stages that ``fully_shard`` has sharded.
+        buckets: the buffers of the gradients that are reduced over copies.
         pre_step: the calls before the actions of a step.
         post_step: the calls after them.
         reduces: whether a step reduces gradients over other copies or other ranks.
@@ -74,6 +77,7 @@ class RankModel:
     ) -> None:
         modules, drew = build_seeded_modules(stages.build, schedule.stages_on(groups.rank), device)
         self.modules, self._has_model_names = modules, stages.wiring is not None
+        self._groups = groups
         for index, module in modules.items():
             if not isinstance(module, nn.Module):
                 raise PipelineError(
@@ -89,9 +93,9 @@ class RankModel:
                 "(shared_parameters), and gradients cannot be summed over shards and stages "
                 "together: use 'dp_replicate' in place of 'dp_shard', or no shared parameters"
             )
-        copies = ReplicatedParameters(
-            modules, shared, schedule, groups, sharded.gathered_shardings, synchronize
-        )
+        copies = ReplicatedParameters(modules, shared, schedule, groups, sharded.gathered_shardings)
+        parameters_of = {stage: [*module.parameters()] for stage, module in modules.items()}
+        self.buckets = GradientBuckets(copies.reduced, parameters_of, groups, synchronize)
         self._tied = copies if shared else None
         has_shards, has_replicas = bool(sharded.parameters), groups.layout.shares > 1
         self._checks = [
@@ -104,9 +108,9 @@ class RankModel:
             *([sharded.free_all] if has_shards else []),
             *([copies.broadcast_buffers] if has_replicas else []),
         ]
-        self._reductions: list[Callable[[], Wait]] = [
-            *copies.reductions,
-            *([sharded.start] if has_shards else []),
+        self._reductions: list[Callable[[], Sequence[Wait]]] = [
+            *([self.buckets.start] if copies.reduced else []),
+            *([lambda: [sharded.start()]] if has_shards else []),
         ]
         self.parameters = _trainable(modules.values())
         self._has_dtensors = any(map(is_dtensor, self.parameters))
@@ -114,6 +118,27 @@ class RankModel:
         self._counted = [p for p in self.parameters if copies.is_counted(p)]
         self._parameter_ids = frozenset(map(id, self.parameters))
         self.optimizer: torch.optim.Optimizer | None = None
+
+    def arrange_buckets(self, stages: Mapping[int, Stage], schedule: Schedule) -> None:
+        """Order gradients in their buffers as a step completes them; collective over all ranks.
+
+        Args:
+            stages: this rank's stages with graphs.
+            schedule: the schedule of the step.
+        """
+        names = {index: stage.functions.completion_order for index, stage in stages.items()}
+        for part in reversed(self._groups.everybody.gather(names)):  # the first rank decides
+            names |= {index: part[index] for index in names.keys() & part.keys()}
+        row = [
+            action.stage for action in schedule.ranks[self._groups.rank] if action.kind in BACKWARDS
+        ]
+        last_weights = dict.fromkeys(reversed(row))
+        order = [
+            stages[index].module.get_parameter(name)
+            for index in reversed(last_weights)
+            for name in names.get(index, ())
+        ]
+        self.buckets.arrange({id(parameter): at for at, parameter in enumerate(order)})
 
     def build_optimizer(self, optimizer_fn: OptimizerFunction) -> None:
         """Build the optimizer of the parameters, if any; collective if parameters are tied.
@@ -242,20 +267,27 @@ class RankModel:
             parameter.grad = None
         try:
             yield
-            for wait in [start() for start in self._reductions]:
+            for wait in [wait for start in self._reductions for wait in start()]:
                 wait()
         except BaseException:
             for parameter, earlier in earlier_gradients:
                 parameter.grad = earlier
             self.sharded.forget()
+            self.buckets.release()
             raise
         for parameter, earlier in earlier_gradients:
             if self._has_dtensors:
                 redistribute_gradient(parameter)
             if earlier is not None:
-                with torch.no_grad():
-                    new = parameter.grad
-                    parameter.grad = earlier if new is None else earlier + new
+                parameter.grad = self._add_earlier(parameter, earlier)
+
+    @torch.no_grad()
+    def _add_earlier(self, parameter: nn.Parameter, earlier: Tensor) -> Tensor:
+        """Return the sum of a step's gradient and that of earlier steps, which stays as it is."""
+        new = parameter.grad
+        if new is None:
+            return earlier
+        return new.add_(earlier) if self.buckets.has_place(parameter) else earlier + new
 
 
 def _check_tied(index: int, module: nn.Module, shared: Sequence[Sequence[Holder]]) -> None:

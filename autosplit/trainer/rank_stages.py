@@ -13,7 +13,7 @@ from autosplit.device import generators_kept
 from autosplit.errors import CaptureError, PipelineError
 from autosplit.pipeline.engine.autocast import WithAutocast
 from autosplit.pipeline.engine.evaluation import ModuleStage
-from autosplit.pipeline.engine.stage_builder import build_stages, compile_stages
+from autosplit.pipeline.engine.stage_builder import build_stages, compile_stages, traced
 from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.schedule.routes import StageDataflow
@@ -117,6 +117,8 @@ class RankStages:
             )
         with activity.during("compiling its stages", announced=True):
             compile_stages(plan.stages, schedule)
+        if self._groups.layout.shares > 1:
+            self._model.arrange_buckets(traced(plan.stages), schedule)
         plan.dtype = plan.boundaries.outputs[self._last][0].dtype
         stages = plan.stages.values()
         draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)
@@ -153,6 +155,8 @@ class RankStages:
         if isinstance(new_stage, Stage):
             self._check_buffers(index, module, new_stage)
             new_stage.seed = partial(self._seeds.seed, index)
+            if self._model.buckets.buckets:
+                new_stage.place_gradients(self._model.buckets.memory_for)
             self._split_stages[module] = new_stage
         return new_stage
 

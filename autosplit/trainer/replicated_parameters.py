@@ -8,9 +8,8 @@ gradient at the end of a step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,7 @@ from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.torch_internals.dtensor import (
     Sharding,
     local_tensor,
-    redistribute_gradient,
     sharding_of,
-    with_sharding_of,
 )
 from autosplit.trainer.agreement import difference
 from autosplit.trainer.copy_checks import (
@@ -38,32 +35,14 @@ from autosplit.trainer.copy_checks import (
     form_of,
     is_expert,
 )
+from autosplit.trainer.gradient_buckets import PEERS, LocalCopies
 from autosplit.trainer.stage_modules import Holder
 
 Modules: TypeAlias = "Mapping[int, nn.Module]"
 """A rank's stages by index."""
 
-Wait: TypeAlias = "Callable[[], None]"
-"""Waits for a reduction, and puts its result into ``.grad``. Raises LostPeerError if another rank
-did not take part.
-"""
-
 PER_GROUP = ("params", "param_names")
 """The keys of an optimizer's parameter group that are no options."""
-
-_PEERS = "the ranks that hold the same parameters"
-
-
-class _LocalCopies(NamedTuple):
-    """This rank's copies of one parameter.
-
-    Attributes:
-        copies: one or more tensors; several if stages of this rank share a tied parameter.
-        process_group: all ranks that have a copy; None if only this rank has.
-    """
-
-    copies: Sequence[Tensor]
-    process_group: dist.ProcessGroup | None
 
 
 class ReplicatedParameters:
@@ -85,11 +64,10 @@ class ReplicatedParameters:
         groups: the trainer's process groups.
         gathered_shardings: by ``id``, the parameters of ``fully_shard``, each with its sharding
             while it is gathered; None if the rank has the whole parameter then.
-        synchronize: waits until the device has finished.
 
     Attributes:
-        reductions: each starts a reduction of gradients, which must be complete. One all-reduce
-            carries all gradients of one dtype and one set of ranks.
+        reduced: the parameters whose gradients must be reduced; the order is the same on all ranks
+            that have copies.
 
     Raises:
         PipelineError: a shared parameter does not exist, is in two groups, or differs between its
@@ -106,11 +84,10 @@ class ReplicatedParameters:
         schedule: Schedule,
         groups: Groups,
         gathered_shardings: Mapping[int, Sharding | None],
-        synchronize: Callable[[], None],
     ) -> None:
         self._modules, self._groups = modules, groups
         self._gathered_shardings = gathered_shardings
-        self._layout, self._synchronize = groups.layout, synchronize
+        self._layout = groups.layout
         self._tied, self._shared = find_holders(shared, modules, schedule.stages), shared
         whole = self._check_layouts(shared)
         pipeline_ranks: list[tuple[int, ...]] = [(r,) for r in range(len(self._layout.columns))]
@@ -129,11 +106,7 @@ class ReplicatedParameters:
             for expert in ((False, True) if self._layout.experts else (False,))
         }
         self._duplicates: set[int] = set()
-        members = self._equalize_all(tied_ranks)
-        self.reductions = [
-            partial(self._start_reduction, bucket, dtype, process_group)
-            for (process_group, dtype), bucket in _buckets(members).items()
-        ]
+        self.reduced = self._equalize_all(tied_ranks)
 
     # --- at the start -----------------------------------------------------------------------------
 
@@ -163,7 +136,7 @@ class ReplicatedParameters:
 
     def _equalize_all(
         self, tied_ranks: Sequence[tuple[tuple[int, ...], Sequence[Holder]]]
-    ) -> list[_LocalCopies]:
+    ) -> list[LocalCopies]:
         """Give all copies of each tensor the values of the first; collective over all ranks.
 
         Args:
@@ -180,13 +153,15 @@ class ReplicatedParameters:
             if copies:
                 handled.update(map(id, copies))
                 self._duplicates.update(map(id, copies[self._groups.rank == ranks[0] :]))
-                members += self._equalize(copies, ranks)
+                members += self._equalize(copies, ranks, is_tied=True)
         for tensor in _tensors(self._modules):
             if id(tensor) not in handled:
                 members += self._equalize([tensor], (self._groups.rank,))
         return members
 
-    def _equalize(self, copies: Sequence[Tensor], ranks: tuple[int, ...]) -> list[_LocalCopies]:
+    def _equalize(
+        self, copies: Sequence[Tensor], ranks: tuple[int, ...], *, is_tied: bool = False
+    ) -> list[LocalCopies]:
         """Give all copies of one tensor the values of the first; collective over their ranks.
 
         Returns:
@@ -201,7 +176,9 @@ class ReplicatedParameters:
         # The gradient of an expert is a sum over the tokens of all ranks along "ep" already. It
         # needs only the division by the number of shares, which makes it the mean.
         is_shared = duplicates or process_group or self._layout.shares > 1
-        return [_LocalCopies(copies, process_group)] if first.requires_grad and is_shared else []
+        if not (first.requires_grad and is_shared):
+            return []
+        return [LocalCopies(copies, process_group, is_tied)]
 
     def _sharding(self, tensor: Tensor) -> Sharding | None:
         """Return a tensor's sharding; of a parameter of ``fully_shard``, while it is gathered."""
@@ -314,54 +291,6 @@ class ReplicatedParameters:
                     "instead, on each rank that has the parameter"
                 )
 
-    def _start_reduction(
-        self,
-        members: Sequence[_LocalCopies],
-        dtype: torch.dtype,
-        process_group: dist.ProcessGroup | None,
-    ) -> Wait:
-        """Start the all-reduce of the gradients of one bucket, in one flat tensor:
-
-            [ gradient of member 0 | gradient of member 1 | ... | one flag for each member ]
-
-        A flag is positive if the member has a gradient on any rank. Without one, ``.grad`` becomes
-        None, as in autograd, so that the optimizer skips the parameter.
-        """
-        sizes = [local_tensor(member.copies[0]).numel() for member in members] + [len(members)]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=members[0].copies[0].device)
-        *sums, flags = flat.split(sizes)
-        for number, (member, member_sum) in enumerate(zip(members, sums, strict=True)):
-            for copy in member.copies:
-                redistribute_gradient(copy)
-                if copy.grad is not None:
-                    gradient = local_tensor(copy.grad)
-                    member_sum.view(gradient.shape).add_(gradient)
-                    flags[number] = 1
-        work = None
-        if process_group is not None:
-            with self._groups.as_lost_peer(_PEERS):
-                work = dist.all_reduce(flat, group=process_group, async_op=True)
-
-        def wait_for_gradients() -> None:
-            """Wait for the all-reduce, and set ``.grad`` of all copies."""
-            if work is not None:
-                with self._groups.as_lost_peer(_PEERS):
-                    work.wait()
-                self._synchronize()
-            have_gradient = flags.tolist()
-            if self._layout.shares > 1:
-                flat.div_(self._layout.shares)
-            for member, member_sum, has_gradient in zip(members, sums, have_gradient, strict=True):
-                for number, copy in enumerate(member.copies):
-                    total = None
-                    if has_gradient:
-                        local = member_sum.view(local_tensor(copy).shape)
-                        total = with_sharding_of(copy, local)
-                    # Each copy after the first gets memory of its own.
-                    copy.grad = total.clone() if number and total is not None else total
-
-        return wait_for_gradients
-
     def broadcast_buffers(self) -> None:
         """Give all replicas the buffers of the first replica; collective over the replicas.
 
@@ -371,18 +300,6 @@ class ReplicatedParameters:
         for tensor in _tensors(self._modules):
             if not isinstance(tensor, nn.Parameter):
                 self._equalize([tensor], (self._groups.rank,))
-
-
-def _buckets(
-    members: Iterable[_LocalCopies],
-) -> dict[tuple[dist.ProcessGroup | None, torch.dtype], list[_LocalCopies]]:
-    """Group copies by their ranks and the dtype of their gradients."""
-    buckets: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[_LocalCopies]] = {}
-    for member in members:
-        first = member.copies[0]
-        dtype = getattr(first, "grad_dtype", None) or first.dtype
-        buckets.setdefault((member.process_group, dtype), []).append(member)
-    return buckets
 
 
 @torch.no_grad()
@@ -406,7 +323,7 @@ def broadcast_from(
     for tensor in map(local_tensor, tensors) if process_group is not None else ():
         if tensor.numel():
             values = tensor.detach().clone(memory_format=torch.contiguous_format)
-            with groups.as_lost_peer(_PEERS):
+            with groups.as_lost_peer(PEERS):
                 # As bytes, because some backends lack some dtypes.
                 dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=process_group)
             tensor.copy_(values)

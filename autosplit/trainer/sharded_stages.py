@@ -19,7 +19,8 @@ from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, 
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.trainer.copy_checks import is_expert
-from autosplit.trainer.replicated_parameters import Wait, broadcast_from
+from autosplit.trainer.gradient_buckets import Wait
+from autosplit.trainer.replicated_parameters import broadcast_from
 
 if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule

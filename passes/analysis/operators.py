@@ -46,6 +46,7 @@ clone                                            hands_on
 constant_pad_nd                                  cheap
 convolution                                      fresh
 convolution_backward                             fresh_first
+copy_                                            accumulates
 div.Scalar                                       overwrites
 div.Tensor                                       overwrites
 _efficient_attention_forward                     attention
@@ -248,7 +249,7 @@ def is_read(node: fx.Node) -> bool:
 
 
 def is_accumulation(node: fx.Node) -> bool:
-    """Whether the node adds into its first argument."""
+    """Whether the node adds into its first argument, or overwrites it."""
     return node.target in OPERATORS["accumulates"]
 
 

@@ -2,7 +2,8 @@
 
 If a graph returned the weight gradients of a microbatch for the caller to add, all of them would be
 alive at once, beside the sums. Added inside the graph, each is freed as soon as it is computed.
-``accumulator.add_(gradient)`` rounds as autograd's own accumulation does.
+``accumulator.add_(gradient)`` rounds as autograd's own accumulation does. The first microbatch of a
+step may write ``accumulator.copy_(gradient)`` instead, into memory that is not initialized.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +23,7 @@ from ..graph import (
     Role,
     SplitGraphs,
     copy_placeholder,
+    inputs,
     module_like,
     outputs,
     placeholders,
@@ -35,17 +38,23 @@ from .forms import Changed, GraphForm
 def accumulate_gradients(program: SplitGraphs, form: GraphForm) -> Changed:
     """The graph in the form that adds weight gradients into accumulators, see ``accumulate``."""
     module = program.graphs()[form.graph]
-    return {f"{form.graph}_accumulating": accumulate(module, form.dtype)}
+    adding = accumulate(module, form.dtype, overwrites=form.writes_first)
+    return {f"{form.graph}_accumulating": adding}
 
 
-def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.GraphModule:
+def accumulate(
+    module: fx.GraphModule, dtype: torch.dtype | None = None, *, overwrites: bool = False
+) -> fx.GraphModule:
     """A graph that takes an accumulator for each parameter's gradient, and adds to it in place
     instead of returning the gradient.
 
     Args:
         module: a graph that returns gradients of parameters.
         dtype: of the accumulators; None: each has its gradient's dtype.
+        overwrites: whether gradients overwrite the accumulators instead.
     """
+    aten = torch.ops.aten
+    write = aten.copy_.default if overwrites else aten.add_.Tensor
     results = outputs(module.graph)
     sums = {role: value for role, value in results if _is_sum(role, value)}
     graph = fx.Graph()
@@ -57,17 +66,28 @@ def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.G
     variants: dict[Subgraph, Subgraph] = {}
     for node in [None, *module.graph.nodes]:
         if node in adding:
-            called = variants.setdefault(node.meta[SUBGRAPH], _adding(node.meta[SUBGRAPH], dtype))
+            block = node.meta[SUBGRAPH]
+            called = variants.setdefault(block, _adding(block, dtype, overwrites=overwrites))
             arguments = [copies[operand] for operand in operands(node)]
             call_subgraph(graph, called, arguments, [], [totals[role] for role in adding[node]])
         elif node is not None and node.op not in {"placeholder", "output"} and node not in items:
             copy_behind(graph, node, copies)
         for role in ready[node]:
             copy_behind(graph, sums[role], copies)
-            _add_gradient(graph, totals[role], copies[sums[role]])
+            _write_gradient(graph, write, totals[role], copies[sums[role]])
     kept = [(role, value) for role, value in results if role not in sums]
     set_outputs(graph, kept, copies)
     return module_like(module, graph, "accumulating")
+
+
+def completion_order(module: fx.GraphModule) -> list[str]:
+    """Names of parameters, in the order in which a graph adds to their accumulators for the last
+    time.
+    """
+    order = {node: at for at, node in enumerate(module.graph.nodes)}
+    accumulators = inputs(module.graph, Kind.ACCUMULATOR).items()
+    last = {role.name: max(map(order.__getitem__, node.users)) for role, node in accumulators}
+    return sorted(last, key=last.__getitem__)
 
 
 def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[Role]]:
@@ -86,8 +106,9 @@ def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[R
     return adding
 
 
-def _adding(called: Subgraph, dtype: torch.dtype | None) -> Subgraph:
-    return Subgraph.of(f"{called.name}_accumulating", accumulate(called.module, dtype))
+def _adding(called: Subgraph, dtype: torch.dtype | None, *, overwrites: bool) -> Subgraph:
+    module = accumulate(called.module, dtype, overwrites=overwrites)
+    return Subgraph.of(f"{called.name}_{'writing' if overwrites else 'accumulating'}", module)
 
 
 def _ready(
@@ -133,7 +154,7 @@ def _last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
     return max(roots, key=order.__getitem__, default=None)
 
 
-def _add_gradient(graph: fx.Graph, accumulator: fx.Node, gradient: fx.Node) -> None:
-    node = graph.call_function(torch.ops.aten.add_.Tensor, (accumulator, gradient))
+def _write_gradient(graph: fx.Graph, write: Any, accumulator: fx.Node, gradient: fx.Node) -> None:
+    node = graph.call_function(write, (accumulator, gradient))
     node.meta = {key: v for key, v in gradient.meta.items() if key == "stack_trace"}
     node.meta["val"] = accumulator.meta["val"]

@@ -35,6 +35,7 @@ class GraphForm:
         dtype: dtype of the accumulators into which the graph adds; None: each gradient's dtype.
         strides: the strides that the backend chose for results that the next graphs read.
         overwrites: whether the backend may overwrite donated inputs.
+        writes_first: whether gradients are the first of a step, and overwrite the accumulators.
     """
 
     graph: str = "backward"
@@ -42,6 +43,7 @@ class GraphForm:
     dtype: torch.dtype | None = None
     strides: Mapping[Role, Strides] = field(default_factory=dict)
     overwrites: bool = False
+    writes_first: bool = False
 
 
 def _readers(program: SplitGraphs, form: GraphForm) -> Changed:

@@ -1,0 +1,274 @@
+"""Flat buffers of gradients that several ranks reduce, cut into buckets.
+
+    first W of a step    a bucket's buffer is allocated; W writes gradients into views of it
+    later Ws             gradients are added to these views
+    publish              ``.grad`` is the view
+    end of the actions   each bucket is all-reduced in place
+
+Buffers are new in each step and live as long as a ``.grad`` refers to them. Gradients that the user
+kept from earlier steps therefore stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autosplit.ranks.groups import Groups
+from autosplit.torch_internals.dtensor import (
+    is_dtensor,
+    local_tensor,
+    redistribute_gradient,
+    with_sharding_of,
+)
+
+Wait: TypeAlias = "Callable[[], None]"
+"""Waits for a reduction, and puts its result into ``.grad``. Raises LostPeerError if another rank
+did not take part.
+"""
+
+PEERS = "the ranks that hold the same parameters"
+_BUCKET_BYTES = 25 * 2**20
+
+
+class LocalCopies(NamedTuple):
+    """This rank's copies of one parameter.
+
+    Attributes:
+        copies: one or more tensors; several if stages of this rank share a tied parameter.
+        process_group: all ranks that have a copy; None if only this rank has.
+        is_tied: whether several stages have a copy.
+    """
+
+    copies: Sequence[Tensor]
+    process_group: dist.ProcessGroup | None
+    is_tied: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of ``.grad``."""
+        first = self.copies[0]
+        return getattr(first, "grad_dtype", None) or first.dtype
+
+
+class GradientBucket:
+    """Gradients that one all-reduce carries, in one flat tensor:
+
+        [ gradient of member 0 | gradient of member 1 | ... | one flag for each member ]
+
+    A flag is positive if the member has a gradient on any rank. Without one, ``.grad`` becomes
+    None, as in autograd, so that the optimizer skips the parameter.
+
+    Args:
+        members: of one process group and one dtype.
+        groups: the trainer's process groups.
+        synchronize: waits until the device has finished.
+    """
+
+    def __init__(
+        self, members: Sequence[LocalCopies], groups: Groups, synchronize: Callable[[], None]
+    ) -> None:
+        self.members = members
+        self._groups, self._synchronize = groups, synchronize
+        self._shapes = [local_tensor(member.copies[0]).shape for member in members]
+        self._views: list[Tensor] = []
+        self._flat = torch.empty(0)
+
+    @property
+    def flag_bytes(self) -> int:
+        """Bytes of the flags."""
+        return len(self.members) * self.members[0].dtype.itemsize
+
+    def view(self, number: int) -> Tensor:
+        """Return the part of the buffer for a member's gradient; allocate it at the first call."""
+        if not self._views:
+            sizes = [shape.numel() for shape in self._shapes]
+            first = self.members[0]
+            length = sum(sizes) + len(sizes)
+            self._flat = torch.empty(length, dtype=first.dtype, device=first.copies[0].device)
+            parts = self._flat[: sum(sizes)].split(sizes)
+            self._views = [*map(Tensor.view, parts, self._shapes)]
+        return self._views[number]
+
+    def release(self) -> None:
+        """Forget the buffer. Gradients that are views of it keep it alive."""
+        self._views, self._flat = [], torch.empty(0)
+
+    def start(self) -> Wait:
+        """Start the all-reduce. Gradients that are not views of the buffer are copied into it."""
+        has_gradient = [self._fill(number) for number in range(len(self.members))]
+        flags = self._flat[-len(self.members) :]
+        flags.copy_(flags.new_tensor(has_gradient))
+        work, process_group = None, self.members[0].process_group
+        if process_group is not None:
+            with self._groups.as_lost_peer(PEERS):
+                work = dist.all_reduce(self._flat, group=process_group, async_op=True)
+
+        def wait_for_gradients() -> None:
+            """Wait for the all-reduce, and set ``.grad`` of all copies."""
+            if work is not None:
+                with self._groups.as_lost_peer(PEERS):
+                    work.wait()
+                self._synchronize()
+            has_gradient = flags.tolist()
+            if (shares := self._groups.layout.shares) > 1:
+                self._flat.div_(shares)
+            for number, member in enumerate(self.members):
+                self._publish(member, self._views[number] if has_gradient[number] else None)
+            self.release()
+
+        return wait_for_gradients
+
+    def _fill(self, number: int) -> bool:
+        """Complete a member's part of the buffer; return whether it has a gradient here."""
+        view, is_filled = self.view(number), False
+        for copy in self.members[number].copies:
+            redistribute_gradient(copy)
+            if copy.grad is None:
+                continue
+            if copy.grad is not view:
+                # A sparse gradient can be added to a dense tensor, but not copied into one.
+                gradient = local_tensor(copy.grad)
+                (view if is_filled else view.zero_()).add_(gradient)
+                copy.grad = None  # freed before the next is copied
+            is_filled = True
+        if not is_filled:
+            view.zero_()
+        return is_filled
+
+    @staticmethod
+    def _publish(member: LocalCopies, total: Tensor | None) -> None:
+        for number, copy in enumerate(member.copies):
+            gradient = None if total is None else with_sharding_of(copy, total)
+            # Each copy after the first gets memory of its own.
+            copy.grad = gradient.clone() if number and gradient is not None else gradient
+
+
+class GradientBuckets:
+    """The buckets of all gradients that this rank reduces.
+
+    W writes a gradient into its bucket if the sum and ``.grad`` have one dtype, one stage has the
+    parameter, and the parameter is no DTensor. Other gradients have memory of their own, and are
+    copied into buckets of theirs at the end of the step.
+
+    Args:
+        members: the parameters; the order is the same on all ranks of a process group.
+        stages: for each stage of this rank, its parameters.
+        groups: the trainer's process groups.
+        synchronize: waits until the device has finished.
+
+    Attributes:
+        buckets: in the order in which their reductions start, which is the same on all ranks of a
+            process group.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[LocalCopies],
+        stages: Mapping[int, Iterable[Tensor]],
+        groups: Groups,
+        synchronize: Callable[[], None],
+    ) -> None:
+        self._members, self._groups, self._synchronize = members, groups, synchronize
+        holders = Counter(map(id, chain.from_iterable(stages.values())))
+        self._direct = {
+            id(first): member.dtype
+            for member in members
+            for first in member.copies[:1]
+            if holders[id(first)] == 1 and not is_dtensor(first)
+        }
+        self.buckets: list[GradientBucket] = []
+        self._places: dict[int, tuple[GradientBucket, int]] = {}
+        self.arrange({})
+
+    def arrange(self, order: Mapping[int, int]) -> None:
+        """Cut the buffers into buckets.
+
+        Args:
+            order: by ``id`` of a parameter, its place in the order in which gradients are complete;
+                the same on all ranks of a process group.
+        """
+
+        def place(member: LocalCopies) -> tuple[bool, bool, int]:
+            """Tied parameters are last: of these, ranks have different stages, and so orders."""
+            (first, *_), is_tied = member.copies, member.is_tied
+            is_direct = is_tied or id(first) in self._direct
+            return is_tied, not is_direct, 0 if is_tied else order.get(id(first), len(order))
+
+        kinds: dict[object, list[LocalCopies]] = defaultdict(list)
+        for member in sorted(self._members, key=place):
+            kinds[*place(member)[:2], member.process_group, member.dtype].append(member)
+        buckets = [
+            GradientBucket(part, self._groups, self._synchronize)
+            for kind in kinds.values()
+            for part in _cut(kind)
+        ]
+        self.buckets = sorted(buckets, key=lambda bucket: place(bucket.members[-1]))
+        self._places = {
+            id(member.copies[0]): (bucket, number)
+            for bucket in self.buckets
+            for number, member in enumerate(bucket.members)
+            if id(member.copies[0]) in self._direct
+        }
+
+    def written_by_weights(self, sum_dtype: torch.dtype | None) -> list[GradientBucket]:
+        """Return the buckets into which W writes; others are filled when it has ended.
+
+        Args:
+            sum_dtype: the dtype of the sums; None for that of each parameter.
+        """
+        return [
+            bucket
+            for bucket in self.buckets
+            if any(
+                self._direct.get(id(first)) is (sum_dtype or first.dtype)
+                for first, *_ in (member.copies for member in bucket.members)
+            )
+        ]
+
+    def has_place(self, parameter: Tensor) -> bool:
+        """Whether W writes the parameter's gradient into a bucket."""
+        return id(parameter) in self._places
+
+    def memory_for(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the place of a parameter's gradient in its buffer, not initialized.
+
+        Args:
+            parameter: the parameter.
+            dtype: the dtype of the sum of its gradients.
+
+        Returns:
+            None if the sum must have memory of its own.
+        """
+        if self._direct.get(id(parameter)) is not dtype or parameter.grad is not None:
+            return None
+        bucket, number = self._places[id(parameter)]
+        return bucket.view(number)
+
+    def start(self) -> list[Wait]:
+        """Start all reductions."""
+        return [bucket.start() for bucket in self.buckets]
+
+    def release(self) -> None:
+        """Forget the buffers of a step."""
+        for bucket in self.buckets:
+            bucket.release()
+
+
+def _cut(members: Iterable[LocalCopies]) -> list[list[LocalCopies]]:
+    """Divide members of one dtype into parts of ``_BUCKET_BYTES`` or a little more."""
+    parts: list[list[LocalCopies]] = [[]]
+    size = 0
+    for member in members:
+        if size >= _BUCKET_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(member)
+        size += local_tensor(member.copies[0]).numel() * member.dtype.itemsize
+    return parts
