@@ -9,6 +9,7 @@ import os
 import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tabulate import tabulate
 from torch import fx
@@ -126,20 +127,54 @@ def _giga(count: int) -> str:
 
 
 def _graph_row(module: fx.GraphModule) -> list[str]:
-    graph = module.graph
+    ops, views, flops, *sizes = _graph_figures(module.graph).values()
+    return [str(ops), str(views), _giga(flops), *map(size_text, sizes)]
+
+
+def _graph_figures(graph: fx.Graph) -> dict[str, int]:
+    """Operators, views, FLOPs, and bytes of distinct storage."""
     nodes = list(calls(graph))
     views = sum(is_view(node) for node in nodes)
     state = inputs(graph, Kind.PARAMETER, Kind.BUFFER)
-    other = [node for role, node in inputs(graph).items() if role not in state]
+    others = [node for role, node in inputs(graph).items() if role not in state]
     results = [value for _, value in outputs(graph) if isinstance(value, fx.Node)]
-    return [
-        str(len(nodes) - views),
-        str(views),
-        _giga(graph_flops(graph)),
-        size_text(distinct_bytes(list(state.values()))),
-        size_text(distinct_bytes(other)),
-        size_text(distinct_bytes(results)),
-    ]
+    return {
+        "ops": len(nodes) - views,
+        "views": views,
+        "flops": graph_flops(graph),
+        "state_bytes": distinct_bytes(list(state.values())),
+        "input_bytes": distinct_bytes(others),
+        "output_bytes": distinct_bytes(results),
+    }
+
+
+def split_figures(functions: SplitFunctions) -> dict[str, Any]:
+    """The figures of ``graph_tables`` for JSON; sizes in bytes."""
+    graphs = functions.graphs
+    figures: dict[str, Any] = {
+        "inputs": [*functions.capture.inputs],
+        "outputs": [*functions.capture.outputs],
+        "graphs": {
+            name: _graph_figures(module.graph)
+            for name, module in graphs.graphs().items()
+            if name in _TITLES
+        },
+    }
+    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
+        return figures
+    deferred_flops, early_flops = weight_flops(graphs)
+    boundaries = {
+        "saved": boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED),
+        "deferred": boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED),
+    }
+    return figures | {
+        "weight_gradient_flops": {"in_w": deferred_flops, "in_i": early_flops},
+        "not_deferred": {name: str(op) for name, op in functions.dependence.inseparable.items()},
+        **{
+            name: [{"name": row.name, "shape": row.shape, "bytes": row.bytes} for row in rows]
+            for name, rows in boundaries.items()
+        },
+    }
 
 
 _HALVES = ("forward", "backward_input", "backward_weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from autosplit.cli.options import Assigned, Listed, typed_errors
+from autosplit.cli.options import Assigned, Listed, json_option, typed_errors
 from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE, check_dimensions
 from autosplit.pipeline.builders.build import SCHEDULES, ScheduleRequest
@@ -22,6 +23,7 @@ from autosplit.pipeline.validation.grid import describe
 from autosplit.pipeline.validation.programs import COMMUNICATORS, of_engine, of_torch
 from autosplit.pipeline.validation.torch_csv import add_communication, check_memory, read_actions
 from autosplit.text.figures import few, nearest
+from autosplit.text.files import write_text
 
 _RULES: dict[Sharing, str] = {
     "streams": "a stream for each communicator",
@@ -65,9 +67,9 @@ def read_schedule(
     return schedule, rows
 
 
-def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
+def certificate(schedule: Schedule, programs: Programs) -> tuple[dict[str, str], str]:
     """Decide whether a step also ends if queues share a connection or a kernel slot. Returns the
-    verdict, and a text with what is proved and the communicators.
+    verdict under each rule, and a text with what is proved and the communicators.
 
     Args:
         schedule: the schedule.
@@ -93,7 +95,7 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
             kinds[re.sub("[0-9]+", "", name)] |= Counter({name: count})
     for names in kinds.values():
         lines.append(f"  {len(names)}: {few([*names], 2)}: {max(names.values())}")
-    return not circles, "\n".join(lines)
+    return {rule: verdicts[sharing] for sharing, rule in _RULES.items()}, "\n".join(lines)
 
 
 @click.command()
@@ -111,12 +113,14 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
     type=click.Choice([*COMMUNICATORS]),
     help="Check torch.distributed.pipelining's runtime, with these communicators.",
 )
+@json_option
 @partial(typed_errors, verdicts=())
 def check(
     schedule: str,
     mesh: tuple[tuple[str, int], ...],
     microbatches: int | None,
     communicators: str | None,
+    json_file: Path | None,
 ) -> None:
     """Prove that a step of SCHEDULE ends, or print the operations that wait for each other.
 
@@ -147,10 +151,14 @@ def check(
             "to judge them, give --torch pair, group, direction or edge"
         )
     circle = stuck(programs)
+    verdicts = dict.fromkeys(_RULES.values(), "never ends")
+    text = f"never ends, whatever anything takes:\n{circle}"
     if circle is None:
-        ends, text = certificate(plan, programs)
-    else:
-        ends, text = False, f"never ends, whatever anything takes:\n{circle}"
+        verdicts, text = certificate(plan, programs)
     click.echo(text)
+    ends = not {"may hang", "never ends"} & {*verdicts.values()}
+    if json_file:
+        data = {"schedule": describe(plan), "mesh": sizes, "ends": ends, "rules": verdicts}
+        write_text(json_file, json.dumps(data, indent=2) + "\n")
     if not ends:
         raise click.exceptions.Exit(1)

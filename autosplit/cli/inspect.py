@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
 import click
 from torch import Tensor, nn
 
-from autosplit.cli.options import FOLDER, backend, memory_option, setting, typed_errors
+from autosplit.cli.options import (
+    FOLDER,
+    backend,
+    json_option,
+    memory_option,
+    setting,
+    typed_errors,
+)
 from autosplit.compare.example import example_of, failures_of
+from autosplit.dump import split_figures
 from autosplit.errors import AutosplitError
 from autosplit.module import SplitModule
 from autosplit.splitting import split
+from autosplit.text.files import write_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
@@ -52,6 +62,7 @@ def _with_grad(leaf: Any) -> Any:
 )
 @memory_option
 @click.option("--dump", "folder", type=FOLDER, help="Write the graphs to this folder.")
+@json_option
 @typed_errors
 def inspect(
     factory: str,
@@ -60,6 +71,7 @@ def inspect(
     no_input_grads: bool,
     memory: str | int,
     folder: pathlib.Path | None,
+    json_file: pathlib.Path | None,
 ) -> None:
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns (model, args) or
     (model, args, kwargs).
@@ -70,6 +82,9 @@ def inspect(
         args, kwargs = tree_unflatten([*map(_with_grad, leaves)], spec)
     module = _split(model, args, kwargs, factory, backend=backend, memory=memory)
     click.echo(module.report())
+    if json_file:
+        data = {"captures": [*map(split_figures, module.functions)]}
+        write_text(json_file, json.dumps(data, indent=1) + "\n")
     if folder:
         module.dump(folder)
         click.echo(f"\nwritten: {folder}")

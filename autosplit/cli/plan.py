@@ -37,6 +37,7 @@ from .options import (
     SIZE,
     Read,
     backend,
+    json_option,
     memory_option,
     setting,
     typed_errors,
@@ -160,6 +161,29 @@ def _choices(
         yield from ((n, name) for n in ([stages] if stages else [n * devices for n in several]))
 
 
+def search_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
+    """The configurations for JSON, the best first. Times are in seconds, sizes in bytes."""
+    return [
+        {
+            "schedule": configuration.request.name,
+            "stages": configuration.stages,
+            "microbatches": configuration.request.microbatches,
+            "samples_per_microbatch": configuration.size,
+            "step": configuration.outcome.step,
+            "bubble": configuration.outcome.bubble,
+            "peak_memory": [round(peak) for peak in configuration.outcome.peaks],
+        }
+        if isinstance(configuration.outcome, Solution)
+        else {
+            "schedule": configuration.request.name,
+            "stages": configuration.stages,
+            "microbatches": configuration.request.microbatches,
+            "refused": str(configuration.outcome),
+        }
+        for configuration in configurations
+    ]
+
+
 def search_table(configurations: Sequence[Configuration], rows: int | None = None) -> str:
     """The best ``rows`` configurations that can run, and the errors of the others.
 
@@ -244,6 +268,7 @@ _LATENCY = 1e-5  # seconds of a message between two devices
     type=FILE,
     help="Write the arguments for partition(), and the plan's figures, as JSON.",
 )
+@json_option
 @typed_errors
 def plan(
     factory: str,
@@ -260,6 +285,7 @@ def plan(
     optimizer_state: float,
     rows: int,
     output: pathlib.Path | None,
+    json_file: pathlib.Path | None,
     **space: Any,
 ) -> None:
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
@@ -311,6 +337,8 @@ def plan(
     if devices > 1 and links is None:
         source += "; links take no time (give their bandwidth as --link)"
     click.echo(f"{search_table(configurations, rows)}\n\n{chosen.report()}; {source}")
+    if json_file:
+        write_text(json_file, json.dumps({"rows": search_rows(configurations)}, indent=1) + "\n")
     if output:
         figures = {"predicted_step": chosen.predicted_step, "peak_memory": chosen.peak_memory}
         data = {"partition": chosen.arguments, **figures, "stage_times": chosen.stage_times}

@@ -14,10 +14,10 @@ from tabulate import tabulate
 
 from autosplit.cli.options import FOLDER, NUMBERS, json_option, tell_written, typed_errors
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.build import AUTO, SCHEDULES
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 from autosplit.pipeline.search.bounding import caps_of
-from autosplit.pipeline.search.search import forms
+from autosplit.pipeline.search.search import forms, search
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs, Timeline
 from autosplit.pipeline.simulation.step_graph import Transfer
@@ -36,8 +36,8 @@ class SimulatedSchedule:
     """One schedule in one form.
 
     Attributes:
-        name: of the schedule.
-        weights: the placement of W, ``"fused"`` or ``"own"``.
+        name: of the schedule; ``"auto"`` for the shortest that ``search`` finds.
+        weights: the placement of W, ``"fused"``, ``"own"`` or ``"searched"``.
         schedule: the schedule.
         timeline: its step.
         peaks: per rank, its peak memory.
@@ -62,7 +62,7 @@ Survey = tuple[list[SimulatedSchedule], dict[str, str]]
 
 
 def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = math.inf) -> Survey:
-    """Simulate every schedule in every form.
+    """Simulate every schedule in every form, and the shortest one that ``search`` finds.
 
     Args:
         costs: of one stage per rank; for a schedule with several stages per rank, each stage is
@@ -83,12 +83,14 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
         cut = costs.in_chunks(family.chunks or chunks)
         try:
             for weights, schedule in forms(name, cut.times, microbatches, ranks):
-                peaks = tuple(peak_memory(schedule, cut.memory))
-                fits = max(peaks) <= cap * ROUNDING
-                timeline = cut.timeline(schedule)
-                entries.append(SimulatedSchedule(name, weights, schedule, timeline, peaks, fits))
+                entries.append(_simulated(name, weights, schedule, cut, cap))
         except ScheduleError as error:
             refused[name] = str(error)
+    try:
+        schedule = search(costs, microbatches, cap=cap)
+        entries.append(_simulated(AUTO, "searched", schedule, costs, cap))
+    except ScheduleError as error:
+        refused[AUTO] = str(error)
     if not entries:
         raise ScheduleError(next(iter(refused.values())))
     if not any(entry.fits for entry in entries):
@@ -98,6 +100,14 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
             "fullest rank: raise the cap, or cut the batch into more microbatches"
         )
     return entries, refused
+
+
+def _simulated(
+    name: str, weights: str, schedule: Schedule, costs: Costs, cap: float
+) -> SimulatedSchedule:
+    peaks = tuple(peak_memory(schedule, costs.memory))
+    fits = max(peaks) <= cap * ROUNDING
+    return SimulatedSchedule(name, weights, schedule, costs.timeline(schedule), peaks, fits)
 
 
 def _per_stage(
@@ -158,6 +168,7 @@ def survey_table(entries: Sequence[SimulatedSchedule]) -> str:
 
 def _notes(entries: Sequence[SimulatedSchedule]) -> Iterator[str]:
     """Yield notes on columns that could be misread."""
+    yield "schedule    auto: the shortest that the search of a trainer finds, one stage a rank"
     yield "weights     fused: full backwards (B); own: the schedule places its own"
     yield "rank holds  parts: its stage, cut into equal parts"
     yield "peak        activations (--memory) on the fullest rank, without parameters"

@@ -88,6 +88,8 @@ def test_simulate(tmp_path: pathlib.Path) -> None:
     assert fused["peak_memory"] == [8.0, 6.0, 4.0, 2.0]
     assert split["makespan"] == pytest.approx(8 * 45.9 + 3 * (18.5 + 18.1 - 9.3))
     assert rows["zb-h2", "fill"]["step_time"] < rows["zb-h2", "fill"]["makespan"]
+    one_stage = [row["makespan"] for row in rows.values() if row["stages_per_rank"] == 1]
+    assert rows["auto", "searched"]["makespan"] == min(one_stage)
     for row in rows.values():
         assert max(row["peak_memory"]) > 0
         assert 0.0 <= row["bubble"] < 1.0
@@ -212,9 +214,11 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
 
 def test_plan_of_ranks_that_measure(tmp_path: pathlib.Path) -> None:
     one = "--schedule 1f1b --memory balanced --microbatches 2 --seconds 0.1"
-    command = f"{MEASURED} {one} --output {tmp_path}/plan.json"
+    command = f"{MEASURED} {one} --output {tmp_path}/plan.json --json {tmp_path}/rows.json"
     result = run(f"{command} --set layers=1")
     assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert rows[0]["step"] == json.loads((tmp_path / "plan.json").read_text())["predicted_step"]
     step = milliseconds(json.loads((tmp_path / "plan.json").read_text())["predicted_step"])
     assert f"a step of {step} ms, " in result.output
     assert "; measured block by block" in result.output
@@ -253,8 +257,13 @@ def test_a_model_that_differs_from_call_to_call_is_said_to() -> None:
 
 
 def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
-    result = run(f"inspect {SMALL} --dump {tmp_path}/d")
+    result = run(f"inspect {SMALL} --dump {tmp_path}/d --json {tmp_path}/split.json")
     assert result.exit_code == 0, result.output
+    (figures,) = json.loads((tmp_path / "split.json").read_text())["captures"]
+    graphs = figures["graphs"]
+    assert graphs["backward"]["flops"] == 2 * graphs["forward"]["flops"]
+    assert figures["weight_gradient_flops"]["in_w"] == graphs["backward_weight"]["flops"]
+    assert max(row["bytes"] for row in figures["deferred"]) > 0
     assert "WithLoss: args[0], args[1] -> output" in result.output
     assert "model.layers.1.feed_forward.gate.weight" in result.output
     assert (tmp_path / "d" / "backward_input.py").exists()
@@ -467,7 +476,9 @@ def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:
 
 def test_check(tmp_path: pathlib.Path) -> None:
     """What ends, by name and from a file of torch's; and what does not."""
-    result = run("check zb-v --mesh pp=2,dp_shard=2 --microbatches 4")
+    file = tmp_path / "check.json"
+    result = run(f"check zb-v --mesh pp=2,dp_shard=2 --microbatches 4 --json {file}")
+    assert json.loads(file.read_text())["ends"]
     assert result.exit_code == 0, result.output
     for line in (
         "zb-v: 4 stages, 4 microbatches, 2 ranks, pp=2, dp_shard=2",
