@@ -136,14 +136,14 @@ def _graph_figures(graph: fx.Graph) -> dict[str, int]:
     nodes = list(calls(graph))
     views = sum(is_view(node) for node in nodes)
     state = inputs(graph, Kind.PARAMETER, Kind.BUFFER)
-    others = [node for role, node in inputs(graph).items() if role not in state]
+    arguments = [node for role, node in inputs(graph).items() if role not in state]
     results = [value for _, value in outputs(graph) if isinstance(value, fx.Node)]
     return {
         "ops": len(nodes) - views,
         "views": views,
         "flops": graph_flops(graph),
         "state_bytes": distinct_bytes(list(state.values())),
-        "input_bytes": distinct_bytes(others),
+        "input_bytes": distinct_bytes(arguments),
         "output_bytes": distinct_bytes(results),
     }
 
