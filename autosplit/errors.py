@@ -12,6 +12,23 @@ from typing import ClassVar
 _ENOUGH = 0.5
 
 
+def with_code(message: str, *, wrong: str, right: str) -> str:
+    """Return an error's message, followed by the code that raises it and the code to write instead.
+
+    Args:
+        message: what is wrong, and what to do.
+        wrong: the code that raises the error, one or more lines.
+        right: the same code, corrected.
+    """
+    code = (("wrong:", wrong), ("right:", right))
+    lines = [
+        f"  {label if number == 0 else '':6}  {line}"
+        for label, text in code
+        for number, line in enumerate(text.splitlines())
+    ]
+    return "\n".join([message, *lines])
+
+
 class AutosplitError(Exception):
     """Base of every error raised by autosplit.
 

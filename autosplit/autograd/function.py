@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autosplit.errors import SplitError
+from autosplit.errors import SplitError, with_code
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.text.figures import few
@@ -298,9 +298,13 @@ def _refuse_backward() -> NoReturn:
             "compiled autograd"
         )
     raise SplitError(
-        "backward() a second time through the same call of a split module: the tensors that "
-        "the forward saved were freed by the first. Pass retain_graph=True to the first, sum "
-        "the losses before one backward(), or call the module again"
+        with_code(
+            "backward() a second time through the same call of a split module: the tensors that "
+            "the forward saved were freed by the first. Pass retain_graph=True to the first, sum "
+            "the losses before one backward(), or call the module again",
+            wrong="first_loss.backward()\nsecond_loss.backward()",
+            right="(first_loss + second_loss).backward()",
+        )
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch.nn.modules import module as torch_module
 
-from autosplit.errors import CaptureError, FailingCallError, PythonStateError
+from autosplit.errors import CaptureError, FailingCallError, PythonStateError, with_code
 
 _LIBRARIES = tuple(
     os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__))
@@ -127,9 +127,13 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         failure = _failure(str(error))
         action = "run on these inputs" if failure else "be captured in one graph"
         reason, advice = failure or _reason(error), _advice(module, line, error)
+        message = (
+            f"{type(module).__name__} cannot {action}.\n  at {line}\n  because {reason}\n  {advice}"
+        )
+        if "ata-dependent branching" in reason:
+            message = with_code(message, wrong=_BRANCH, right=_SELECTION)
         raise kind(
-            f"{type(module).__name__} cannot {action}.\n"
-            f"  at {line}\n  because {reason}\n  {advice}",
+            message,
             because=f"{reason.partition(chr(10))[0].rstrip('.')} (at {line}). {advice}",
         ) from error
 
@@ -189,6 +193,9 @@ def user_frame(stack: Sequence[FrameSummary]) -> FrameSummary | None:
     layers = [frame for frame in stack if f"nn{os.sep}modules" in frame.filename]
     return next(reversed(frames or layers), None)
 
+
+_BRANCH = "if x.sum() > 0:\n    x = 2 * x"
+_SELECTION = "x = torch.where(x.sum() > 0, 2 * x, x)"
 
 _FAILURES = {
     r"fake tensors: call_\w+ (?:<(?:built-in )?(?:function|method) )?([\w.]+)"

@@ -27,11 +27,16 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._guards import TracingContext
 
 from autosplit.capture.diagnosis import forward_of, user_frame
-from autosplit.errors import CaptureError, PythonStateError
+from autosplit.errors import CaptureError, PythonStateError, with_code
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dynamo import source_name, traced_value
 from autosplit.torch_internals.patches import patched
 
+_ASSIGNMENT = "self.mean = x.mean()"
+_BUFFER_WRITE = (
+    'self.register_buffer("mean", torch.zeros(()))  # in __init__\n'
+    "self.mean.copy_(x.mean().detach())  # in forward"
+)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _MISSING, _UNKNOWN = object(), object()
 
@@ -159,13 +164,16 @@ def setters(
     if lasting:
         at = next(filter(None, lasting.values()), None)
         writer = f"{at.name} (at {at.filename}:{at.lineno})" if at else forward_of(module)
-        raise PythonStateError(
+        message = (
             f"{writer} changes Python state, "
             f"{', '.join(dict.fromkeys(map(_readable, lasting)))}, which a graph cannot repeat on "
             "every call. Write a tensor into a buffer in place (self.buffer.copy_(x.detach()); a "
             "loss can be an nn.Module with buffers), return it (a loss cannot), or keep the state "
             "outside of the forward. If only the first call changes it, call the model once before "
             "you split it."
+        )
+        raise PythonStateError(
+            with_code(message, wrong=_ASSIGNMENT, right=_BUFFER_WRITE), because=message
         )
     return unchanged
 

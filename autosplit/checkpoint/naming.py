@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import CheckpointError
+from autosplit.errors import CheckpointError, with_code
 from autosplit.trainer.stage_modules import Holder
 
 from .ranks import Ranks
@@ -173,9 +173,15 @@ def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[H
         stage = group[0].holder[0]
         if twice := [name for name in called if name in stages]:
             raise CheckpointError(
-                f"{twice[0]!r} is one parameter in stage {stages[twice[0]]} and another in stage "
-                f"{stage}: for stages that were not cut from one model, give their "
-                "names in it, names=lambda stage, name: ..., and tied ones as shared_parameters"
+                with_code(
+                    f"{twice[0]!r} is one parameter in stage {stages[twice[0]]} and another in "
+                    f"stage {stage}: stages that were not cut from one model need names= with the "
+                    "names in the whole model, and tied ones shared_parameters=. Pass the same "
+                    "names= when you load",
+                    wrong="save_checkpoint(trainer, path)",
+                    right="save_checkpoint(trainer, path, "
+                    'names=lambda stage, name: f"{stage}.{name}")',
+                )
             )
         stages |= dict.fromkeys(called, stage)
         entry = ModelTensor(called, group[0].shape, group[0].dtype)

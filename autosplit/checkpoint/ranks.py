@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autosplit.errors import CheckpointError
+from autosplit.errors import CheckpointError, with_code
 
 if TYPE_CHECKING:
     from autosplit.trainer.trainer import PipelineTrainer
 
 T = TypeVar("T")
+
+_CALLS = {"saving a checkpoint": "save_checkpoint", "loading a checkpoint": "load_checkpoint"}
 
 
 class Ranks:
@@ -36,10 +38,14 @@ class Ranks:
     def __init__(self, trainer: PipelineTrainer, doing: str) -> None:
         if not hasattr(trainer, "together"):
             raise CheckpointError(
-                f"{doing} takes a PipelineTrainer, got a {type(trainer).__name__}: a model in one "
-                "process loads a checkpoint by "
-                "model.load_state_dict(autosplit.checkpoint.read_checkpoint(path)), and "
-                "torch.save(model.state_dict(), path) writes what load_checkpoint reads"
+                with_code(
+                    f"{doing} takes a PipelineTrainer, got a {type(trainer).__name__}: a model in "
+                    "one process loads a checkpoint by "
+                    "model.load_state_dict(autosplit.checkpoint.read_checkpoint(path)), and "
+                    "torch.save(model.state_dict(), path) writes a file that load_checkpoint reads",
+                    wrong=f"{_CALLS[doing]}(model, path)",
+                    right=f"{_CALLS[doing]}(trainer, path)  # the trainer of the model",
+                )
             )
         self.trainer, self.doing = trainer, doing
         with trainer.together(doing) as groups:

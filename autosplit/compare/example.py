@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import AutosplitError, FactoryError, PipelineError, PlanError
+from autosplit.errors import AutosplitError, FactoryError, PipelineError, PlanError, with_code
 from autosplit.text.figures import size_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
@@ -136,9 +136,13 @@ def example_of(spec: str, settings: Mapping[str, object]) -> Example:
     elif isinstance(result, tuple):
         came += f" of {', '.join(type(item).__name__ for item in result)}"
     raise FactoryError(
-        f"{spec} returned {came}; return (model, args) or (model, args, kwargs), a tuple of inputs "
-        "and a dictionary of keyword inputs, so that there is something to trace the model with. A "
-        "target for --loss, a tensor or a tuple of tensors, may follow as the last item"
+        with_code(
+            f"{spec} returned {came}; return (model, args) or (model, args, kwargs), a tuple of "
+            "inputs and a dictionary of keyword inputs, with which the model is traced. A target "
+            "for --loss, a tensor or a tuple of tensors, may follow as the last item",
+            wrong="def factory():\n    return Model()",
+            right="def factory():\n    return Model(), (torch.randn(8, 16),)",
+        )
     )
 
 

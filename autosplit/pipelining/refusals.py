@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.errors import CaptureError, FailingCallError, PipelineError
+from autosplit.errors import CaptureError, FailingCallError, PipelineError, with_code
 from autosplit.module import SplitModule
 from autosplit.pipelining.results import described
 from autosplit.runtime.refusals import misfit
@@ -28,8 +28,14 @@ def check_group() -> None:
     """
     if not dist.is_available() or not dist.is_initialized():
         raise PipelineError(
-            "a stage of torch.distributed.pipelining needs a process group: call "
-            "torch.distributed.init_process_group(), or use autosplit.pipeline.process_group()"
+            with_code(
+                "a stage of torch.distributed.pipelining needs a process group: call "
+                "torch.distributed.init_process_group(), or use autosplit.pipeline.process_group()",
+                wrong="stage = SplitPipelineStage(module, 0, 2, device)  # python train.py",
+                right="with autosplit.pipeline.process_group():\n"
+                "    stage = SplitPipelineStage(module, 0, 2, device)  "
+                "# torchrun --nproc-per-node 2 train.py",
+            )
         )
 
 

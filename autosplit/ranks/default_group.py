@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from autosplit.errors import PipelineError
+from autosplit.errors import PipelineError, with_code
 from autosplit.ranks.control import gather_in
 from autosplit.ranks.fault_store import RETURNED, FaultStore, Process, describe_error
 
@@ -86,9 +86,15 @@ def process_count(ranks: int | None, stages: int) -> int:
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     if ranks is None and world is None and stages > 1:
         raise PipelineError(
-            f"{stages} stages need a process group and there is none: run under "
-            f"'torchrun --nproc-per-node {stages}' inside autosplit.pipeline.process_group(), or "
-            "through autosplit.pipeline.launch; ranks=1 holds all stages in this one process"
+            with_code(
+                f"{stages} stages need a process group and there is none: run under "
+                f"'torchrun --nproc-per-node {stages}' inside autosplit.pipeline.process_group(), "
+                "or through autosplit.pipeline.launch. ranks=1 holds all stages in this process",
+                wrong="trainer = PipelineTrainer(...)  # python train.py",
+                right="with autosplit.pipeline.process_group():\n"
+                "    trainer = PipelineTrainer(...)  "
+                f"# torchrun --nproc-per-node {stages} train.py",
+            )
         )
     count = (world or 1) if ranks is None else ranks
     if not 1 <= count <= stages:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autosplit.device import GeneratorStates
-from autosplit.errors import SplitError
+from autosplit.errors import SplitError, with_code
 from autosplit.runtime.compiled_graph import Accumulators
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
@@ -36,6 +36,19 @@ from .residuals import (
     is_plain,
     storage_of,
 )
+
+_ORDERS = {
+    "forward": (
+        "stage.backward_input(0, [output_grad])",
+        "stage.forward(0, [x])\nstage.backward_input(0, [output_grad])",
+    ),
+    "backward_input": (
+        "stage.forward(0, [x])\nstage.backward_weight(0)",
+        "stage.forward(0, [x])\nstage.backward_input(0, [output_grad])\nstage.backward_weight(0)",
+    ),
+}
+"""Calls of a stage by the call that a microbatch has not run: in the wrong order, and in the right
+one."""
 
 
 class MicrobatchState(NamedTuple):
@@ -114,10 +127,14 @@ class InFlightMicrobatches:
             SplitError: the microbatch is not in this phase.
         """
         if microbatch not in self._by_number:
-            raise SplitError(
+            message = (
                 f"{self._owner}: microbatch {microbatch} has not run {self._producer}, or its "
                 "result was used already"
             )
+            if self._producer in _ORDERS:
+                wrong, right = _ORDERS[self._producer]
+                message = with_code(message, wrong=wrong, right=right)
+            raise SplitError(message)
         return self._by_number[microbatch]
 
     def all_except(self, microbatch: int) -> list[MicrobatchState]:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autosplit.errors import PipelineError
+from autosplit.errors import PipelineError, with_code
 
 BatchPart: TypeAlias = "Tensor | Sequence[Tensor]"
 """The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
@@ -128,9 +128,13 @@ class BatchSplitter:
             batch = None, None
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise PipelineError(
-                f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part is a "
-                "tensor or a tuple of tensors: step((x, y)), or step(x, target=y); for a model "
-                "that computes its own loss, step({...}, target=())"
+                with_code(
+                    f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part is a "
+                    "tensor or a tuple of tensors. For a model that computes its own loss, call "
+                    "step({...}, target=())",
+                    wrong="trainer.step(x)",
+                    right="trainer.step(x, target=y)",
+                )
             )
         checked = {}
         for (name, used), part in zip(self._used.items(), batch, strict=True):

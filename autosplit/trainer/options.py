@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, Unpack, get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autosplit.errors import PipelineError, ScheduleError
+from autosplit.errors import PipelineError, ScheduleError, with_code
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
@@ -193,15 +193,21 @@ def check_arguments(
     Raises:
         PipelineError: a function cannot be called, or options are of another class.
     """
-    for name, function, example in (
-        ("loss_fn", loss_fn, "torch.nn.functional.cross_entropy"),
-        ("optimizer_fn", optimizer_fn, "lambda parameters: torch.optim.AdamW(parameters)"),
-    ):
-        if not callable(function):
-            raise PipelineError(
-                f"{name} must be a function, such as {example}, which this process calls; "
-                f"got a {type(function).__name__}"
+    if not callable(loss_fn):
+        raise PipelineError(
+            "loss_fn must be a function, such as torch.nn.functional.cross_entropy, which this "
+            f"process calls; got a {type(loss_fn).__name__}"
+        )
+    if not callable(optimizer_fn):
+        raise PipelineError(
+            with_code(
+                "optimizer_fn must be a function, such as lambda parameters: "
+                "torch.optim.AdamW(parameters), which this process calls with the parameters of "
+                f"its stages; got a {type(optimizer_fn).__name__}",
+                wrong="optimizer_fn = torch.optim.AdamW(model.parameters(), lr=1e-3)",
+                right="optimizer_fn = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
             )
+        )
     for name, options, kind in (
         ("stage_options", stage_options, StageOptions),
         ("run_options", run_options, RunOptions),

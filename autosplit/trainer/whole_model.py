@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeGuard
 
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError, ShardedError
+from autosplit.errors import PipelineError, ShardedError, with_code
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -72,9 +72,14 @@ def cut_whole_model(
 
     if count is None or example is None:
         raise PipelineError(
-            f"a {type(model).__name__} is one module, which the trainer cuts into stages: pass "
-            "their number, stages=N, and the inputs of one microbatch, example=...; if the "
-            "module's children are the stages, pass them as a list, [*module]"
+            with_code(
+                f"a {type(model).__name__} is one module, which the trainer cuts into stages: pass "
+                "their number and the inputs of one microbatch. If the module's children are the "
+                "stages, pass them as a list, [*model]",
+                wrong="PipelineTrainer(model, loss_fn, optimizer_fn, microbatches=4)",
+                right="PipelineTrainer(model, loss_fn, optimizer_fn, microbatches=4,\n"
+                "                stages=2, example=inputs[: len(inputs) // 4])",
+            )
         )
     if options.mesh_layout is not None and options.mesh_layout.shards > 1:
         raise ShardedError(

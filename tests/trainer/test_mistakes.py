@@ -191,7 +191,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
             lambda: trainer(loss_fn=complex_loss).evaluate((X, Y)),
             r"must return one real scalar .*; got complex64\[\]",
         ),
-        (lambda: trainer().step(X), r"step\(\(x, y\)\), or step\(x, target=y\)"),
+        (lambda: trainer().step(X), r"(?s)a tuple of .*right:  trainer\.step\(x, target=y\)"),
         (
             lambda: trainer().step(x=X, target=Y),
             r"inputs have names \(x\), and this trainer takes them in order: step\(\(x, y\)",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError
+from autosplit.errors import PipelineError, with_code
 from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, Dependence, TensorMeta
 from autosplit.pipeline.engine.stage_protocols import (
     StageFactory,
@@ -189,6 +189,10 @@ def check_loss(metas: Sequence[TensorMeta]) -> None:
         f"{meta}{'' if meta.requires_grad else ' without gradient'}" for meta in metas
     )
     raise PipelineError(
-        f"loss_fn(output, target) must return one real scalar that depends on the parameters, such "
-        f"as the mean over the microbatch; got {outputs or _NO_TENSOR}"
+        with_code(
+            "loss_fn(output, target) must return one real scalar that depends on the parameters, "
+            f"such as the mean over the microbatch; got {outputs or _NO_TENSOR}",
+            wrong="loss_fn = lambda output, target: (output - target).square()",
+            right="loss_fn = lambda output, target: (output - target).square().mean()",
+        )
     )
