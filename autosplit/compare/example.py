@@ -204,7 +204,7 @@ def resized(inputs: Any, size: int) -> Any:
     """Example inputs with ``size`` samples: cut along dimension 0, or repeated, each repetition
     rolled along dimension 1, so that not all microbatches are the same.
 
-    Only tensors with as many samples as the first one are; items, such as a mask that all samples
+    Only tensors with as many samples as the first one are; others, such as a mask that all samples
     share, stay as they are.
 
     Raises:
