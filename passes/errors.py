@@ -5,6 +5,18 @@ class PassError(Exception):
     """A graph broke an invariant, or a pass cannot do its work on it."""
 
 
+class InfiniteCutError(PassError):
+    """Every cut of a network is infinite, because edges without a price form a path.
+
+    Attributes:
+        path: the nodes of a shortest such path, from the source to the sink.
+    """
+
+    def __init__(self, path: list[int]) -> None:
+        super().__init__(f"no cut: the path {path} has no edge that may be cut")
+        self.path = path
+
+
 class StrideError(PassError):
     """A kernel gave a tensor other strides than tracing saw; raised by generated code."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
-from ..errors import PassError
+from ..errors import InfiniteCutError
 from ..memory_policy import Price
 
 SOURCE = -1
@@ -37,7 +37,7 @@ class Network:
         after the first cut.
 
         Raises:
-            PassError: edges without a price lead from the source to the sink.
+            InfiniteCutError: edges without a price lead from the source to the sink.
         """
         places, flow = self._laid_out
         weights = [
@@ -51,9 +51,27 @@ class Network:
         for (tail, head), price in self._prices.items():
             if tail in side and head not in side:
                 if price is None:
-                    raise PassError("no cut: the source is tied to the sink")
+                    raise InfiniteCutError(self._infinite_path())
                 total += price
         return side, total
+
+    def _infinite_path(self) -> list[int]:
+        """The nodes of a shortest path of edges without a price, from the source to the sink."""
+        heads: dict[int, list[int]] = {}
+        for (tail, head), price in self._prices.items():
+            if price is None:
+                heads.setdefault(tail, []).append(head)
+        tails = {SOURCE: SOURCE}
+        queue = [SOURCE]
+        for node in queue:
+            for head in heads.get(node, ()):
+                if head not in tails:
+                    tails[head] = node
+                    queue.append(head)
+        path = [SINK]
+        while path[-1] != SOURCE:
+            path.append(tails[path[-1]])
+        return path[::-1]
 
     @cached_property
     def _laid_out(self) -> tuple[dict[int, int], FlowNetwork]:

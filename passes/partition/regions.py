@@ -21,15 +21,15 @@ Torch's partitioner uses the same reduction (after Chen et al., arXiv 1604.06174
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
 from ..analysis.aliasing import is_free, producer, storage_bytes, storage_root
 from ..analysis.operator_cost import effort, is_cheap, recompute_cost
 from ..analysis.operators import checkpoint_region, is_random, is_under_way
-from ..errors import PassError
-from ..graph import Region, Regions, is_size, tensor_of
+from ..errors import InfiniteCutError, PassError
+from ..graph import Region, Regions, is_size, source_line, tensor_of, value_text
 from ..memory_policy import Price
 from .min_cut import SINK, SOURCE, Network
 from .reachability import Reachability
@@ -70,22 +70,33 @@ class Division:
             charge: bytes per FLOP of a weight gradient in I.
 
         Raises:
-            PassError: the backward needs a value that can neither be carried nor recomputed.
+            PassError: the backward needs a value that can neither be carried nor recomputed; names
+                the value, and the node that needs it, with the user's lines.
         """
         try:
             early, price = self._network.minimum_cut(
                 lambda p: p.bytes + rate * p.time + charge * p.flops
             )
-        except PassError as error:
-            raise PassError(
-                "the backward needs a value that can neither be carried nor recomputed"
-            ) from error
+        except InfiniteCutError as error:
+            raise PassError(self._infinite_cut(error.path)) from error
         first, second = self._cut_nodes(early, _first), self._cut_nodes(early, _second)
         reach = self._reach
         waiting, _ = walk(reach.weight_grads, second)
         computed = self._early_candidates - waiting
         early_weight_grads = {node for node in reach.weight_grads if storage_root(node) in computed}
         return _regions(self._order, reach, (first, second), early_weight_grads, price)
+
+    def _infinite_cut(self, path: Sequence[int]) -> str:
+        """The message for a path over which every cut is infinite, with its first and last node."""
+        nodes = list(self._order)
+        first, last = (nodes[halves // 4] for halves in (path[1], path[-2]))
+        needed = "" if first is last else f", from which it computes {_described(last)}"
+        return (
+            "the backward needs a value that can neither be carried nor recomputed: "
+            f"{_described(first)}{needed}. Tensors and sizes can be carried from one graph to the "
+            "next, and cheap operators without random numbers can be recomputed: compute a tensor "
+            "there, or leave this part of the model unsplit"
+        )
 
     def _cut_nodes(self, early: Collection[int], layer: Callable[[int], int]) -> set[fx.Node]:
         halves = ((node, layer(index)) for node, index in self._order.items())
@@ -200,6 +211,14 @@ class Division:
             return None  # recomputation in a region starts from the values that leave earlier ones
         time = recompute_cost(node) if self._recompute else None
         return None if time is None or is_random(node) else Price(time=self._spread(node, time))
+
+
+def _described(node: fx.Node) -> str:
+    """The node, its operator, its value, and the user's line."""
+    line = source_line(node)
+    target = f" = {node.target}" if node.op == "call_function" else ""
+    value = value_text(node.meta.get("val"))
+    return f"{node.name}{target} ({value}{', at ' + line if line else ''})"
 
 
 def with_early_weight_grads(

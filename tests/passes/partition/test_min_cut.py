@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autosplit.passes import PassError
+from autosplit.passes.errors import InfiniteCutError
 from autosplit.passes.memory_policy import Price
 from autosplit.passes.partition.min_cut import SINK, SOURCE, FlowNetwork, Network
 
@@ -21,6 +21,17 @@ def test_weights_decide_between_currencies() -> None:
     network.add_edge(0, SINK, Price(time=4))
     assert network.minimum_cut(lambda price: price.bytes + 2 * price.time)[0] == {SOURCE, 0}
     assert network.minimum_cut(lambda price: price.bytes + 3 * price.time)[0] == {SOURCE}
+
+
+def test_an_infinite_cut_has_its_shortest_path() -> None:
+    network = Network()
+    for tail, head in itertools.pairwise([SOURCE, 0, 1, 2, SINK]):
+        network.add_edge(tail, head)
+    network.add_edge(0, SINK, Price(bytes=10))
+    network.add_edge(1, SINK)
+    with pytest.raises(InfiniteCutError) as caught:
+        network.minimum_cut(lambda price: price.bytes)
+    assert caught.value.path == [SOURCE, 0, 1, SINK]
 
 
 NODES = range(6)
@@ -62,7 +73,7 @@ def test_the_smallest_side_of_the_cheapest_cut(edges: Edges) -> None:
     least = min(costs.values())
     for factor in (1, 3):  # one network, several weights
         if least == math.inf:
-            with pytest.raises(PassError, match="no cut"):
+            with pytest.raises(InfiniteCutError, match="no cut"):
                 network.minimum_cut(lambda price, factor=factor: factor * price.bytes)
             continue
         early, price = network.minimum_cut(lambda price, factor=factor: factor * price.bytes)

@@ -55,15 +55,22 @@ def test_what_is_done_again_early_takes_nothing_along_that_waits(charge: float) 
     assert late not in cut.input.runs & cut.weight.runs
 
 
-def test_value_that_cannot_be_carried() -> None:
+def test_an_infinite_cut_names_the_ends_of_its_path() -> None:
+    """The backward reads a number that is computed from another number."""
     b = Sized()
     x, g = b.input(1), b.tangent()
-    number = b.costly(1, x)
-    number.meta["val"] = 3
-    b.result(Kind.OUTPUT, number)
-    b.result(Kind.INPUT_GRAD, b.costly(1, number, g))
-    with pytest.raises(PassError, match="neither be carried nor recomputed"):
+    count = b.costly(1, x)
+    share = b.cheap(1, count)
+    for node, line, code in ((count, 7, "n = count(x)"), (share, 9, "share = n / 2")):
+        node.meta["val"] = 3
+        node.meta["stack_trace"] = f'File "model.py", line {line}, in forward\n    {code}'
+    b.result(Kind.OUTPUT, count)
+    b.result(Kind.INPUT_GRAD, b.costly(1, share, g))
+    with pytest.raises(PassError, match="neither be carried nor recomputed") as caught:
         b.cut()
+    count_text = "meshgrid_default = aten.meshgrid.default (3, at model.py:7 n = count(x))"
+    share_text = "cat_default = aten.cat.default (3, at model.py:9 share = n / 2)"
+    assert f": {count_text}, from which it computes {share_text}. " in str(caught.value)
 
 
 @st.composite
