@@ -390,17 +390,22 @@ class Stage:
         present = [has_gradient or None for has_gradient in come] + [None] * updated
         return self.functions.dependence.inputs_given(present)
 
-    def backward_weight(self, microbatch: int) -> None:
-        """W: compute this microbatch's weight gradients, and add them to ``gradients``.
+    def backward_weight(self, microbatch: int, *later: int) -> None:
+        """W: compute weight gradients of microbatches, and add them to ``gradients``.
+
+        Args:
+            microbatch: the microbatch's number.
+            later: further microbatches, whose W runs directly afterwards. Their products run
+                together, if ``accumulation`` joins them.
 
         Raises:
-            SplitError: this microbatch is not between I and W; a deferred tensor was written in
-                place since I; or a parameter was replaced since an earlier microbatch.
+            SplitError: a microbatch is not between I and W; a deferred tensor was written in place
+                since I; or a parameter was replaced since an earlier microbatch.
         """
         if self._sharded and self.functions.has_backward:
             self.sharding.unshard()
         with without_grad(), without_autocast():
-            self._weights.backward_weight(microbatch)
+            self._weights.backward_weight(microbatch, *later)
         if self._sharded:
             self._accumulate_sharded()
 

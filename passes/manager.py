@@ -19,6 +19,7 @@ from .graph import SplitGraphs, calls
 from .lowering import codegen
 from .lowering.accumulate import accumulate_gradients
 from .lowering.forms import Changed, GraphForm, donate, propagate_strides
+from .lowering.join import join_microbatches
 from .lowering.missing_tangents import without_tangents
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.collectives import overlap_collectives
@@ -62,6 +63,7 @@ class When(enum.Enum):
     """When a graph pass runs."""
 
     MISSING_GRADIENTS = "before I, W and B are compiled for outputs that have no gradient"
+    JOINING = "before W is compiled for several microbatches in one call"
     ACCUMULATING = "before I, W or B is compiled in the form that adds into accumulators"
     COMPILED = "after a graph is compiled, on the graphs that read its results"
 
@@ -77,6 +79,7 @@ class GraphPass:
 
 GRAPH_PASSES: tuple[GraphPass, ...] = (
     GraphPass("without_tangents", When.MISSING_GRADIENTS, without_tangents),
+    GraphPass("join", When.JOINING, join_microbatches),
     GraphPass("accumulate", When.ACCUMULATING, accumulate_gradients),
     GraphPass("propagate_strides", When.COMPILED, propagate_strides),
     GraphPass("donate", When.COMPILED, donate),

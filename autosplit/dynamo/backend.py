@@ -35,6 +35,7 @@ from autosplit.errors import CaptureError, SplitError
 from autosplit.passes import Kind, PassError, Role, SplitGraphs
 from autosplit.passes.analysis.operator_cost import weight_flops
 from autosplit.passes.graph import STATE, outputs, source_line
+from autosplit.runtime.accumulation import Accumulation
 from autosplit.runtime.build import dump_folder, split_capture
 from autosplit.runtime.check import checked
 from autosplit.runtime.dtensor_functions import DTensorFunctions
@@ -239,7 +240,8 @@ def _functions(
             raise CaptureError("inputs share their memory")
         return [*require_runnable(module)(*map(values.__getitem__, names))]
 
-    functions = checked(functions_class, call_plainly)(traced, graphs, backend)
+    accumulation = Accumulation.named(options.accumulation)
+    functions = checked(functions_class, call_plainly)(traced, graphs, backend, accumulation)
     functions.compile_calls()
     return functions
 

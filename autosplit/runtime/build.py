@@ -36,6 +36,7 @@ from autosplit.torch_internals.dtensor import refuse_unsupported_shardings
 from autosplit.torch_internals.logging import trace_artifact
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
+from .accumulation import Accumulation
 from .check import checked, plain_call
 from .compiled_graph import prepare_joint
 from .dtensor_functions import DTensorFunctions
@@ -116,7 +117,8 @@ def trace(
             make = checked(
                 functions_class, partial(plain_call, module, tree_flatten((args, kwargs))[1])
             )
-            functions = make(traced, split_capture(traced, compiler, options, dump), compiler)
+            graphs = split_capture(traced, compiler, options, dump)
+            functions = make(traced, graphs, compiler, Accumulation.named(options.accumulation))
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error

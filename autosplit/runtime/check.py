@@ -166,6 +166,7 @@ class CheckedFunctions(SplitFunctions):
     """
 
     residuals = CheckedResiduals
+    most_joined = 1  # each W compares what was written between it and its I
 
     def __init__(self, plain: Plain, *args: Any) -> None:
         super().__init__(*args)

@@ -21,12 +21,14 @@ from autosplit.backends.backend import (
 )
 from autosplit.errors import BackendError, SplitError
 from autosplit.passes import Kind, PassError, Role, SplitGraphs
-from autosplit.passes.graph import inputs, outputs
+from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.passes.lowering.accumulate import completion_order
-from autosplit.passes.lowering.forms import Changed, GraphForm, Strides
+from autosplit.passes.lowering.forms import Changed, Fuses, GraphForm, Strides
+from autosplit.passes.lowering.join import gains_by_joining, joined_role
 from autosplit.passes.manager import When, run_graph_passes
 from autosplit.torch_internals.autograd import add_together, checks_nan, zero_together
 
+from .accumulation import MOST_JOINED, Accumulation
 from .anomaly import copied, refuse_nan
 
 
@@ -159,6 +161,7 @@ class GradientGraph:
         results: roles of the other results, in order.
         suffix: follows the name where the graph is compiled.
         backend: compiles the graph.
+        accumulation: how products add gradients.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class GradientGraph:
         *,
         suffix: str,
         backend: Backend,
+        accumulation: Accumulation,
     ) -> None:
         self._program = program
         self._graph = name
@@ -180,17 +184,30 @@ class GradientGraph:
         self.parameters = parameters
         self._results = results
         self._backend = backend
-        self._variants: dict[tuple[torch.dtype | None, AddingForm], Boxed] = {}
+        self._accumulation = accumulation
+        self._variants: dict[tuple[torch.dtype | None, AddingForm, int], Boxed] = {}
+
+    @cached_property
+    def most_joined(self) -> int:
+        """The most microbatches that one call runs: 1 if it would join no products."""
+        rows = self._accumulation.joined_rows
+        return MOST_JOINED if rows and gains_by_joining(self._module, rows) else 1
 
     def run(
-        self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
+        self,
+        pool: list[Any],
+        gradients: Accumulators | None,
+        dtype: torch.dtype | None,
+        count: int = 1,
     ) -> tuple[list[Any], Sequence[Tensor]]:
         """Run the graph.
 
         Args:
-            pool: the arguments, in the order of ``arguments``; emptied.
+            pool: the arguments, in the order of ``arguments``; emptied. Those of several
+                microbatches follow each other, but parameters and buffers come once, at the end.
             gradients: accumulators; None: return new gradients.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
+            count: the number of microbatches, at most ``most_joined``.
 
         Returns:
             the other results; and the accumulators, or new gradients.
@@ -200,7 +217,7 @@ class GradientGraph:
         """
         if checks_nan():
             return self._checked(pool, gradients, dtype)
-        return self._run(pool, gradients, dtype)
+        return self._run(pool, gradients, dtype, count)
 
     def _checked(
         self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
@@ -210,21 +227,26 @@ class GradientGraph:
         arguments = None
         if self._backend.gathering is None:
             arguments = dict(zip(self._arguments, copied(pool), strict=True))
-        results, computed = self._run(pool, gradients, dtype)
+        results, computed = self._run(pool, gradients, dtype, 1)
         roles = [*self._results, *(Role(Kind.PARAMETER_GRAD, name) for name in self.parameters)]
         returned = zip(roles, [*results, *computed], strict=True)
         refuse_nan(self._name, returned, self._module, arguments)
         return results, computed
 
     def _run(
-        self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
+        self,
+        pool: list[Any],
+        gradients: Accumulators | None,
+        dtype: torch.dtype | None,
+        count: int,
     ) -> tuple[list[Any], Sequence[Tensor]]:
         form: AddingForm = "returns"
         if gradients is not None:
             form = self._form_for(gradients)
             if form != "returns":
                 pool += gradients.tensors
-        call = self._variants.get((dtype, form)) or self._variant(dtype, form)
+        key = dtype, form, count
+        call = self._variants.get(key) or self._variant(*key)
         results = call(pool)
         if gradients is not None and form != "returns":
             return results, gradients.tensors
@@ -253,7 +275,7 @@ class GradientGraph:
             overwrites: whether the first gradients are written into accumulators, too.
         """
         first: AddingForm = self._first_form if overwrites else "returns"
-        self._variant(dtype, self._adding_form if adds else first)
+        self._variant(dtype, self._adding_form if adds else first, 1)
 
     def completion_order(self) -> list[str]:
         """Names of the parameters in the order in which their gradients are complete."""
@@ -297,47 +319,72 @@ class GradientGraph:
     def _is_dense(self) -> bool:
         return all(value.layout is torch.strided for value in self._gradients)
 
-    def _variant(self, dtype: torch.dtype | None, form: AddingForm) -> Boxed:
-        key = dtype, form
+    def _variant(self, dtype: torch.dtype | None, form: AddingForm, count: int) -> Boxed:
+        key = dtype, form, count
         if key not in self._variants:
             with collecting_new_objects_only():
-                self._variants[key] = self._compile_form(dtype, form)
+                self._variants[key] = self._compile_form(*key)
         return self._variants[key]
 
-    def source(self, dtype: torch.dtype | None, *, adds: bool) -> fx.GraphModule:
+    def source(self, dtype: torch.dtype | None, *, adds: bool, count: int = 1) -> fx.GraphModule:
         """The graph of one form, before it is compiled; arguments as for ``compile``.
 
         Raises:
             SplitError: a pass broke an invariant.
         """
-        return self._source(dtype, self._adding_form if adds else "returns")
+        return self._source(dtype, self._adding_form if adds else "returns", count)
 
-    def _source(self, dtype: torch.dtype | None, form: AddingForm) -> fx.GraphModule:
+    def _source(self, dtype: torch.dtype | None, form: AddingForm, count: int) -> fx.GraphModule:
+        program = self._program
+        if count > 1:
+            joins = GraphForm(self._graph, count=count, rows=self._accumulation.joined_rows)
+            graphs: dict[str, Any] = self._run_passes(When.JOINING, joins, program)
+            program = dataclasses.replace(program, **graphs)
         if form == "returns":
-            return self._module
-        graph_form = GraphForm(self._graph, dtype=dtype, writes_first=form == "overwrites")
-        (module,) = self._run_passes(When.ACCUMULATING, graph_form).values()
+            return program.graphs()[self._graph]
+        is_first = form == "overwrites"
+        adds = GraphForm(self._graph, dtype=dtype, writes_first=is_first, fuses=self._fuses)
+        (module,) = self._run_passes(When.ACCUMULATING, adds, program).values()
         return module
 
-    def _run_passes(self, when: When, form: GraphForm) -> Changed:
+    @property
+    def _fuses(self) -> Fuses:
+        """The operators that add the gradients that they compute. A compiling backend decides
+        itself.
+        """
+        if self._backend.compiles:
+            return "none"
+        return "all" if self._accumulation.fuses else "joined"
+
+    def _run_passes(self, when: When, form: GraphForm, program: SplitGraphs) -> Changed:
         try:
-            return run_graph_passes(when, self._program, form)
+            return run_graph_passes(when, program, form)
         except PassError as error:
             raise SplitError(f"{self._name}: {error}") from error
 
-    def _compile_form(self, dtype: torch.dtype | None, form: AddingForm) -> Boxed:
+    def _compile_form(self, dtype: torch.dtype | None, form: AddingForm, count: int) -> Boxed:
         """Compile one form.
 
         It takes the arguments, then the accumulators if it writes into any; it returns the other
         results, then new gradients if it returns them.
         """
-        name, module, arguments = self._name, self._source(dtype, form), [*self._arguments]
-        wanted = [*self._results]
+        module = self._source(dtype, form, count)
+        name, arguments, wanted = self._name, [*self._arguments], [*self._results]
+        if count > 1:
+            name, arguments = f"{name}_of_{count}", _of_several(arguments, count)
         if form == "returns":
             wanted += [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
         else:
             name = f"{name}_{'accumulating' if form == 'adds' else 'writing'}"
             arguments += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
-        self._run_passes(When.COMPILED, GraphForm(self._graph, strides=graph.strides))
+        chosen = GraphForm(self._graph, strides=graph.strides)
+        self._run_passes(When.COMPILED, chosen, self._program)
         return graph.with_order(arguments, wanted)
+
+
+def _of_several(arguments: Sequence[Role], count: int) -> list[Role]:
+    """The arguments of W of several microbatches, in the order in which callers pass them."""
+    deferred = [role for role in arguments if role.kind not in STATE]
+    state = [role for role in arguments if role.kind in STATE]
+    return [joined_role(role, at) for at in range(count) for role in deferred] + state

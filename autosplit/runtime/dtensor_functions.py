@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,10 +43,9 @@ class DTensorFunctions(SplitFunctions):
         output_grads[:] = self._local(Kind.TANGENT, self.output_names, output_grads)
         return super()._backward_pool(saved, output_grads)
 
-    def _graph(self, *graph: Any) -> GradientGraph:
-        suffix, backend = self._suffix, self._backend
-        args = self.capture.shardings, self._graphs, *graph
-        return _DTensorGraph(*args, suffix=suffix, backend=backend)
+    @property
+    def _graph_class(self) -> Callable[..., GradientGraph]:
+        return partial(_DTensorGraph, self.capture.shardings)
 
     def _whole(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
         return _whole(self.capture.shardings, [Role(kind, name) for name in names], values)
@@ -86,12 +86,16 @@ class _DTensorGraph(GradientGraph):
         self._shardings = shardings
 
     def run(
-        self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
+        self,
+        pool: list[Any],
+        gradients: Accumulators | None,
+        dtype: torch.dtype | None,
+        count: int = 1,
     ) -> tuple[list[Any], Sequence[Tensor]]:
         into = gradients
         if gradients is not None:
             into = gradients._replace(tensors=[*map(local_tensor, gradients.tensors)])
-        results, computed = super().run(pool, into, dtype)
+        results, computed = super().run(pool, into, dtype, count)
         if gradients is None:
             roles = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
             computed = _whole(self._shardings, roles, computed)

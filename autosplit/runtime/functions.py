@@ -29,6 +29,7 @@ from autosplit.passes.subgraph import inline, inlined, inner_calls
 from autosplit.runtime.residuals import BoundaryLayout, Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
+from .accumulation import ACCUMULATION, Accumulation
 from .compiled_graph import Accumulators, GradientGraph, compile_graph, positions
 from .gradient_dependence import GradientDependence, Missing
 from .refusals import AutocastGuard
@@ -127,10 +128,17 @@ class SplitFunctions:
 
     residuals = Residuals
 
-    def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
+    def __init__(
+        self,
+        traced: Capture,
+        graphs: SplitGraphs,
+        backend: Backend,
+        accumulation: Accumulation = ACCUMULATION["exact"],
+    ) -> None:
         self.capture = traced
         self._graphs = graphs
         self._backend = backend
+        self._accumulation = accumulation
         self._suffix = ""  # of graph names, in variants for missing gradients
         self._size: Callable[[Any], int] = concrete
         self._key: tuple[int, ...] = ()  # the open sizes
@@ -416,8 +424,13 @@ class SplitFunctions:
 
     def _graph(self, *graph: Any) -> GradientGraph:
         """The graph with this name, arguments, parameters and other results."""
-        suffix, backend = self._suffix, self._backend
-        return GradientGraph(self._graphs, *graph, suffix=suffix, backend=backend)
+        options: dict[str, Any] = {"suffix": self._suffix, "backend": self._backend}
+        options["accumulation"] = self._accumulation
+        return self._graph_class(self._graphs, *graph, **options)
+
+    @property
+    def _graph_class(self) -> Callable[..., GradientGraph]:
+        return GradientGraph
 
     @property
     def _input_grad_roles(self) -> list[Role]:
@@ -567,6 +580,34 @@ class SplitFunctions:
             SplitError: a deferred tensor was written in place since I.
         """
         return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
+
+    @property
+    def most_joined(self) -> int:
+        """The most microbatches whose W ``joined_weight`` may compute; 1 if none gains by it."""
+        return self._weight.most_joined if self.has_backward else 1
+
+    def joined_weight(
+        self,
+        deferred: Sequence[Residuals],
+        gradients: Accumulators | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Sequence[Tensor]:
+        """W of several microbatches as one call; arguments and result as for ``backward_weight``.
+
+        Args:
+            deferred: the residuals of I of each, with the same parameters and buffers; taken.
+            gradients: see ``backward_weight``.
+            dtype: see ``backward_weight``.
+
+        Raises:
+            SplitError: a deferred tensor was written in place since I.
+        """
+        pool: list[Any] = []
+        for residuals in deferred:
+            state = residuals.state
+            del pool[len(pool) - len(state) :]  # parameters and buffers come once, at the end
+            pool += residuals.take_arguments()
+        return self._weight.run(pool, gradients, dtype, len(deferred))[1]
 
     def backward(
         self,

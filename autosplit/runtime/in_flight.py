@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from autosplit.errors import SplitError, with_code
 from autosplit.runtime.compiled_graph import Accumulators
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
-from autosplit.torch_internals.autograd import without_autocast
+from autosplit.torch_internals.autograd import checks_nan, has_tensor_hooks, without_autocast
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -205,19 +206,48 @@ class StageBackward:
             input_grads[at] = None
         return input_grads
 
-    def backward_weight(self, microbatch: int) -> None:
-        """Run W of a microbatch, and add its weight gradients to ``sums``.
+    def backward_weight(self, microbatch: int, *later: int) -> None:
+        """Run W of microbatches, and add their weight gradients to ``sums``. Products with few rows
+        run once for several of them, if the options say so.
 
         Raises:
-            SplitError: the microbatch is not between I and W, or a parameter was replaced since an
+            SplitError: a microbatch is not between I and W, or a parameter was replaced since an
                 earlier microbatch.
         """
-        functions, deferred, module_state, _, skipped = self.in_flight.remove_state(microbatch)
+        run = [self.in_flight.remove_state(microbatch)]
+        for number in later:
+            state = self.in_flight.remove_state(number)
+            if not self._joins(run, state):
+                self._run_weight(run)
+                run = []
+            run.append(state)
+        self._run_weight(run)
+
+    def _joins(self, run: Sequence[MicrobatchState], state: MicrobatchState) -> bool:
+        """Whether W of a microbatch may be one call with those of the microbatches before it."""
+        functions, first = state.functions, run[0]
+        if functions is not first.functions or len(run) >= functions.most_joined:
+            return False
+        if state.skipped or first.skipped or checks_nan():
+            return False
+        parameters = [state.module_state[name] for name in functions.late_parameters]
+        # A sum of another dtype is more exact than the gradients that it adds.
+        dtype = self.sums.dtype
+        same_dtype = dtype is None or all(parameter.dtype is dtype for parameter in parameters)
+        same_state = all(map(is_, state.residuals.state, first.residuals.state))
+        return same_dtype and same_state and not has_tensor_hooks(parameters)
+
+    def _run_weight(self, run: Sequence[MicrobatchState]) -> None:
+        """Run W of microbatches as one call."""
+        functions, deferred, module_state, _, skipped = run[0]
         if not functions.has_backward:
             return
-        names = functions.late_parameters
+        names, dtype = functions.late_parameters, self.sums.dtype
         sums = self.accumulators(names, module_state, skipped)
-        gradients = functions.backward_weight(deferred, sums, self.sums.dtype)
+        if len(run) == 1:
+            gradients = functions.backward_weight(deferred, sums, dtype)
+        else:
+            gradients = functions.joined_weight([state.residuals for state in run], sums, dtype)
         if sums is None:
             self.sums.add_gradients(names, gradients, functions.dependence.borrowed, skipped)
 

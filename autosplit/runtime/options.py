@@ -12,6 +12,8 @@ from autosplit.backends.backend import check_backend
 from autosplit.errors import SplitError
 from autosplit.passes import PASSES, CollectiveCosts, Memory, Pass, PassError, memory_setting
 
+from .accumulation import Accumulation
+
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
@@ -51,12 +53,24 @@ class SplitOptions:
         overlap: costs of tensor parallelism's collectives, from ``measure_collectives``; None: an
             estimate. While I waits for a collective, it computes weight gradients that fit into the
             wait. Must be equal on all ranks.
+        accumulation: how weight gradients of microbatches are added, see docs/memory.md:
+
+            - ``"exact"``: each product is computed and then added, with the bits of autograd.
+            - ``"fused"``: products add into the sums, which saves a pass over each gradient.
+            - ``"joined"``: products with few rows a microbatch run once for all microbatches whose
+              Ws follow each other directly.
+            - ``"auto"``: products with few rows are joined, others fused.
+            - a number: as ``"auto"``, and few rows are at most so many.
+
+            All but ``"exact"`` round differently. Hooks of ``register_hook`` see the gradient of
+            each microbatch, so a stage with such a hook adds as ``"exact"`` does.
         passes: the passes that split the joint graph, in order; ``autosplit.passes.PASSES`` with
             passes of your own, such as ``(*PASSES, mine)``. Must be equal on all ranks.
 
     Raises:
-        SplitError: an unknown backend or memory setting (lists the known ones), a ``grad_dtype``
-            that is not floating-point, or ``passes`` that are not a tuple of ``Pass``.
+        SplitError: an unknown backend, memory or accumulation setting (lists the known ones), a
+            ``grad_dtype`` that is not floating-point, or ``passes`` that are not a tuple of
+            ``Pass``.
     """
 
     backend: str = "eager"
@@ -64,6 +78,7 @@ class SplitOptions:
     grad_dtype: torch.dtype | None = None
     defer_whole_backward: bool | None = None
     overlap: CollectiveCosts | None = None
+    accumulation: str | int = "exact"
     passes: tuple[Pass, ...] = PASSES
 
     def __post_init__(self) -> None:
@@ -73,6 +88,7 @@ class SplitOptions:
             raise SplitError(
                 f"grad_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}"
             )
+        Accumulation.named(self.accumulation)
         try:
             memory_setting(self.memory)
         except PassError as error:
@@ -109,6 +125,7 @@ class SplitArguments(TypedDict, total=False):
     grad_dtype: torch.dtype | None
     defer_whole_backward: bool | None
     overlap: CollectiveCosts | None
+    accumulation: str | int
     passes: tuple[Pass, ...]
 
 

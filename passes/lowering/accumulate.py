@@ -33,12 +33,15 @@ from ..graph import (
 from ..partition.extract import copy_behind
 from ..subgraph import Subgraph, call_subgraph, operands, subgraph_of
 from .forms import Changed, GraphForm
+from .fuse import JOINED, fuse
 
 
 def accumulate_gradients(program: SplitGraphs, form: GraphForm) -> Changed:
     """The graph in the form that adds weight gradients into accumulators, see ``accumulate``."""
     module = program.graphs()[form.graph]
     adding = accumulate(module, form.dtype, overwrites=form.writes_first)
+    if form.fuses != "none":
+        fuse(adding, lambda node: form.fuses == "all" or JOINED in node.meta)
     return {f"{form.graph}_accumulating": adding}
 
 
@@ -118,7 +121,7 @@ def _ready(
     order = {node: index for index, node in enumerate(graph.nodes)}
     ready: dict[fx.Node | None, list[Role]] = defaultdict(list)
     for role, value in sums.items():
-        ready[_last_work(value, order)].append(role)
+        ready[last_work(value, order)].append(role)
     return ready
 
 
@@ -137,7 +140,7 @@ def _accumulator(
     return node
 
 
-def _last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+def last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
     """The last operator that a value depends on, views excepted; None if there is none.
 
     A view of a gradient may come much later in the graph than the gradient, and would keep it alive

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -20,6 +20,9 @@ from .buffers import donatable
 Strides = tuple[int | torch.SymInt, ...]
 Changed = dict[str, fx.GraphModule]
 """Graphs that a pass changed or created, by the name under which they are verified."""
+
+Fuses = Literal["none", "joined", "all"]
+"""Operators of gradients: none, those that run once for several microbatches, or all."""
 
 _READERS = {"forward": ("backward", "backward_input"), "backward_input": ("backward_weight",)}
 _DONATED = "donated"
@@ -33,6 +36,9 @@ class GraphForm:
         graph: the graph's name.
         missing: names of the outputs that have no gradient in this backward.
         dtype: dtype of the accumulators into which the graph adds; None: each gradient's dtype.
+        fuses: the operators that add the gradients that they compute.
+        count: the number of microbatches that the graph runs.
+        rows: products of at most so many rows a microbatch run once for all of them.
         strides: the strides that the backend chose for results that the next graphs read.
         overwrites: whether the backend may overwrite donated inputs.
         writes_first: whether gradients are the first of a step, and overwrite the accumulators.
@@ -41,6 +47,9 @@ class GraphForm:
     graph: str = "backward"
     missing: frozenset[str] = frozenset()
     dtype: torch.dtype | None = None
+    fuses: Fuses = "none"
+    count: int = 1
+    rows: int = 0
     strides: Mapping[Role, Strides] = field(default_factory=dict)
     overwrites: bool = False
     writes_first: bool = False

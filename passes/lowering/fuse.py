@@ -1,0 +1,163 @@
+"""Products that add into the accumulators of weight gradients.
+
+::
+
+    exact                                  fused
+    gradient = a @ b                       accumulator.addmm_(a, b)
+    accumulator.add_(gradient)
+
+The exact form writes the gradient, reads it again, and reads and writes the accumulator. The fused
+form reads and writes the accumulator only, and allocates nothing. An embedding gains more: its
+gradient is as large as its table, and the rows that are added to the table are few.
+
+A product is found through transposes between it and its accumulator, which are applied to the
+accumulator instead. A sum of several products, as of a tied weight, is taken apart, and each
+product adds itself. All of this rounds differently from the addition of whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.operators import OPERATORS
+from ..graph import is_like, tensor_of
+from ..rewrites.emit import eliminate_dead_code, emit
+from ..subgraph import subgraphs
+
+aten = torch.ops.aten
+
+JOINED = "joined"
+"""Key in the ``meta`` of an operator that runs once for several microbatches, see ``join``."""
+
+Wanted = Callable[[fx.Node], bool]
+
+
+def fuse(module: fx.GraphModule, wanted: Wanted = lambda _: True) -> bool:
+    """Let operators that compute gradients add them, in a graph of ``accumulate`` and in those that
+    it calls; True if any does.
+
+    Args:
+        module: the graph; changed in place.
+        wanted: whether an operator shall add its result, if it can.
+    """
+    changed = False
+    for called in subgraphs(module.graph):
+        changed |= fuse(called.module, wanted)
+    for node in module.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+        accumulator, gradient = node.args
+        terms = [*_terms(gradient)]
+        fused = [_is_fusible(term, accumulator) and wanted(term) for term, _ in terms]
+        if not any(fused):
+            continue
+        module.graph.erase_node(node)
+        for (term, permutations), adds_itself in zip(terms, fused, strict=True):
+            write = _WRITERS[term.target] if adds_itself else _add
+            _write(module.graph, accumulator, term, permutations, write)
+        changed = True
+    if changed:
+        eliminate_dead_code(module.graph)
+        module.recompile()
+    return changed
+
+
+def _terms(
+    value: fx.Node, permutations: Sequence[fx.Node] = ()
+) -> Iterator[tuple[fx.Node, Sequence[fx.Node]]]:
+    """The terms of a gradient, each with the permutations between it and the gradient, the last
+    one first. A value with other readers is one term.
+    """
+    while value.target in OPERATORS["permutes"] and len(value.users) == 1:
+        permutations = [*permutations, value]
+        value = value.args[0]  # type: ignore[assignment]
+    if is_plain_sum(value) and len(value.users) == 1:
+        for operand in value.args:
+            yield from _terms(operand, permutations)  # type: ignore[arg-type]
+    else:
+        yield value, permutations
+
+
+def is_plain_sum(node: fx.Node) -> bool:
+    """Whether the node adds two tensors of its own shape and dtype."""
+    is_sum = node.target is aten.add.Tensor and not node.kwargs
+    return is_sum and all(is_like(operand, node) for operand in node.args)
+
+
+def _is_fusible(term: fx.Node, accumulator: Any) -> bool:
+    """Whether a kernel adds this term to the accumulator: both have one dtype, and nothing else
+    reads the term.
+    """
+    value, total = tensor_of(term), tensor_of(accumulator)
+    if value is None or total is None or value.dtype != total.dtype or len(term.users) > 1:
+        return False
+    if term.target is aten.embedding_dense_backward.default:
+        return term.args[4] is False  # not scaled by how often a row is read
+    return term.target in _WRITERS
+
+
+Write = Callable[[Callable[..., fx.Node], fx.Node, fx.Node], object]
+
+
+def _write(
+    graph: fx.Graph,
+    accumulator: fx.Node,
+    term: fx.Node,
+    permutations: Sequence[fx.Node],
+    write: Write,
+) -> None:
+    """Add a term, where it is computed, to the accumulator with the term's order of dimensions."""
+    call = partial(emit, graph, term)
+    after = term.next
+    while after.op == "placeholder":
+        after = after.next
+    with graph.inserting_before(after):
+        for permutation in permutations:
+            accumulator = call(permutation.target, accumulator, *_inverse(permutation))
+        write(call, accumulator, term)
+
+
+def _inverse(permutation: fx.Node) -> Sequence[Any]:
+    """The arguments with which a permutation undoes itself."""
+    if permutation.target is not aten.permute.default:
+        return permutation.args[1:]
+    order: Any = permutation.args[1]
+    axes = [axis % len(order) for axis in order]
+    return ([axes.index(axis) for axis in range(len(axes))],)
+
+
+def _add(call: Callable[..., fx.Node], total: fx.Node, term: fx.Node) -> None:
+    call(aten.add_.Tensor, total, term)
+
+
+def _add_product(call: Callable[..., fx.Node], total: fx.Node, term: fx.Node) -> None:
+    is_batched = term.target is aten.bmm.default
+    call(aten.baddbmm_.default if is_batched else aten.addmm_.default, total, *term.args)
+
+
+def _add_rows(call: Callable[..., fx.Node], total: fx.Node, term: fx.Node) -> None:
+    """Add rows to an embedding's table. On CUDA ``index_add_`` adds in no fixed order, while
+    ``index_put_`` sorts, as the kernel of the gradient does.
+    """
+    rows, indices, _, padding, _ = term.args
+    width = rows.meta["val"].shape[-1]  # type: ignore[union-attr]
+    rows = call(aten.reshape.default, rows, [-1, width])
+    indices = call(aten.reshape.default, indices, [-1])
+    if padding != -1:  # the row of the padding gets no gradient
+        padded = call(aten.unsqueeze.default, call(aten.eq.Scalar, indices, padding), 1)
+        rows = call(aten.masked_fill.Scalar, rows, padded, 0)
+    if rows.meta["val"].device.type == "cuda":
+        call(aten.index_put_.default, total, [indices], rows, True)
+    else:
+        call(aten.index_add_.default, total, 0, indices, rows)
+
+
+_WRITERS: Mapping[Any, Write] = {
+    aten.mm.default: _add_product,
+    aten.bmm.default: _add_product,
+    aten.embedding_dense_backward.default: _add_rows,
+}
+"""Operator of a gradient -> what adds its result to an accumulator."""

@@ -1,0 +1,255 @@
+"""W of several microbatches as one graph, whose products run once over the factors of all of them.
+
+The sum of products over microbatches is the product of the concatenated factors (arXiv 2405.18047,
+section 3)::
+
+    sum(a[j] @ b[j] for j in microbatches) == cat(a, 1) @ cat(b, 0)
+
+A product of few rows reads and writes more of its result than it computes; one product over all
+rows does so once. Everything else runs once for each microbatch, in order. Factors are concatenated
+just before their first product, so copies of one layer's factors are alive at a time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.aliasing import is_view
+from ..analysis.operators import EXCHANGE, OPERATORS, is_effect, is_random, overload
+from ..graph import (
+    SUBGRAPH,
+    Role,
+    SplitGraphs,
+    concrete,
+    copy_placeholder,
+    is_state,
+    module_like,
+    outputs,
+    placeholders,
+    role_of,
+    set_outputs,
+)
+from ..partition.extract import copy_behind
+from ..rewrites.emit import emit
+from ..subgraph import Subgraph, call_subgraph, inner_calls, operands, subgraph_of
+from .accumulate import last_work
+from .forms import Changed, GraphForm
+from .fuse import JOINED, is_plain_sum
+
+aten = torch.ops.aten
+
+_SUMMED: Mapping[Any, tuple[int, ...]] = {
+    aten.mm.default: (1, 0),
+    aten.bmm.default: (2, 1),
+    aten.sum.dim_IntList: (0,),
+}
+"""Operator -> the dimension over which it sums, in each factor: the rows of a microbatch."""
+
+
+def gains_by_joining(module: fx.GraphModule, rows: int) -> bool:
+    """Whether microbatches may share a run of this graph, and some of its products would be joined.
+
+    A graph with effects, random numbers, or exchanges between ranks runs once a microbatch.
+    """
+    nodes = [*inner_calls(module.graph)]
+    products = (aten.mm.default, aten.bmm.default)
+    is_small = any(node.target in products and sums_few_rows(node, rows) for node in nodes)
+    return is_small and not any(map(_is_ordered, nodes))
+
+
+def _is_ordered(node: fx.Node) -> bool:
+    op = overload(node)
+    return is_effect(node) or is_random(node) or (op is not None and op.namespace == EXCHANGE)
+
+
+def sums_few_rows(node: fx.Node, rows: int) -> bool:
+    """Whether the operator sums over at most so many rows of a microbatch."""
+    if node.target not in _SUMMED:
+        return False
+    if node.target is aten.sum.dim_IntList and [*node.args[1:]] != [[0]]:
+        return False
+    factor: Any = node.args[0]
+    return concrete(factor.meta["val"].shape[_SUMMED[node.target][0]]) <= rows
+
+
+def join(module: fx.GraphModule, count: int, rows: int) -> fx.GraphModule:
+    """W of ``count`` microbatches: a graph that returns the sums of their weight gradients.
+
+    Args:
+        module: W of one microbatch, for which ``gains_by_joining`` holds.
+        count: the number of microbatches.
+        rows: products of at most so many rows a microbatch are joined.
+
+    Returns:
+        a graph that takes the deferred values of each microbatch, with the roles of ``joined_role``
+        and one microbatch after another, and then parameters and buffers once.
+    """
+    return _Joined(module, count, rows).run()
+
+
+def join_microbatches(program: SplitGraphs, form: GraphForm) -> Changed:
+    """W of several microbatches, see ``join``."""
+    return {form.graph: join(program.graphs()[form.graph], form.count, form.rows)}
+
+
+def joined_role(role: Role, microbatch: int) -> Role:
+    """The role of a microbatch's value among the arguments of a joined graph."""
+    return Role(role.kind, f"{role.name}@{microbatch}")
+
+
+class _Joined:
+    """A joined graph while it is built.
+
+    Args:
+        module, count, rows: as for ``join``.
+        is_called: whether other graphs call this one; each microbatch then has arguments of its
+            own for parameters, too.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, count: int, rows: int, *, is_called: bool = False
+    ) -> None:
+        self._module, self._count, self._rows = module, count, rows
+        self._graph = fx.Graph()
+        self._copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
+        self._totals: dict[fx.Node, fx.Node] = {}
+        self._concatenated: dict[Hashable, fx.Node] = {}
+        self._variants: dict[Subgraph, Subgraph] = {}
+        self._only_summed = _only_summed(module.graph)
+        nodes = placeholders(module.graph)
+        shared = [] if is_called else [node for node in nodes if is_state(node)]
+        for at, copies in enumerate(self._copies):
+            for node in nodes:
+                if node not in shared:
+                    role = joined_role(role_of(node), at)
+                    copies[node] = copy_placeholder(self._graph, node, role)
+        for node in shared:
+            copy = copy_placeholder(self._graph, node)
+            for copies in self._copies:
+                copies[node] = copy
+
+    def run(self) -> fx.GraphModule:
+        """The graph with the sum of each gradient, in the order in which W computes them."""
+        results = outputs(self._module.graph)
+        order = {node: index for index, node in enumerate(self._module.graph.nodes)}
+        values = dict.fromkeys(value for _, value in results if isinstance(value, fx.Node))
+
+        def place(value: fx.Node) -> int:
+            work = last_work(value, order)
+            return -1 if work is None else order[work]
+
+        totals = {value: self._total(value) for value in sorted(values, key=place)}
+        set_outputs(self._graph, results, totals)
+        return module_like(self._module, self._graph, f"of_{self._count}_microbatches")
+
+    def _total(self, node: fx.Node) -> fx.Node:
+        """The sum of a node's values over the microbatches."""
+        if node not in self._totals:
+            self._totals[node] = self._sum(node)
+        return self._totals[node]
+
+    def _sum(self, node: fx.Node) -> fx.Node:
+        call = partial(emit, self._graph, node, node.target)
+        operand: Any = node.args[0] if node.args else None
+        if node in self._only_summed:
+            if _is_linear_view(node):
+                return call(self._total(operand), *node.args[1:], **node.kwargs)
+            if is_plain_sum(node):
+                return call(*map(self._total, node.args))  # type: ignore[arg-type]
+            if subgraph_of(node) is not None and self._only_summed.issuperset(operand.users):
+                return self._item(operand, node.args[1])  # type: ignore[arg-type]
+            if sums_few_rows(node, self._rows):
+                dims = _SUMMED[node.target]
+                factors = map(self._concatenate, node.args, dims)  # type: ignore[arg-type]
+                product = call(*factors, *node.args[len(dims) :], **node.kwargs)
+                product.meta[JOINED] = True
+                return product
+        total = self._copy(node, 0)
+        for at in range(1, self._count):
+            total = emit(self._graph, node, aten.add.Tensor, total, self._copy(node, at))
+        return total
+
+    def _concatenate(self, node: fx.Node, dim: int) -> fx.Node:
+        """A factor of all microbatches, along its rows. It is transposed after concatenation, which
+        then copies whole rows.
+        """
+        axes = _axes(node)
+        if axes is not None:
+            inner = self._concatenate(node.args[0], axes[dim])  # type: ignore[arg-type]
+            return emit(self._graph, node, node.target, inner, *node.args[1:])
+        key = _identity(node), dim
+        if key not in self._concatenated:
+            copies = [self._copy(node, at) for at in range(self._count)]
+            self._concatenated[key] = emit(self._graph, node, aten.cat.default, copies, dim)
+        return self._concatenated[key]
+
+    def _item(self, call: fx.Node, place: int) -> fx.Node:
+        """One result of a called graph, summed: the graph is called once for all microbatches."""
+        called = call.meta[SUBGRAPH]
+        if called not in self._variants:
+            module = _Joined(called.module, self._count, self._rows, is_called=True).run()
+            self._variants[called] = Subgraph.of(f"{called.name}_of_{self._count}", module)
+        arguments = [
+            self._copy(operand, at) for at in range(self._count) for operand in operands(call)
+        ]
+        items = {item.args[1]: item for item in call.users}
+        joined = self._variants[called]
+        values = call_subgraph(self._graph, joined, arguments, joined.values)
+        self._totals |= {item: values[at] for at, item in items.items()}  # type: ignore[index]
+        return values[place]
+
+    def _copy(self, node: fx.Node, at: int) -> fx.Node:
+        """A node's value of one microbatch, computed here unless it is."""
+        copy_behind(self._graph, node, self._copies[at])
+        return self._copies[at][node]
+
+
+def _only_summed(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose value of one microbatch nothing needs: they are results, or operators that are
+    linear in them compute results from them.
+    """
+    nodes: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and all(
+            user.op == "output" or (user in nodes and _is_linear(user)) for user in node.users
+        ):
+            nodes.add(node)
+    return nodes
+
+
+def _is_linear(node: fx.Node) -> bool:
+    is_item = node.target is operator.getitem and subgraph_of(node) is not None
+    return is_item or is_plain_sum(node) or _is_linear_view(node)
+
+
+def _is_linear_view(node: fx.Node) -> bool:
+    """Whether the node is a view whose sizes do not depend on the microbatch."""
+    is_item = node.target is operator.getitem
+    return is_view(node) and not is_item and node.all_input_nodes == [node.args[0]]
+
+
+def _identity(node: fx.Node) -> Hashable:
+    """A key that equal views of one tensor share."""
+    if _is_linear_view(node) and not node.kwargs:
+        return _identity(node.args[0]), node.target, str(node.args[1:])  # type: ignore[arg-type]
+    return node
+
+
+def _axes(node: fx.Node) -> list[int] | None:
+    """For each dimension of a transpose, that of its operand; None for other nodes."""
+    if node.target not in OPERATORS["permutes"]:
+        return None
+    axes = [*range(node.meta["val"].dim())]
+    rest: Any = node.args[1:]
+    if node.target is aten.permute.default:
+        return [axes[axis] for axis in rest[0]]
+    if len(axes) > 1:
+        first, second = rest or (0, 1)
+        axes[first], axes[second] = axes[second], axes[first]
+    return axes

@@ -1,0 +1,93 @@
+"""join: W of several microbatches, whose products run once."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosplit.passes.lowering.join import gains_by_joining
+from tests.passes.graphs import ops
+from tests.zoo import CASES, Made, RepeatedLayer
+
+from .weights import (
+    MICROBATCHES,
+    adding,
+    assert_same_sums,
+    joined,
+    one_by_one,
+    run,
+    values_of,
+    weight_graph,
+)
+
+ALL_ROWS = 10**9
+
+
+def operators_of_joined(model: nn.Module, example: Tensor, rows: int = ALL_ROWS) -> dict[str, int]:
+    """Join W of a module, compare its sums with the exact ones, and return its operators."""
+    weight = weight_graph(model.double(), example)
+    together = adding(joined(weight, rows), fuses="all")
+    values = values_of(weight)
+    assert_same_sums(run(together, values), one_by_one(adding(weight), values))
+    return ops(together)
+
+
+@pytest.mark.parametrize("name", ["transformer", "encoder_layer", "convolutions", "tied"])
+def test_layers_of_all_kinds_have_the_same_sums(name: str) -> None:
+    example = CASES[name].batch()
+    example = example.double() if example.is_floating_point() else example
+    products = {"transformer": 5, "encoder_layer": 4, "convolutions": 1, "tied": 2}
+    assert operators_of_joined(CASES[name].build(), example)["addmm_"] == products[name]
+
+
+def test_products_of_many_rows_run_once_a_microbatch() -> None:
+    example = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    few = operators_of_joined(RepeatedLayer(), example, rows=5)
+    many = operators_of_joined(RepeatedLayer(), example, rows=4)
+    assert (few["addmm_"], few["cat"]) == (3, 6)
+    assert (many["addmm_"], many["cat"]) == (3 * MICROBATCHES, 0)
+
+
+def test_equal_views_of_an_input_are_concatenated_once() -> None:
+    heads = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+    model = Made(lambda m, x: [head(x) for head in m.heads], heads=heads)
+    example = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    assert operators_of_joined(model, example)["cat"] == 1 + len(heads)
+
+
+def test_a_graph_without_small_products_gains_nothing() -> None:
+    weight = weight_graph(nn.Linear(4, 4), torch.randn(8, 4, requires_grad=True))
+    assert gains_by_joining(weight, rows=8)
+    assert not gains_by_joining(weight, rows=7)
+
+
+class _AliveFactors(TorchDispatchMode):
+    """Number of concatenated factors that are alive after each concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[Any] = []
+        self.alive: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default:
+            self.factors.append(weakref.ref(result))
+            self.alive.append(sum(factor() is not None for factor in self.factors))
+        return result
+
+
+def test_factors_of_one_layer_are_alive_at_a_time() -> None:
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+    example = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight = weight_graph(layers.double(), example)
+    together = adding(joined(weight, ALL_ROWS))
+    with _AliveFactors() as factors:
+        run(together, values_of(weight))
+    assert len(factors.alive) == 8
+    assert max(factors.alive) == 2

@@ -1,0 +1,135 @@
+"""``accumulation=``: sums of weight gradients by fused and joined products."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import SplitError, Stage
+from autosplit.passes.subgraph import inner_calls
+from autosplit.runtime import compiled_graph
+from autosplit.runtime.accumulation import MOST_JOINED
+
+COUNT = 4
+TOLERANCE = 1e-12
+"""Of gradients in float64, relative to the largest element of each."""
+
+Gradients = Mapping[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _graphs_add_small_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs add gradients themselves, although all of a model of a test are small."""
+    monkeypatch.setattr(compiled_graph, "_SMALL", 0)
+
+
+class Blocks(nn.Module):
+    """Repeated blocks, which are captured once, around a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.table = nn.Embedding(7, 8)
+        self.blocks = nn.TransformerEncoder(block, 3, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.blocks(self.table(tokens)) @ self.table.weight.t()
+
+
+def microbatches(count: int = COUNT, length: int = 5) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and gradients of the outputs of ``Blocks``."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        tokens = torch.randint(0, 7, (2, length), generator=generator)
+        yield tokens, torch.randn(2, length, 7, generator=generator, dtype=torch.float64)
+
+
+def blocks_stage(**options: object) -> Stage:
+    torch.manual_seed(0)
+    example, _ = next(microbatches())
+    return Stage(Blocks().double(), [example], **options)  # type: ignore[arg-type]
+
+
+def step(stage: Stage, count: int = COUNT) -> Gradients:
+    """The sums after I of all microbatches, and then W of all in one call."""
+    for at, (tokens, grad) in enumerate(microbatches(count)):
+        stage.forward(at, [tokens])
+        stage.backward_input(at, [grad])
+    stage.backward_weight(*range(count))
+    return stage.gradients
+
+
+def assert_close(actual: Gradients, expected: Gradients) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        allowed = TOLERANCE * float(gradient.abs().max())
+        torch.testing.assert_close(actual[name], gradient, rtol=0.0, atol=allowed)
+
+
+@pytest.mark.parametrize("accumulation", ["fused", "joined", "auto", 5])
+def test_sums_equal_the_exact_ones_within_rounding(accumulation: str | int) -> None:
+    stage = blocks_stage(accumulation=accumulation)
+    actual = dict(step(stage))
+    stage.reset()
+    assert_close(step(stage), actual)
+    assert_close(actual, step(blocks_stage()))
+
+
+def test_later_microbatches_add_to_the_sums() -> None:
+    stage, expected = blocks_stage(accumulation="auto"), step(blocks_stage())
+    for _ in range(2):
+        step(stage)
+    assert_close(stage.gradients, {name: 2 * total for name, total in expected.items()})
+
+
+def test_exact_sums_of_one_call_have_the_bits_of_single_calls() -> None:
+    together, single = blocks_stage(), blocks_stage()
+    step(together)
+    for at, (tokens, grad) in enumerate(microbatches()):
+        single.forward(at, [tokens])
+        single.backward_input(at, [grad])
+        single.backward_weight(at)
+    assert all(torch.equal(together.gradients[n], g) for n, g in single.gradients.items())
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "count", "products"),
+    [
+        ("exact", 1, {"mm": 13, "addmm_": 0, "cat": 0, "index_add_": 0}),
+        ("fused", 1, {"mm": 0, "addmm_": 13, "cat": 0, "index_add_": 1}),
+        ("joined", COUNT, {"mm": 0, "addmm_": 13, "cat": 26, "index_add_": 0}),
+        ("auto", COUNT, {"mm": 0, "addmm_": 13, "cat": 26, "index_add_": COUNT}),
+        (3, COUNT, {"mm": 0, "addmm_": 13 * COUNT, "cat": 0, "index_add_": COUNT}),
+    ],
+)
+def test_operators_of_each_accumulation(
+    accumulation: str | int, count: int, products: dict[str, int]
+) -> None:
+    stage = blocks_stage(accumulation=accumulation)
+    graph = stage.functions._weight.source(None, adds=True, count=count).graph
+    operators = Counter(str(node.target).split(".")[1] for node in inner_calls(graph))
+    assert {name: operators[name] for name in products} == products
+
+
+def test_long_runs_are_several_calls() -> None:
+    count = MOST_JOINED + 3
+    assert_close(step(blocks_stage(accumulation="joined"), count), step(blocks_stage(), count))
+
+
+def test_hooks_see_the_gradient_of_each_microbatch() -> None:
+    stage = blocks_stage(accumulation="auto")
+    seen: list[Tensor] = []
+    stage.module.table.weight.register_hook(seen.append)  # type: ignore[union-attr,arg-type]
+    step(stage)
+    assert len(seen) == COUNT
+
+
+def test_unknown_accumulation_lists_the_known_ones() -> None:
+    with pytest.raises(SplitError, match="'exact', 'fused', 'joined', 'auto', or the most rows"):
+        Stage(nn.Linear(2, 2), [torch.randn(3, 2)], accumulation="sloppy")
+    with pytest.raises(SplitError, match="unknown accumulation -1"):
+        Stage(nn.Linear(2, 2), [torch.randn(3, 2)], accumulation=-1)
