@@ -19,7 +19,6 @@ from autosplit.runtime.in_flight import (
     caller_storages,
 )
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
-from autosplit.runtime.residuals import State
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import (
@@ -133,7 +132,6 @@ class Stage:
             owner, module, args, options, self.sharding if self._sharded else None
         )
         self._outputs = self._graphs.outputs
-        self._steady: tuple[object, SplitFunctions, State] | None = None
         self._inputs: dict[int, RecomputableState] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
         self._weights = StageBackward(owner, options.grad_dtype)
@@ -257,15 +255,17 @@ class Stage:
         if waits or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
         _check_list(self.index, inputs)
-        sizes, call = self._graphs.check_inputs(inputs), self._steady
-        if not steady or call is None or call[0] is not sizes:
+        graphs = self._graphs
+        if not steady:
+            graphs.steady.clear()
+        sizes = graphs.check_inputs(inputs)
+        bound = graphs.steady.get(sizes)
+        if bound is None:
             if self._sharded:
                 self.sharding.unshard()
-            call = sizes, self._graphs.for_inputs(), self._graphs.state()
-            # If F writes buffers, guards may choose other graphs for the next microbatch.
-            steady = not (self._sharded or call[1].updated_state)
-            self._steady = call if steady else None
-        _, functions, module_state = call
+            bound = graphs.bind(sizes, graphs.for_inputs())
+        functions, module_state = bound
+        graphs.current = functions
         if self.seed is not None and functions.draws:
             self.seed(microbatch)
         recomputable = None
@@ -466,7 +466,7 @@ class Stage:
 
     def reset(self) -> None:
         """Drop all microbatches in flight, and the sums of gradients."""
-        self._steady = None
+        self._graphs.steady.clear()
         self._inputs.clear()
         self._saved.clear()
         self._weights.clear()

@@ -359,6 +359,18 @@ def test_a_steady_forward_runs_what_the_one_before_ran(
         assert torch.allclose(second, 2 * first[:rows], atol=1e-6)
 
 
+def test_a_steady_forward_runs_what_an_earlier_one_of_its_sizes_ran() -> None:
+    x = torch.randn(3, 4)
+    module = Made(lambda m, x: m.scale * m.inner(x), inner=nn.Linear(4, 4), scale=1.0)
+    stage = Stage(module, [x])
+    (first,) = stage.forward(0, [x.clone()])
+    stage.forward(1, [x[:2].clone()], steady=True)
+    module.scale = 2.0  # unseen, because guards are not checked
+    (third,) = stage.forward(2, [x.clone()], steady=True)
+    assert torch.equal(third, first)
+    assert stage.output_specs[0][0] == (3, 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_numbers_in_tensors_without_dimensions(dtype: torch.dtype) -> None:
     """Captures read them, and the module may branch on them, in each microbatch of one step."""

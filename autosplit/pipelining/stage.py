@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import CaptureError, PipelineError
+from autosplit.runtime.call_memory import CallMemory
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     InFlightMicrobatches,
@@ -26,8 +27,7 @@ from autosplit.runtime.options import (
     split_options,
 )
 from autosplit.runtime.refusals import refuse_dtensors
-from autosplit.runtime.residuals import State
-from autosplit.runtime.specializations import CallSignature, ModuleCall, Specializations
+from autosplit.runtime.specializations import BoundGraphs, ModuleCall, Specializations
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import average_gradients
@@ -46,8 +46,6 @@ from .results import LossBoundary, Results, as_received
 from .step import StageStep
 
 T = TypeVar("T")
-
-_MAX_GRAPHS = 64
 
 
 class PipelineStageArguments(SplitArguments, total=False):
@@ -130,7 +128,7 @@ class SplitPipelineStage(RuntimeStage):
         place = (submodule, stage_index, num_stages, torch.device(device), None, None)
         super().__init__(*place, *torch_args, **torch_options)
         self._examples = (input_args,) if isinstance(input_args, Tensor) else input_args
-        self._results: dict[SplitFunctions, Results] = {}
+        self._results = CallMemory[SplitFunctions, Results]()
         self._step = StageStep(self)
         self._drop_in_flight()
 
@@ -167,7 +165,7 @@ class SplitPipelineStage(RuntimeStage):
         self._weights.clear()
         self._roots: dict[int, list[tuple[int, Tensor]]] = {}
         self._losses: dict[int, LossBoundary] = {}
-        self._steady: dict[CallSignature, tuple[SplitFunctions, Results, State]] = {}
+        self._graphs.steady.clear()
         self.dw_runner.clear()
 
     @property
@@ -235,7 +233,8 @@ class SplitPipelineStage(RuntimeStage):
         call = self._call_with(args, kwargs)
         leaves = call.leaves
         gathered = self.sharding.unshard()
-        functions, results, state = self._step_graphs(call)
+        functions, state = self._step_graphs(call)
+        results = self._results_of(functions)
         del args, call
         if not self.is_last:
             results.refuse_other_shapes(self._owner, chunk, self.shapes.results[chunk])
@@ -430,20 +429,17 @@ class SplitPipelineStage(RuntimeStage):
     def _call_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
         return ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
 
-    def _step_graphs(self, call: ModuleCall) -> tuple[SplitFunctions, Results, State]:
-        """The graphs, outputs and state for a microbatch.
+    def _step_graphs(self, call: ModuleCall) -> BoundGraphs:
+        """The graphs and state for a microbatch.
 
         A module does not change between the microbatches of a step, so guards are checked once per
         input signature. But if the forward itself updates state, they are checked every time.
         """
-        graphs = self._steady.get(call.signature)
-        if graphs is None:
-            functions = self._graphs_for(call)
-            graphs = functions, self._results_of(functions), self._graphs.state()
-            plain = {Tensor}.issuperset(map(type, call.leaves)) and not self.sharding.groups
-            if plain and not functions.updated_state:
-                self._steady[call.signature] = graphs
-        return graphs
+        graphs = self._graphs.steady.get(call.signature)
+        if graphs is not None:
+            return graphs
+        plain = {Tensor}.issuperset(map(type, call.leaves))
+        return self._graphs.bind(call.signature if plain else None, self._graphs_for(call))
 
     def _graphs_for(self, call: ModuleCall) -> SplitFunctions:
         """The graphs for these inputs and the module's current state.
@@ -464,7 +460,5 @@ class SplitPipelineStage(RuntimeStage):
 
     def _results_of(self, functions: SplitFunctions) -> Results:
         if functions not in self._results:
-            if len(self._results) > 2 * _MAX_GRAPHS:
-                self._results.clear()
-            self._results[functions] = Results(functions)
+            self._results.remember(functions, Results(functions))
         return self._results[functions]

@@ -26,6 +26,7 @@ from autosplit.passes.lowering.buffers import donatable, lender_roles, private
 from autosplit.passes.lowering.forms import GraphForm
 from autosplit.passes.manager import When, run_graph_passes
 from autosplit.passes.subgraph import inline, inlined, inner_calls
+from autosplit.runtime.call_memory import CallMemory
 from autosplit.runtime.residuals import BoundaryLayout, Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
 
 
-_MAX_SIZES = 1024  # combinations of sizes that are kept
 _MAX_SPECIALIZED = 3  # sets of outputs without a gradient that get their own graphs
 _SENTINELS_PER_END = 2
 
@@ -142,7 +142,7 @@ class SplitFunctions:
         self._suffix = ""  # of graph names, in variants for missing gradients
         self._size: Callable[[Any], int] = concrete
         self._key: tuple[int, ...] = ()  # the open sizes
-        self._resized: dict[tuple[int, ...], SplitFunctions] = {}
+        self._resized = CallMemory[tuple[int, ...], SplitFunctions]()
         self._specialized: dict[frozenset[str], SplitFunctions | None] = {}
         saved = self._compile_forward()
         self.tangent_specs = self._tangent_specs()
@@ -214,11 +214,9 @@ class SplitFunctions:
 
     def _twin(self, key: tuple[int, ...], size: Callable[[Any], int]) -> SplitFunctions:
         """Create the functions of the same graphs for other sizes."""
-        if len(self._resized) >= _MAX_SIZES:
-            self._resized.clear()
-        twin = self._resized[key] = copy.copy(self)
+        twin = self._resized.remember(key, copy.copy(self))
         twin._key, twin._size = key, size
-        twin._resized = {}  # a shared dictionary would contain the twin itself
+        twin._resized = CallMemory()  # a shared dictionary would contain the twin itself
         twin.__dict__.pop("specs_by_path", None)
         twin.__dict__.pop("flops", None)
         twin.tangent_specs = twin._tangent_specs()
@@ -262,7 +260,7 @@ class SplitFunctions:
         for name in [*vars(variant)]:
             if isinstance(getattr(type(self), name, None), cached_property):
                 del vars(variant)[name]
-        variant._graphs, variant._resized, variant._specialized = graphs, {}, {}
+        variant._graphs, variant._resized, variant._specialized = graphs, CallMemory(), {}
         variant.dependence = GradientDependence(graphs, self.capture.inputs, self._tangents)
         variant._tangents = [(name, at) for name, at in self._tangents if name not in missing]
         absent = {Role(Kind.TANGENT, name) for name in missing}

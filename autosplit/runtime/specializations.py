@@ -6,6 +6,9 @@
 
 A size is left open in a capture if earlier calls had other sizes there. Beyond a limit, the graph
 that was unused for longest is dropped.
+
+Between the microbatches of a step a module does not change, so that its stage looks graphs up in
+``steady`` first, without guards.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ from autosplit.errors import (
     SplitError,
 )
 from autosplit.runtime.build import Dimensions, trace, without_history
+from autosplit.runtime.call_memory import MAX_CALLS, CallMemory
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.open_sizes import OpenSizes
 from autosplit.runtime.options import SplitOptions
+from autosplit.runtime.residuals import State
 from autosplit.text.figures import few
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -61,13 +66,6 @@ class CallSignature(NamedTuple):
     structure: Hashable
     leaves: tuple[Hashable, ...]
     modes: tuple[bool, bool]
-
-    @classmethod
-    def of(
-        cls, leaves: Iterable[Any], structure: Hashable, *, with_gradients: bool = True
-    ) -> CallSignature:
-        modes = with_gradients and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return cls(structure, tuple(map(_leaf, leaves)), modes)
 
     @property
     def of_any_size(self) -> CallSignature:
@@ -109,7 +107,8 @@ class ModuleCall(NamedTuple):
         structure: Hashable = (len(args), *kwargs)
         if not _LEAVES.issuperset(map(type, leaves)):
             leaves, structure = tree_flatten((args, kwargs))
-        signature = CallSignature.of(leaves, structure, with_gradients=with_gradients)
+        modes = with_gradients and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        signature = CallSignature(structure, tuple(map(_leaf, leaves)), modes)
         return cls(args, kwargs, leaves, signature)
 
     @property
@@ -146,7 +145,16 @@ def _without_sizes(leaf: Any) -> Hashable:
     return unsized
 
 
-_MAX_SIZES = 1024  # signatures under which graphs of other sizes are remembered
+class BoundGraphs(NamedTuple):
+    """The graphs for a call, and the state with which they run.
+
+    Attributes:
+        functions: F, I, W and B.
+        state: the module's parameters and buffers by name.
+    """
+
+    functions: SplitFunctions
+    state: State
 
 
 class Specializations:
@@ -168,6 +176,8 @@ class Specializations:
 
     Attributes:
         sharding: the argument.
+        steady: key of a call -> its graphs and state, which need no check of guards. Whoever looks
+            a call up clears it first, if the module may have changed since the last call.
     """
 
     def __init__(
@@ -194,6 +204,7 @@ class Specializations:
         self._busy = self._full = False
         self._warned = warned
         self._reader = StateReader(model)
+        self.steady = CallMemory[Hashable, BoundGraphs]()
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
@@ -206,6 +217,24 @@ class Specializations:
             return self._reader.read()
         with self.sharding.with_gathered_parameters():
             return self._reader.read()
+
+    def bind(self, key: Hashable, functions: SplitFunctions) -> BoundGraphs:
+        """The graphs with the present state, remembered in ``steady``.
+
+        Graphs that write into state are not remembered, and nothing else stays remembered, because
+        guards may read what they write. Parameters of a sharded module are gathered for each call.
+
+        Args:
+            key: the key of the call; None: its guards read more than the key, and it is not
+                remembered.
+            functions: the graphs, whose guards hold.
+        """
+        bound = BoundGraphs(functions, self.state())
+        if functions.updated_state or (self.sharding is not None and self.sharding.groups):
+            self.steady.clear()
+        elif key is not None:
+            self.steady.remember(key, bound)
+        return bound
 
     @property
     def static_because(self) -> tuple[str, ...]:
@@ -262,7 +291,7 @@ class Specializations:
                 continue
             if functions.capture.guards.hold(call.args, call.kwargs):
                 self._note_used(functions)
-                if len(self._by_signature) >= _MAX_SIZES:
+                if len(self._by_signature) >= MAX_CALLS:
                     self._forget_other_sizes()
                 resized = functions.for_sizes(call.leaves)
                 self._remember(call.signature, functions, resized)

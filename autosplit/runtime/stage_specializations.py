@@ -18,6 +18,7 @@ from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
+from .call_memory import CallMemory
 from .refusals import refuse_dtensors
 from .specializations import ModuleCall, Specializations
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule
 
 _SHAPE = attrgetter("shape")
-_MAX_SIZES = 1024  # combinations of sizes whose layouts are kept
 
 # Dtypes of CPU tensors without dimensions whose values fake tensors read.
 _VALUE_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8, torch.float64}
@@ -101,7 +101,8 @@ class StageSpecializations(Specializations):
         self._checked = _InputLayout(
             tuple(map(TensorSpec.of, tensors)), tuple(map(_memoryless, tensors))
         )
-        self._layouts = {tuple(spec.shape for spec in self._checked.specs): self._checked}
+        self._layouts = CallMemory[tuple[torch.Size, ...], _InputLayout]()
+        self._layouts.remember(tuple(spec.shape for spec in self._checked.specs), self._checked)
         self._example_layout = self._checked
         self._grad_mode = torch.is_grad_enabled()
         self.outputs: Sequence[str] = ()
@@ -177,7 +178,8 @@ class StageSpecializations(Specializations):
         by their tensors, with the strides of the examples.
 
         Returns:
-            a token: the same object for inputs of the same sizes, unless graphs depend on values.
+            the key of ``steady`` for such inputs: the same object for the same sizes, unless graphs
+            depend on values.
 
         Raises:
             SplitError: an input differs from the examples in more than its sizes.
@@ -225,11 +227,8 @@ class StageSpecializations(Specializations):
         blanks = [spec.memoryless() for spec in specs]
         for blank, example in zip(blanks, first.blanks, strict=True):
             blank.requires_grad_(example.requires_grad)
-        if len(self._layouts) >= _MAX_SIZES:
-            del self._layouts[next(iter(self._layouts))]
-        return self._layouts.setdefault(
-            tuple(s.shape for s in specs), _InputLayout(specs, tuple(blanks))
-        )
+        shapes = tuple(spec.shape for spec in specs)
+        return self._layouts.remember(shapes, _InputLayout(specs, tuple(blanks)))
 
     def _unlike(self, position: int, tensor: Tensor, spec: TensorSpec) -> SplitError:
         return SplitError(

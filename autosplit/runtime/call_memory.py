@@ -1,0 +1,37 @@
+"""``CallMemory``: what is remembered of earlier calls of a module, with one bound.
+
+    call of a stage ──► sizes ──────► layout of the inputs                StageSpecializations
+    any call ─────────► key ────────► graphs and state, unchecked         Specializations.steady
+                        │ none
+                        └► signature ► graphs, once their guards hold     Specializations
+    graphs ───────────► sizes ──────► the same graphs at these sizes      SplitFunctions
+
+These stay apart, because they answer different questions, and are forgotten at different times. A
+layout and a graph's form for some sizes depend on sizes alone, and are always valid. Graphs under a
+signature are valid if their guards hold, which each call checks. Graphs and state under a key of
+``steady`` are valid without a check until the module may have changed.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MAX_CALLS = 1024
+"""Number of calls, or combinations of sizes, that one memory has."""
+
+
+class CallMemory(dict[K, V]):
+    """A dictionary of at most ``MAX_CALLS`` keys, filled by ``remember``.
+
+    All are forgotten when another key comes: where so many sizes vary, few of them come back.
+    """
+
+    def remember(self, key: K, value: V) -> V:
+        """Keep a value under a key, and return it."""
+        if len(self) >= MAX_CALLS and key not in self:
+            self.clear()
+        self[key] = value
+        return value
