@@ -86,13 +86,17 @@ class RankMemory:
 
     def fixed_bytes(self) -> int:
         """The bytes of parameters, gradients and optimizer state."""
+        return sum(self.fixed_by_owner())
+
+    def fixed_by_owner(self) -> tuple[int, int, int]:
+        """The bytes of parameters with buffers, of gradients, and of optimizer state."""
         state = distinct_storage_bytes(state_of(self._model.modules.values()))
         trained = [p for p in self._model.parameters if p.requires_grad]
         gradients = sum(
             local_tensor(p).numel() * (self._grad_dtype or p.dtype).itemsize for p in trained
         )
         gradients += sum(bucket.flag_bytes for bucket in self._written_buckets)
-        return state + gradients + state_bytes(self._model.optimizer)
+        return state, gradients, state_bytes(self._model.optimizer)
 
     @property
     def _written_buckets(self) -> list[GradientBucket]:

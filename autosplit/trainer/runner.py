@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.evaluation import forward_only
@@ -78,6 +78,7 @@ class Runner:
         store: the store that this rank offloads to, if any.
 
     Attributes:
+        dataflow: the dataflow between stages.
         schedule: the schedule of training; ``"auto"`` replaces it after the measured steps.
         stages: this rank's stages of the last training step; empty before the first.
         spans: the recorded actions of that step.
@@ -105,15 +106,15 @@ class Runner:
         self._model, self._groups, self._guard = model, groups, guard
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
-        self._dataflow = StageDataflow(stages.count, stages.wiring)
+        self.dataflow = StageDataflow(stages.count, stages.wiring)
         grad_dtype = options.stages.split.grad_dtype
-        self.memory = RankMemory(model, groups, self._dataflow, device, store, grad_dtype)
+        self.memory = RankMemory(model, groups, self.dataflow, device, store, grad_dtype)
         self._tuner: Tuner | None = None
         if options.tunes:
-            self._tuner = Tuner(schedule, groups, self._dataflow, self.memory, options.memory_limit)
+            self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, options.memory_limit)
         self.schedule = schedule
         self._shares_tensors = groups.layout.tensor_ranks > 1
-        source = schedule.placement[self._dataflow.first_from_batch]
+        source = schedule.placement[self.dataflow.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule, source)
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
@@ -121,7 +122,7 @@ class Runner:
         self._splitter = BatchSplitter(
             schedule.microbatches,
             device,
-            inputs=self._dataflow.from_batch(stages_here),
+            inputs=self.dataflow.from_batch(stages_here),
             targets=self._last in stages_here,
             names=() if wiring is None else wiring.names,
         )
@@ -129,7 +130,7 @@ class Runner:
             self._splitter,
             self._seeds,
             groups,
-            self._dataflow,
+            self.dataflow,
             model.modules,
             source=source,
             # A whole model is cut for one shape, and predicted memory holds for one.
@@ -142,7 +143,7 @@ class Runner:
             options,
             model,
             groups,
-            self._dataflow,
+            self.dataflow,
             self._seeds,
             device,
         )
@@ -150,6 +151,11 @@ class Runner:
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
         self._limited = False
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """This rank's modules by stage."""
+        return self._model.modules
 
     @property
     def settled(self) -> bool:
@@ -249,7 +255,7 @@ class Runner:
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
         """Build a plan's executor, which runs stages by a schedule; collective over all ranks."""
-        groups, prepared = self._groups, PreparedSchedule(schedule, self._dataflow)
+        groups, prepared = self._groups, PreparedSchedule(schedule, self.dataflow)
         groups.connect(prepared.pairs)
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = None
@@ -282,7 +288,7 @@ class Runner:
         for name, number in plan.grad_slots:
             for stage, slots in arguments.items():
                 if name == "inputs":
-                    places = self._dataflow.batch_places(stage, number)
+                    places = self.dataflow.batch_places(stage, number)
                 else:  # targets are the last arguments
                     places = [number - targets] if stage == self._last else []
                 slots |= dict.fromkeys(places, (name, number))

@@ -11,6 +11,7 @@ from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.stage_builder import traced
+from autosplit.pipeline.engine.stage_memory import footprint
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -19,6 +20,14 @@ from autosplit.ranks.session import RankSession
 from autosplit.text.progress import working
 from autosplit.trainer.batches import Batch
 from autosplit.trainer.options import Record, TrainerOptions, check_record
+from autosplit.trainer.report_page import (
+    RankReport,
+    boundary_rows,
+    largest,
+    page,
+    parameter_rows,
+    stages_text,
+)
 from autosplit.trainer.runner import Runner
 from autosplit.trainer.step_metrics import (
     StepFigures,
@@ -190,6 +199,39 @@ class StepReports(RankSession):
         rate = next((name for name in rates if f"{name}_per_s" in metrics), None)
         text = f"loss {metrics['loss']:.4g}"
         return text if rate is None else f"{text}, {metrics[f'{rate}_per_s']:,.0f} {rate}/s"
+
+    def report(self) -> str:
+        """A page about the trainer and its last step; collective over the pipeline.
+
+        It has the stages of each rank; who holds how many bytes: parameters, gradients, optimizer,
+        and what a microbatch keeps between F, I and W; the largest tensors by name; and after a
+        recorded step what each rank waited for.
+
+        Raises:
+            PipelineError: there was no step yet.
+        """
+        step = self._runner.memory.step
+        if step is None:
+            raise PipelineError("there is nothing to report yet: call step(...) first")
+        stages, modules = traced(self.stages), self._runner.modules
+        kept = [*map(footprint, stages.values())]
+        tensors = [
+            *(t for stage, module in modules.items() for t in parameter_rows(stage, module)),
+            *(t for at, stage in stages.items() for t in boundary_rows(at, stage.functions)),
+        ]
+        recorder = self._runner.memory.recorder
+        row = RankReport(
+            stages_text(modules.items()),
+            *self._runner.memory.fixed_by_owner(),
+            saved=round(sum(saved for saved, _ in kept)),
+            deferred=round(sum(deferred for _, deferred in kept)),
+            peak=None if recorder is None else max(band.total for band in recorder.bands()),
+            largest=largest(tensors),
+            spans=self._runner.spans,
+        )
+        with self._guard.during("gathering a report"):
+            rows = self._groups.gather(row)
+        return page(self.schedule, self._runner.dataflow, rows)
 
     def timeline(self) -> Timeline:
         """The timeline of all ranks' actions in the last step; collective.

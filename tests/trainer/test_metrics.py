@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 
@@ -66,15 +67,25 @@ def test_step_async_without_a_norm_has_no_metrics() -> None:
             trainer.metrics()
 
 
-def test_a_profile_shows_actions_by_their_names() -> None:
+def test_a_profile_shows_actions_by_their_names_and_a_report_the_ranks() -> None:
     batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     with PipelineTrainer(
         stages, nn.functional.mse_loss, torch.optim.SGD, microbatches=2, ranks=1
     ) as trainer:
+        with pytest.raises(PipelineError, match="nothing to report yet"):
+            trainer.report()
         trainer.step(batch)
         with torch.profiler.profile() as profile:
             trainer.step(batch)
+        trainer.record = True
+        trainer.step(batch)
+        report = trainer.report()
+    assert "2 stages on 1 rank, schedule '1f1b', 2 microbatches, split backward" in report
+    # Two Linears of 16 x 16 in float32, with as many bytes of gradients, and no optimizer state.
+    assert re.search(r"0 Linear, 1 Linear +2\.12 KiB +2\.12 KiB +0 B", report)
+    assert "parameter               0        0  weight" in report
+    assert "longest wait ms" in report
     ranges = {event.name for event in profile.events()}
     assert ranges >= {str(action) for row in trainer.schedule.ranks for action in row}
 

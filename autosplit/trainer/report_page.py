@@ -1,0 +1,198 @@
+"""A page about a trainer: the stages and the bytes of each rank, and what it waits for."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from tabulate import tabulate
+from torch import nn
+
+from autosplit.passes import Kind
+from autosplit.passes.analysis.boundary import boundary_tensors
+from autosplit.passes.graph import value_text
+from autosplit.pipeline.schedule.routes import StageDataflow, needs_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.simulate import Span, Timeline
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.text.figures import milliseconds, size_text
+from autosplit.torch_internals.dtensor import local_tensor
+
+_LARGEST = 5
+
+
+class LargeTensor(NamedTuple):
+    """A tensor of the table of the largest.
+
+    Attributes:
+        owner: ``"parameter"``, ``"saved"`` or ``"deferred"``.
+        stage: the stage that has it.
+        name: its name in the stage.
+        shape: its dtype and shape.
+        bytes: of its storage.
+    """
+
+    owner: str
+    stage: int
+    name: str
+    shape: str
+    bytes: int
+
+
+class RankReport(NamedTuple):
+    """A rank's part of the page.
+
+    Attributes:
+        stages: its stages, with the classes of their modules.
+        state: bytes of parameters and buffers.
+        gradients: bytes of the parameters' gradients.
+        optimizer: bytes of the optimizer's state.
+        saved: bytes of one microbatch on all its stages, from F to the backward.
+        deferred: bytes of one microbatch on all its stages, from I to W.
+        peak: the most bytes of the last step, if they were recorded.
+        largest: its largest tensors.
+        spans: the recorded actions of the last step.
+    """
+
+    stages: str
+    state: int
+    gradients: int
+    optimizer: int
+    saved: int
+    deferred: int
+    peak: int | None
+    largest: Sequence[LargeTensor]
+    spans: Sequence[Span]
+
+
+def stages_text(modules: Iterable[tuple[int, nn.Module]]) -> str:
+    """``0 Decoder, 2 Decoder``."""
+    return ", ".join(f"{stage} {type(module).__name__}" for stage, module in modules)
+
+
+def parameter_rows(stage: int, module: nn.Module) -> Iterator[LargeTensor]:
+    """Yield the parameters of a stage; of a DTensor, this rank's part."""
+    for name, parameter in module.named_parameters():
+        local = local_tensor(parameter)
+        yield LargeTensor("parameter", stage, name, value_text(local), local.nbytes)
+
+
+def boundary_rows(stage: int, functions: SplitFunctions) -> Iterator[LargeTensor]:
+    """Yield what a stage keeps of one microbatch: saved and deferred tensors."""
+    graphs = functions.graphs
+    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
+        return
+    for owner, rows in (
+        ("saved", boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)),
+        (
+            "deferred",
+            boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED),
+        ),
+    ):
+        for row in rows:
+            yield LargeTensor(owner, stage, row.name, row.shape, row.bytes)
+
+
+def largest(tensors: Iterable[LargeTensor]) -> list[LargeTensor]:
+    """Return the few largest tensors, the largest first."""
+    return heapq.nlargest(_LARGEST, tensors, key=lambda tensor: tensor.bytes)
+
+
+def page(schedule: Schedule, dataflow: StageDataflow, rows: Sequence[RankReport]) -> str:
+    """Return the tables of all ranks of a pipeline."""
+    form = "split backward" if schedule.split_backward else "fused backward"
+    title = (
+        f"{schedule.stages} stages on {len(rows)} rank{'s' * (len(rows) > 1)}, "
+        f"schedule {schedule.name!r}, {schedule.microbatches} microbatches, {form}"
+    )
+    parts = [title, _bytes_table(rows), _largest_table(rows)]
+    if all(row.spans for row in rows):
+        spans = tuple(span for row in rows for span in row.spans)
+        parts.append(_waits_table(Timeline(len(rows), spans), dataflow))
+    else:
+        parts.append("Waits are known after a step with trainer.record = True.")
+    return "\n\n".join(parts)
+
+
+def _bytes_table(rows: Sequence[RankReport]) -> str:
+    table = [
+        [str(rank), row.stages]
+        + [
+            size_text(count)
+            for count in (row.state, row.gradients, row.optimizer, row.saved, row.deferred)
+        ]
+        + ["" if row.peak is None else size_text(row.peak)]
+        for rank, row in enumerate(rows)
+    ]
+    headers = [
+        "rank",
+        "stages",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "saved",
+        "deferred",
+        "peak",
+    ]
+    text = tabulate(
+        table, headers, colalign=("right", "left", *["right"] * 6), disable_numparse=True
+    )
+    notes = [
+        "parameters  with buffers",
+        "saved       of one microbatch, from F to its backward",
+        "deferred    of one microbatch, from I to W",
+        "peak        of the last step, everything included; known with trainer.record = 'memory'",
+    ]
+    return "\n".join([text, "", *notes])
+
+
+def _largest_table(rows: Sequence[RankReport]) -> str:
+    tensors = [(rank, tensor) for rank, row in enumerate(rows) for tensor in row.largest]
+    tensors = heapq.nlargest(_LARGEST, tensors, key=lambda pair: pair[1].bytes)
+    table = [
+        [
+            size_text(tensor.bytes),
+            tensor.owner,
+            str(rank),
+            str(tensor.stage),
+            tensor.name,
+            tensor.shape,
+        ]
+        for rank, tensor in tensors
+    ]
+    headers = ["bytes", "largest tensors", "rank", "stage", "name", "shape"]
+    align = ("right", "left", "right", "right", "left", "left")
+    return tabulate(table, headers, colalign=align, disable_numparse=True)
+
+
+def _waits_table(timeline: Timeline, dataflow: StageDataflow) -> str:
+    """One row per rank: its longest wait, and the action whose result ended it."""
+    ends = {(span.action.stage, span.action): span.end for span in timeline.spans}
+    table = []
+    for rank in range(timeline.ranks):
+        spans = [s for s in timeline.spans if s.rank == rank and s.action.kind.is_compute]
+        first = min(span.start for span in timeline.spans)
+        gaps = [
+            (span.start - end, span)
+            for span, end in zip(spans, [first, *(span.end for span in spans)], strict=False)
+        ]
+        wait, span = max(gaps, key=lambda gap: gap[0])
+        needs = [
+            (ends[need.stage, need], str(need))
+            for need in needs_of(span.action, dataflow)
+            if (need.stage, need) in ends
+        ]
+        table.append(
+            [
+                str(rank),
+                milliseconds(timeline.busy(rank)),
+                f"{timeline.bubble_ratio(rank):.1%}",
+                milliseconds(wait),
+                str(span.action),
+                max(needs)[1] if needs else "the batch",
+            ]
+        )
+    headers = ["rank", "busy ms", "idle", "longest wait ms", "before", "which needs"]
+    align = ("right", "right", "right", "right", "left", "left")
+    return tabulate(table, headers, colalign=align, disable_numparse=True)
