@@ -18,7 +18,7 @@ import pytest
 
 from tests import devices, strict_group
 from tests.by_folder import by_folder
-from tests.interpreters import collect_rarely
+from tests.interpreters import Servers, collect_rarely
 
 if TYPE_CHECKING:
     from tests.kept_ranks import Ranks
@@ -56,6 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.strict_group.group import use
 
         use()
+    if places := getattr(config, "workerinput", {}).get("servers"):
+        Servers(tuple(places)).join()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of pytest-xdist start others from the same two, which import torch once."""
+    node.workerinput["servers"] = Servers.running().places
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +125,7 @@ def on_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def launched_on_ranks(on_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has imported ``launch`` calls ``on_ranks`` instead; who imports it later does not."""
+    """Modules that have imported ``launch`` call ``on_ranks``; later imports do not."""
     from autosplit.ranks.launch import launch
 
     names = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -65,7 +66,7 @@ class Servers:
 
     @classmethod
     def running(cls) -> Servers:
-        """Those of this process, started if there are none."""
+        """Return the servers of this process; start them if there are none."""
         interpreters()
         rank_processes()
         for server in _servers():
@@ -77,7 +78,9 @@ class Servers:
 
     def join(self, *, ranks: bool = False) -> None:
         """Start this process's others from them; all of them as ranks, if so asked."""
-        alive = vars(forkserver._forkserver)["_forkserver_alive_fd"]  # all that a process gets
+        alive = vars(forkserver._forkserver)["_forkserver_alive_fd"]
+        if alive is None:  # no server started this process; what it starts must get some file
+            _, alive = os.pipe()
         for server, places in zip(_servers(), self.places, strict=True):
             expected = {**places, "_forkserver_alive_fd": alive}
             vars(server).update(expected, ensure_running=lambda: None)

@@ -38,8 +38,8 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def launched() -> list[dict[str, Any]]:
-    """What two ranks say of themselves, by rank."""
-    return launch(of_a_rank, 2, (3,), timeout=60, threads=2)
+    """Identity and sockets of two ranks, by rank."""
+    return launch(of_a_rank, 2, (3,), timeout=200, threads=2)
 
 
 @pytest.fixture(scope="session")
