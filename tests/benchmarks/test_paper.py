@@ -34,7 +34,11 @@ def test_the_published_speedup_exceeds_its_ideal() -> None:
     assert "exceeds the ideal" in theory.verdict()
 
 
-def test_parts_make_a_page(tmp_path: Path) -> None:
+def test_parts_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = stages.middle("bert", SMALLEST)  # which takes a plan of the model
+    for part in (stages, concatenation):
+        monkeypatch.setattr(part, "middle", lambda family, settings: subject)
+    monkeypatch.setattr(concatenation, "COUNTS", (2,))
     results = Results.read(tmp_path / "results.json")
     parts = {"cells": cells, "stages": stages, "concatenation": concatenation}
     result = {name: part.measure(SMALLEST) for name, part in parts.items()}

@@ -170,7 +170,7 @@ class Program:
         return results
 
     def run(self, steps: int = 1, **more: Any) -> list[str]:
-        """Some steps here and by plain autograd: what differs, and what was left behind."""
+        """Run steps here and by plain autograd; return differences and leftovers."""
         result = []
         for _ in range(steps):
             self.step(**more)
@@ -216,16 +216,16 @@ def outputs_differ(output: Any, results: Iterable[Any]) -> list[str]:
 @contextlib.contextmanager
 def no_leaked_tensors() -> Iterator[None]:
     """No tensor that is made and dropped inside is held by a cycle of references."""
-    earlier = {*map(id, filter(_is_tensor, gc.get_objects()))}
+    gc.freeze()  # the collector then looks only at objects that are made inside
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         yield
         gc.collect()
-        built = (item for item in gc.garbage if _is_tensor(item) and id(item) not in earlier)
-        leaked = [[*item.shape] for item in built]
+        leaked = [[*item.shape] for item in gc.garbage if _is_tensor(item)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
     assert not leaked, f"{len(leaked)} tensors in cycles, such as one of {leaked[0]}"
 
 

@@ -192,10 +192,10 @@ EQUAL: dict[str, Callable[[], Program]] = {
     "activation checkpointing": lambda: trained(
         *(around(lambda f, x: checkpoint(f, x, use_reentrant=False) + x) for _ in range(2)), kind=ZB
     ),
-    "two frozen stages": lambda: with_frozen(0, 2),
-    "a frozen last stage": lambda: with_frozen(3),
+    "the first, the third and the last stage frozen": lambda: with_frozen(0, 2, 3),
     "tied weights and views": lambda: trained(tied(), tied(), kind=ZB),
-    "microbatches of two sizes": lambda: of_blocks(2, kind=ZB, rows=10),
+    # A quotient by three is not a product with a third.
+    "three microbatches of two sizes": lambda: of_blocks(2, kind=ZB, microbatches=3, rows=10),
     "buffers that each forward writes": lambda: trained(
         *(nn.Sequential(block(), nn.BatchNorm1d(4)) for _ in range(2)), kind=ZB
     ),
@@ -208,8 +208,6 @@ EQUAL: dict[str, Callable[[], Program]] = {
     "a schedule of ours": of_ours,
     "blocks compiled by torch": with_compiled_blocks,
     "stages that torch's pipeline function cuts": cut_by_torch,
-    # A quotient by three is not a product with a third.
-    "an odd number of microbatches": lambda: of_blocks(2, microbatches=3, rows=9),
 }
 
 
@@ -247,7 +245,7 @@ def test_evaluation_before_and_after_training() -> list[str]:
 
 
 def reset_as_automodel(program: Program) -> None:
-    """What NeMo AutoModel writes for another length."""
+    """Reset as NeMo AutoModel does before a batch of another length."""
     for stage in program.stages:
         stage._outputs_meta = stage.inputs_meta = stage.grad_send_info = None
         stage.args_recv_info, stage.grad_recv_info = {}, {}
@@ -256,14 +254,17 @@ def reset_as_automodel(program: Program) -> None:
             setattr(program.schedule, f"{name}_initialized", False)
 
 
-@pytest.mark.parametrize("kind", ["Schedule1F1B", ZB])
+RESETS = [(12, reset_as_automodel), (4, None), (8, None), (12, None)]
+
+
+@pytest.mark.parametrize(("kind", "stages", "resets"), [("Schedule1F1B", 2, 2), (ZB, 4, 4)])
 @ranks(2)
-def test_batches_of_other_sizes_after_a_reset(kind: str) -> list[str]:
-    parts = [block() for _ in range(2 if kind == "Schedule1F1B" else 4)]
+def test_batches_of_other_sizes_after_a_reset(kind: str, stages: int, resets: int) -> list[str]:
+    parts = [block() for _ in range(stages)]
     parts[0].requires_grad_(False)
     program = trained(*parts, kind=kind)
     result = program.run()
-    for rows, reset in [(12, reset_as_automodel), (4, None), (8, None), (12, None)]:
+    for rows, reset in RESETS[:resets]:
         program.args, program.target = [torch.randn(rows, 4)], torch.randn(rows, 4)
         (reset or (lambda item: reset_shapes(item.schedule)))(program)
         if rows == 8:
