@@ -1,7 +1,7 @@
-"""What tracing and seeding spend on nothing that a test looks at, left out.
+"""Skip work of tracing and seeding whose result no test reads.
 
-All for the whole process, nothing before torch's module is imported, and nothing in a torch that
-has other names for it.
+Each patch is for the whole process, waits until torch's module is imported, and is left out where
+torch has other names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What may have happened to a file, and reading what is left of it: right, or refused in time."""
+"""Damage to files, and readers that must load the rest right or refuse it in time."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def forget_meshes() -> None:
 
 
 class Ranks(KeptRanks):
-    """Those that tests run on, each call as in a process that is new."""
+    """The ranks of tests; each call begins as in a new process."""
 
     def __init__(self) -> None:
         super().__init__(rank_processes(), _as_new)

@@ -20,6 +20,6 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not any(issubclass(kind, FakeTensor) for kind in types):  # those of tracing
+        if not any(issubclass(kind, FakeTensor) for kind in types):  # not while tracing
             self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What a split module keeps for its weight gradients, which it shows to nobody."""
+"""Read the private pending work of a split module."""
 
 from __future__ import annotations
 

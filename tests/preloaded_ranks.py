@@ -1,4 +1,4 @@
-"""What ranks need of autosplit, for the process that `tests.interpreters` starts them from."""
+"""Imports of ranks, for the process that `tests.interpreters` starts them from."""
 
 from __future__ import annotations
 

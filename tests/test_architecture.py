@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "passes").rglob("*.py")) + sorted((ROOT / "autosplit").rglob("*.py"))
 
 
-# Where only torch has been imported: what each line of the input does by itself.
+# Imports torch, then runs each line of the input in a fork of its own.
 BY_ITSELF = """
 import json, os, sys, torch
 for line in sys.stdin:

@@ -91,7 +91,7 @@ def test_tensors_are_called_as_the_user_calls_their_modules(tmp_path: pathlib.Pa
         assert f"{name} " in split.report()
 
 
-# --- report(): the tables say what is there -------------------------------------------------------
+# --- report(): its tables agree with the graphs ---------------------------------------------------
 
 
 def test_report_of_a_linear_layer() -> None:

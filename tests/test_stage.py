@@ -99,7 +99,7 @@ def test_a_change_that_reaches_the_outputs_is_refused() -> None:
     model = nn.Linear(3, 2).requires_grad_(False)
     stage = Stage(model, [torch.randn(4, 3)])
     model.requires_grad_()
-    for _ in range(2):  # what the first traced is not taken by the second
+    for _ in range(2):  # the second call traces again
         with pytest.raises(SplitError) as caught:
             stage.forward(0, [torch.randn(4, 3)])
         assert (
@@ -189,7 +189,7 @@ def test_lean_memory_computes_weight_gradients_in_i_of_a_first_stage() -> None:
 
 
 def test_without_input_gradients_i_is_the_chain() -> None:
-    """Down to the first product; what is left holds no more than X and dY of the products."""
+    """I ends at the first product; W keeps no more than X and dY of the products."""
     stage = Stage(
         nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), [torch.randn(32, 8)]
     )

@@ -1,4 +1,4 @@
-"""What the autograd face leaves behind: no tensor after its last use, no object, no waiting."""
+"""The autograd face keeps no tensor after its last use, no object and no waiting thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """What dies inside died by itself."""
+    """Only reference counts free objects inside."""
     gc.collect()
     gc.disable()
     try:
@@ -49,7 +49,7 @@ def collector_off() -> Iterator[None]:
 
 
 def test_tensors_die_at_their_last_use() -> None:
-    """What only I reads is gone after I, inputs and what W reads after W; without the collector."""
+    """I frees the tensors that only I reads, and W frees its own and the inputs."""
     split = autosplit.split(model())
     step(split)
     with collector_off():

@@ -42,7 +42,7 @@ def test_frozen_while_its_gradient_is_pending(face: str, frozen: str) -> None:
         FROZEN[frozen](model).requires_grad_(False)
         return clip(model), [parameter.requires_grad for parameter in model.parameters()]
 
-    # The second adds to what is there.
+    # The second call adds to the gradients of the first.
     assert_alike(layers(), drive, drive, face=FACES[face])
 
 

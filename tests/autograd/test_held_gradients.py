@@ -66,7 +66,7 @@ def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
         assert split.pending == 1
         split.backward_weight()
     backward(split, x)
-    grads = [p.grad for p in model.parameters()]  # of which one only is held below
+    grads = [p.grad for p in model.parameters()]  # all but one are dropped below
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     del grads[1:]
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
 
 
 def test_computed_by_a_failing_backward_says_so() -> None:
-    """What cannot be computed at the end of ``backward()`` raises from it."""
+    """``backward()`` raises if a held gradient cannot be computed at its end."""
     model = used_twice()
     split = autosplit.split(model)
     x = torch.randn(3, 4, requires_grad=True)

@@ -316,7 +316,7 @@ def test_gradients_that_come_from_elsewhere_too(face: str) -> None:
 
 
 def test_two_split_modules_with_a_parameter_in_common() -> None:
-    """What both left of it is pending together, in the module whose backward comes first."""
+    """The module whose backward comes first has the pending work of both."""
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), shared).double()
     plain = copy.deepcopy(model)

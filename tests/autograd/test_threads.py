@@ -174,7 +174,7 @@ def test_backward_meanwhile(cleared: bool, behind: bool, split: Any) -> None:
 
 
 def test_two_models_with_a_parameter_in_common() -> None:
-    """What the other one leaves while a thread computes is pending behind that."""
+    """Work that the other model defers while a thread computes is queued after it."""
     one, two = nn.Linear(3, 2), nn.Linear(3, 2)
     two.weight = one.weight
     plain = copy.deepcopy(nn.ModuleList([one, two]))

@@ -1,4 +1,4 @@
-"""What a custom function's backward reads of classes and modules, it reads when it runs."""
+"""A custom function's backward reads attributes of classes and modules when it runs."""
 
 from __future__ import annotations
 

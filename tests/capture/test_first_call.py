@@ -125,7 +125,7 @@ class Hooking(nn.Module):
 @pytest.mark.parametrize("example", [False, True], ids=["call", "example inputs"])
 @pytest.mark.parametrize("make", [Building, Caching, Hooking])
 def test_random_numbers_of_a_first_call(make: Callable[[], nn.Module], example: bool) -> None:
-    """Those that fill what it builds, and all later ones: dropout."""
+    """The first call draws initial values and then dropout, as in eager mode."""
     model = make()
     plain = copy.deepcopy(model)
     split = autosplit.split(model, torch.ones(2, 4)) if example else autosplit.split(model)

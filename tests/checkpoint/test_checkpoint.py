@@ -59,7 +59,7 @@ def plain(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """What the trainer does in a step, microbatch after microbatch."""
+    """Run a step as the trainer does, microbatch after microbatch."""
     inputs, targets = checkpoint_workers.batch(step)
     for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
         (torch.nn.functional.cross_entropy(model(x), y) / 2).backward()

@@ -82,8 +82,8 @@ def small() -> PipelineTrainer:
 def test_whenever_a_save_is_killed_or_fails(
     there: bool, killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old or new, whole, for every reader; and the next save removes what was left. A save may fail
-    also where the new one is there already, and only removing the old one fails.
+    """Readers see the old checkpoint or the new one, whole; the next save removes leftovers. A save
+    may also fail when the new one is complete, while it removes the old one.
     """
     outcomes = []
     for count in itertools.count():

@@ -74,7 +74,7 @@ def test_damaged_checkpoints_are_refused_or_load_right(write: forms.Write, tmp_p
                 file.unlink(missing_ok=True)
                 if content is not None:
                     file.write_bytes(content)
-            if changed:  # what is refused leaves all as it was
+            if changed:  # a refused load changes nothing
                 load_checkpoint(engine, tmp_path / "other", scheduler=scheduler)
                 changed.clear()
             checked = write in CHECKED

@@ -57,7 +57,7 @@ def test_a_resumed_run_is_bit_for_bit_the_same_on_as_many_ranks() -> None:
     """Dropout in autosplit's own stages, and a scheduler; and it goes on on one rank."""
     folder, rank = common_folder(), dist.get_rank()
     with trainer(dropping(0), 2, stage_factory=None) as engine:
-        torch.manual_seed(10 + rank)  # where the model was made, the ranks drew alike
+        torch.manual_seed(10 + rank)  # ranks had one seed while they built the model
         scheduler = by_group(engine.optimizer)
         steps(engine, scheduler, 0, 2)
         save_checkpoint(engine, folder, scheduler=scheduler, step=2)

@@ -475,7 +475,7 @@ def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:
 
 
 def test_check(tmp_path: pathlib.Path) -> None:
-    """What ends, by name and from a file of torch's; and what does not."""
+    """Schedules are checked by name and from a file of torch's; some end, some hang."""
     file = tmp_path / "check.json"
     result = run(f"check zb-v --mesh pp=2,dp_shard=2 --microbatches 4 --json {file}")
     assert json.loads(file.read_text())["ends"]

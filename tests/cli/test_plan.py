@@ -28,7 +28,7 @@ def costs_of(size: int) -> ModelCosts:
 
 
 def named(found: list[Configuration], name: str) -> list[Configuration]:
-    """Those of a schedule."""
+    """The configurations of one schedule."""
     return [item for item in found if item.request.name == name]
 
 

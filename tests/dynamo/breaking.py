@@ -59,7 +59,7 @@ class SideEffects(TwoLayers):
 
 
 class DisabledMiddle(TwoLayers):
-    """What lies in the middle runs as ordinary Python, parameters and all."""
+    """The layer in the middle runs as ordinary Python, with its parameters."""
 
     def __init__(self) -> None:
         super().__init__()

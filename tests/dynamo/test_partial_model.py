@@ -111,7 +111,7 @@ def test_changes_of_mode_recompile() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_in_the_backward(reentrant: bool) -> None:
-    """Where Dynamo leaves the whole call alone, nothing is pending."""
+    """Nothing is pending if Dynamo skips the whole call."""
 
     class Checkpointed(TwoLayers):
         def inner(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is said of models in parts: reports, refusals, and that little can wait."""
+"""Models split in parts: reports, refusals, and the warning that little can wait."""
 
 from __future__ import annotations
 

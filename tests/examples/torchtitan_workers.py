@@ -1,4 +1,4 @@
-"""What two ranks do in test_torchtitan_stages.py."""
+"""Functions that test_torchtitan_stages.py runs on two ranks."""
 
 from __future__ import annotations
 

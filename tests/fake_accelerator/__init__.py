@@ -72,7 +72,7 @@ def _loaded(path: Path) -> Any:
 
 
 def _device_module(native: Any) -> ModuleType:
-    """What ``torch.cuda`` is for CUDA, as far as ``torch.get_device_module`` is asked for it."""
+    """The device module, as ``torch.cuda`` is for CUDA, with the functions that are used."""
     generators = [native.default_generator(at) for at in range(native.device_count())]
 
     def index(device: Any = NAME) -> int:

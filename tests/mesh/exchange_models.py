@@ -82,7 +82,7 @@ class Mixture(nn.Module):
             self.experts.over(mesh)
 
     def apart(self, tokens: Tensor) -> Tensor:
-        """What all experts make of this rank's tokens."""
+        """Return the outputs of all experts for this rank's tokens."""
         if self.mesh is None:
             return cast("Tensor", self.experts(tokens))
         if self.exchange is None:  # DTensors exchange them
@@ -125,7 +125,7 @@ class Dropless(nn.Module):
 
 @torch.library.custom_op("autosplit_tests::sent", mutates_args=())
 def sent(x: Tensor, places: int, name: str) -> Tensor:
-    """What the rank so many places before has, by messages, which no graph holds."""
+    """Receive the tensor of the rank ``places`` before, by messages outside any graph."""
     group = _resolve_process_group(name)
     ranks, local = dist.get_process_group_ranks(group), dist.get_rank(group)
     came = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""What collectives and devices take: measured and estimated."""
+"""Times of collectives and rates of devices, measured and estimated."""
 
 from __future__ import annotations
 

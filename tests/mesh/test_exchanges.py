@@ -41,7 +41,9 @@ def assert_as_eager(mesh: DeviceMesh, ways: str, along: str, shards: str, **opti
     (losses,), gradients, _ = of_shares(model, [local], nn.functional.mse_loss)
     for name, gradient in gradients.items():
         for dimension in dimensions:
-            if dimension != along or ".experts." not in name:  # whose are of all tokens already
+            if (
+                dimension != along or ".experts." not in name
+            ):  # an expert has the sum over all tokens
                 dist.all_reduce(gradient, group=mesh.get_group(dimension))
             gradient /= mesh[dimension].size()
     expected = losses, gradients, norm_of(gradients.values())

@@ -54,7 +54,7 @@ MESH = {"dp_shard": 2, "tp": 2}
 
 
 def sharded(mesh: DeviceMesh, build: Build, **options: Any) -> Build:
-    """A group for each block, and one for what is left."""
+    """Shard each block as a group, and the remaining parameters as another."""
 
     def stage(index: int) -> nn.Module:
         module = build(index)
@@ -238,7 +238,7 @@ def eight_ranks(folder: Path) -> None:
 
 
 def test_a_killed_rank_ends_all(on_ranks: Ranks, tmp_path: Path) -> None:
-    """Those of its pipeline, of its parts of tensors and of its shards."""
+    """Ranks of its pipeline, of its tensor shards and of its FSDP shards all end."""
     with pytest.raises(PipelineError, match="rank 5"):
         on_ranks(eight_ranks, 8, (tmp_path,), timeout=200)
     how = ("rank 5 was killed by SIGKILL", "rank 5 ended without a word")  # once it is reaped

@@ -210,8 +210,8 @@ def fail() -> None:
 
 
 def failing() -> str:
-    """What is heard of a rank that fails. Torch knows meshes of the same ranks as one, so that its
-    groups, whose waits have ended, are of no more use to these processes.
+    """Return the error of a step in which a rank fails. Torch shares groups between meshes of the
+    same ranks, so these processes cannot use theirs any more.
     """
     mesh = new_mesh()
 

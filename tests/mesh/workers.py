@@ -1,4 +1,4 @@
-"""What tests of meshes share: a small pipeline, what one process makes of it, checkpoints."""
+"""Helpers of the mesh tests: a small pipeline, its results in one process, checkpoints."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def trainer(
 def of_shares(
     model: nn.Module, shares: Iterable[tuple[Tensor, Tensor]], loss_fn: Any
 ) -> tuple[list[list[float]], dict[str, Tensor], float]:
-    """What eager mode makes of each share of a batch, microbatch by microbatch: the losses by
-    share, the means of the gradients, whole, and their norm.
+    """Train on each share of a batch in eager mode, microbatch by microbatch. Return the losses by
+    share, the mean gradients, whole, and their norm.
     """
     losses: list[list[float]] = []
     sums: dict[str, Tensor] = {}
@@ -165,7 +165,7 @@ def assert_skipped(made: PipelineTrainer, batch: tuple[Tensor, Tensor], *, bad: 
 
 
 def refusal(act: Callable[[], Any]) -> str:
-    """What is said to what cannot be."""
+    """Return the error's text, or ``"accepted"``."""
     try:
         act()
     except AutosplitError as error:

@@ -33,7 +33,7 @@ def split(module: nn.Module, *args: Tensor) -> SplitGraphs:
 
 
 def computed(joint: fx.GraphModule) -> list[Tensor]:
-    """What a joint graph returns for some inputs, always the same."""
+    """Run a joint graph on fixed random inputs; return its outputs."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     nodes = [node for node in joint.graph.nodes if node.op == "placeholder"]
     args = [torch.randn(node.meta["val"].shape, generator=generator) for node in nodes]

@@ -37,7 +37,7 @@ class Sized:
         return self._sized(self.graph.call_function(aten.cat.default, (list(operands),)), size)
 
     def costly(self, size: int, *operands: fx.Node) -> fx.Node:
-        """What is neither done twice nor pulled out of W."""
+        """Add an operator that is neither recomputed nor moved out of W."""
         node = self.graph.call_function(aten.meshgrid.default, (list(operands),))
         return self._sized(node, size)
 

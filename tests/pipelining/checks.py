@@ -1,4 +1,4 @@
-"""What forwards may assert, in a file in which pytest leaves assertions as they are."""
+"""Assertions inside forwards, in a file whose assertions pytest does not rewrite."""
 
 from __future__ import annotations
 

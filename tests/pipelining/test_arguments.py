@@ -1,4 +1,4 @@
-"""What torch's PipelineStage takes, ours takes: each argument, and process groups for dry runs."""
+"""Our stage accepts the arguments of torch's PipelineStage, and groups for dry runs."""
 
 from __future__ import annotations
 

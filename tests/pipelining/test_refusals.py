@@ -31,7 +31,7 @@ Refusals = list[dict[str, tuple[str, str]]]
 
 
 class Case(NamedTuple):
-    """What cannot be, and the class and the text of its error, on one rank or on both."""
+    """A refused call, and the text of its error, on one rank or on both."""
 
     run: Callable[[], Any]
     said: str
@@ -85,7 +85,7 @@ def no_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def of_first(program: Program) -> tuple[Any, ...]:
-    """What ``step`` takes on this rank."""
+    """The arguments of ``step`` on this rank."""
     return tuple(program.args) if 0 in program.mine else ()
 
 
@@ -144,7 +144,7 @@ def beside_torchs(torchs: int, count: int, **more: Any) -> None:
 
 
 def with_graph_breaks() -> list[str]:
-    """What the error about graph breaks advises."""
+    """The advice of the error about graph breaks."""
 
     def make(part: nn.Module, at: int, count: int, device: torch.device) -> PipelineStage:
         module = autosplit.split(part)
@@ -158,7 +158,7 @@ def with_graph_breaks() -> list[str]:
 
 
 def with_pairs() -> list[str]:
-    """What the error about complex numbers advises."""
+    """The advice of the error about complex numbers."""
     program = trained(
         around(lambda inner, x: torch.view_as_real(torch.fft.rfft(inner(x)))),
         around(lambda inner, x: inner(torch.fft.irfft(torch.view_as_complex(x)))),

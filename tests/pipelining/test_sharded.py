@@ -80,8 +80,8 @@ class Replicated(Program):
             sharded(self.parts[at], mesh=self.replicas, **options)
 
     def beside(self, run: str = "step") -> list[str]:
-        """A step here, and of both shares in one process: which outputs differ, what was left
-        gathered, and reductions that are too many.
+        """Run a step here, and of both shares in one process. Return outputs that differ, groups
+        that are still gathered, and surplus reductions.
         """
         with reductions() as seen:
             shares = [(torch.randn(8, 5), torch.randn(8, 5)) for _ in range(2)]

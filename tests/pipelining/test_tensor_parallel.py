@@ -101,7 +101,7 @@ def assert_alike(both: Both) -> None:
     mine, torchs = map(gradients, both)
     for one, other in zip(mine, torchs, strict=True):
         assert (one.placements, one.stride()) == (other.placements, other.stride())
-        # What a step adds is summed first.
+        # Our step sums its microbatches first.
         torch.testing.assert_close(one.to_local(), other.to_local())
 
 

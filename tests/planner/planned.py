@@ -76,7 +76,7 @@ def tried(
     links: Transfer | None = None,
     optimizer_state: float = 2.0,
 ) -> Tried:
-    """What the simulator and the memory of the schedule say of one way to cut."""
+    """Simulate one way to cut: its step time and its memory."""
     pieces = [costs.blocks[first:last] for first, last in ranges(costs, firsts)]
     times = stage_times(costs, firsts)
     saved = [sum(block.saved for block in piece) for piece in pieces]

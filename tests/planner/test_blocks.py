@@ -1,4 +1,4 @@
-"""Where models can be cut, what lies between, and what is refused."""
+"""Places where models can be cut, the blocks between them, and refusals."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_without_values_there_is_no_first_call() -> None:
 
 
 def permuted() -> nn.Module:
-    """What crosses lies in another order, in which the dropout behind it draws."""
+    """The value at the cut is transposed, and dropout draws in the order of its strides."""
     return Made(
         lambda m, x: m.last(nn.functional.dropout(m.first(x).transpose(1, 2), 0.5)),
         first=nn.Linear(8, 8),

@@ -43,7 +43,7 @@ def test_a_plan_says_what_it_holds(plan: Plan) -> None:
 
 
 def test_a_limit_of_memory_is_kept_by_cuts_or_left_to_the_trainer() -> None:
-    """What no cuts keep, the plan's trainer does."""
+    """If no cuts keep the limit, the plan's trainer keeps it."""
     model = net()
 
     def planned(limit: int | str | None) -> Plan:

@@ -57,7 +57,7 @@ def test_a_cap_is_kept_or_one_that_can_be_is_named(data: st.DataObject) -> None:
     try:
         result = solved(costs, stages, microbatches, name, memory=memory, **form)
     except CapError as error:
-        assert not within or name == "interleaved"  # where a rank holds several stages
+        assert not within or name == "interleaved"  # with several stages a rank
         least = error.least
         assert least >= min(max(item.peaks) for item in all_items) * (1 - 1e-9)
         memory["cap"] = least

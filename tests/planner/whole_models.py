@@ -70,7 +70,7 @@ def llama_of_three() -> Case:
 
 
 def llama_with_hidden_states() -> Case:
-    """What every layer puts out is put out by the model."""
+    """The model returns the outputs of all layers."""
     case = llama()
     return Case(case.model, (), {**case.kwargs, "output_hidden_states": True})
 
@@ -187,7 +187,7 @@ def loss_of(result: Any) -> Tensor:
 
 
 def run_modules(split: Partition, modules: Sequence[nn.Module], batch: Sequence[Tensor]) -> Any:
-    """What the last stage gives."""
+    """Run all stages; return the outputs of the last."""
     outputs: list[Any] = []
     for sources, module in zip(split.wiring.inputs, modules, strict=True):
         outputs.append(module(*(_take(s, batch, outputs) for s in sources)))

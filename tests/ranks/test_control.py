@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives as it was, in the call that it is of."""
+"""Control messages arrive unchanged, in the call that they belong to."""
 
 from __future__ import annotations
 

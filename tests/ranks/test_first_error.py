@@ -175,7 +175,7 @@ def second(at: int, how: str) -> Callable[[int], nn.Module]:
     return lambda index: Trip(at, ENDS[how]) if index == 1 else block(index)
 
 
-# What is done; the rank that fails, or None where every rank sees the fault itself; the first line.
+# The call; the rank that fails, or None if every rank sees the fault itself; the first line.
 SCENARIOS: dict[str, Scenario] = {
     "forward": (step(model=second(2, "raise")), 1, "rank 1 failed in 1F2: ValueError: bad weather"),
     "memory": (step(model=second(1, "exhaust")), 1, "rank 1 failed in 1F1: RuntimeError: "),
@@ -310,7 +310,7 @@ ALIKE = [name for name, (_, _, text) in SCENARIOS.items() if text]
 
 
 def after_a_failure() -> dict[str, Any]:
-    """What a failed step leaves: optimizers untouched, a trainer that says it has ended."""
+    """A failed step leaves optimizers untouched; its trainer refuses the next step."""
     engine = trainer(second(2, "raise"))
     earlier = copy.deepcopy(engine.state_dict())
     for attempt in range(2):
@@ -325,7 +325,7 @@ def after_a_failure() -> dict[str, Any]:
 
 
 def other_values() -> dict[str, list[str]]:
-    """What is said of batches of other values, by what of them differs; training goes on."""
+    """Return the errors for batches whose values differ between ranks; training goes on."""
     inputs, targets = data(8)
     rank = dist.get_rank()
     batches = {
@@ -439,7 +439,7 @@ def _faults() -> FaultStore:
 
 
 class _DeadStore:
-    """What a store does once the process that served it is gone."""
+    """A store whose server process has ended."""
 
     def check(self, keys: list[str], /) -> bool:
         raise RuntimeError("connection refused")

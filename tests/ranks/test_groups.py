@@ -1,4 +1,4 @@
-"""What NCCL needs that Gloo does not, without a GPU: by stand-ins for torch's calls."""
+"""Calls that NCCL needs and Gloo does not, tested with stand-ins for torch's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_groups_are_aborted_all_at_once() -> None:
 
 
 def test_what_hangs_on_groups_of_others_is_aborted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those of a mesh, whose collectives graphs of tensor-parallel stages run."""
+    """For example groups of a mesh, in which tensor-parallel stages run collectives."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     groups, lent = Groups(1, CUDA, 30.0), mock.Mock()

@@ -109,7 +109,7 @@ def test_timeout_names_the_ranks_that_are_not_done(
 def parent(folder: Path, servers: Servers) -> None:
     """Launch ranks that do not end by themselves."""
     servers.join()
-    # What runs in the background of a shell ignores it, and ranks' server may block it as ranks do.
+    # Background jobs of a shell ignore it, and the server of ranks may block it as ranks do.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     vars(launching)["get_context"] = lambda method: rank_processes()

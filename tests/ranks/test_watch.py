@@ -1,4 +1,4 @@
-"""What a rank learns of others that cannot say it themselves, in one process."""
+"""A rank learns the fate of others that cannot report it, in one process."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_death_is_posted_at_once_and_ends_waits(
 def test_a_rank_that_was_gone_before_anybody_met_it(
     ranks: Ranks, child: subprocess.Popen[bytes]
 ) -> None:
-    """Where its parent has asked how it ended, there is nothing left to wait for."""
+    """A process that its parent has reaped counts as ended at once."""
     ranks.pretend(Process.of(child.pid))
     child.kill()
     child.wait()

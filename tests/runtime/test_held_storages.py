@@ -1,4 +1,4 @@
-"""What a microbatch holds, taken out of its stage for a while and put back."""
+"""Storages of a microbatch leave their stage and return."""
 
 from __future__ import annotations
 

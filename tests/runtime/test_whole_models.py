@@ -17,7 +17,7 @@ MAKING = {"mm", "bmm", "embedding_dense_backward", "convolution_backward"}
 # Operators that make a weight's gradient: one for each matrix, convolution and table of embeddings.
 PRODUCTS = {"llama": 9, "mamba": 7}
 
-# What transformers' own code makes torch say.
+# Warnings that transformers' own code causes.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 
 

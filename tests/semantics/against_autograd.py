@@ -64,8 +64,7 @@ def assert_alike(
     pending: Sequence[int] | int | None = None,
     **options: Any,
 ) -> Any:
-    """What each of ``drives`` gives, and the gradients and buffers that it leaves, are the same of
-    the split module and of a plain twin.
+    """Assert that results, gradients and buffers of each of ``drives`` equal those of a plain twin.
 
     Args:
         drives: each called with what is called, split or plain, and the model that is in it.

@@ -1,4 +1,4 @@
-"""What a backward writes: as plain autograd leaves it, where that runs it; stages refuse it."""
+"""Writes of a backward: as in plain autograd where autograd runs it; stages refuse them."""
 
 from __future__ import annotations
 

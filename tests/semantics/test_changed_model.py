@@ -225,7 +225,7 @@ class WithClassTensors(Scales):
 
 
 def test_tensors_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written into one, or put in its place, the next call knows."""
+    """The next call sees values written into such a tensor, and its replacement."""
     monkeypatch.setattr(Scales, "scale", torch.full((4,), 2.0))
     monkeypatch.setattr(WithClassTensors, "shift", torch.ones(4))
     batch = leaves(3, 4)

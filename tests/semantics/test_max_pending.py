@@ -1,4 +1,4 @@
-"""What waits for W: how much of it, and what it holds."""
+"""Microbatches that wait for W: their number and their memory."""
 
 from __future__ import annotations
 

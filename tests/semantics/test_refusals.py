@@ -1,4 +1,4 @@
-"""What a split module refuses, and what it does beyond one plain ``backward()``."""
+"""Refusals of a split module, and backwards other than one plain ``backward()``."""
 
 from __future__ import annotations
 

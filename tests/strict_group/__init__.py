@@ -35,7 +35,7 @@ class Settings:
 
     @classmethod
     def of(cls, text: str) -> Settings | None:
-        """What a text says; None for Gloo.
+        """Parse a text of settings; None for Gloo.
 
         Raises:
             ValueError: it cannot be read.
@@ -63,7 +63,7 @@ class Settings:
 
 
 def chosen() -> Settings | None:
-    """What this process's environment says; None for Gloo."""
+    """The settings in this process's environment; None for Gloo."""
     return Settings.of(os.environ.get(VARIABLE, "gloo"))
 
 

@@ -1,4 +1,4 @@
-"""What torch.distributed sees of it: a process group, its works, and how both are put in place.
+"""The process group and its works, as torch.distributed sees them, and their installation.
 
 The data go over Gloo, one group of its own for each communicator, so that sums have Gloo's bits.
 
@@ -34,7 +34,7 @@ _links: dict[str, Link] = {}  # that of this process's default group
 
 
 class StrictWork(dist.Work):
-    """What one or several coalesced operations are to whoever started them."""
+    """The handle of one operation or of several coalesced ones."""
 
     def __init__(self, link: Link, operations: Sequence[Call], timeout: float) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class StrictWork(dist.Work):
         return next((e.pending.error for e in self._operations if e.pending.error), None)
 
     def result(self) -> list[Tensor]:
-        """What was filled."""
+        """The output tensors of the operations."""
         return [tensor for operation in self._operations for tensor in operation.tensors]
 
     def get_future(self) -> Future[Any]:
@@ -278,7 +278,7 @@ class StrictGroup(dist.ProcessGroup):
         return self._store
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What is asked of a backend, of which torch would know that it has coalescing."""
+        """A stand-in for the backend, with the attributes that torch reads."""
         options = SimpleNamespace(_timeout=self._timeout, backend=NAME)
         return SimpleNamespace(options=options, supports_coalescing=True, supports_splitting=False)
 
@@ -409,7 +409,7 @@ def over(text: str) -> Iterator[None]:
 
 
 def _place() -> tuple[Any, int, int]:
-    """What the next default process group is made of; the one that there is ends."""
+    """End the default process group; return store, rank and size for the next."""
     world = dist.group.WORLD
     assert world is not None
     rank, size, store = world.rank(), world.size(), world.get_group_store()

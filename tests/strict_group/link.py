@@ -22,7 +22,7 @@ from .rules import group_of
 _ROOT = Path(__file__).parents[2]
 _LOOK_EVERY = 0.05  # seconds, while waiting, at what other threads do
 _KEY = "strict referee"
-_NAME = "strict"  # what the names of the threads here begin with
+_NAME = "strict"  # prefix of the names of the threads here
 
 
 class StrictError(RuntimeError):
@@ -97,7 +97,7 @@ class Referee:
 
 
 class Link:
-    """What one rank tells the referee and hears of it.
+    """The connection of one rank to the referee.
 
     Args:
         store: of the default process group.

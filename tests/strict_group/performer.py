@@ -63,7 +63,7 @@ def _sum(under: dist.ProcessGroup, _: Any) -> dist.Work:
 
 
 def perform_all(programs: Mapping[Any, tuple[Program, Communicators]], text: str) -> dict[Any, str]:
-    """What is said of some programs, each in a process group of its own."""
+    """Perform programs, each in a new process group; return their verdicts."""
     results = {}
     for name, inputs in programs.items():
         with over(text):

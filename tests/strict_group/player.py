@@ -24,7 +24,7 @@ Communicators = Mapping[str, tuple[Sequence[int], bool]]
 
 
 class Verdict(NamedTuple):
-    """What becomes of a program.
+    """Whether a program ends.
 
     Attributes:
         ends: whether all hosts come to their ends, and all operations.
@@ -77,7 +77,7 @@ class _Host:
 
     @property
     def waits_for(self) -> tuple[Awaited, ...]:
-        """What it waits for, if anything."""
+        """The operation that it waits for, if any."""
         return (self.awaited,) if self.awaited is not None and not self.awaited.over else ()
 
 
@@ -102,8 +102,8 @@ class Player:
         self._met: list[Operation] = []
 
     def moves(self) -> list[_Host | Operation]:
-        """What can happen next: a host's next step, or the end of an operation that has met its
-        partners, on one rank.
+        """The possible next moves: a host's next step, or the end on one rank of an operation that
+        has met its partners.
         """
         return [*(host for host in self._hosts if host.runs), *self._met]
 
@@ -123,7 +123,7 @@ class Player:
         return all(host.is_done for host in self._hosts) and not any(queues)
 
     def stuck(self) -> Stuck:
-        """What never moves again, whatever comes first."""
+        """The hosts and operations that never move again, in any order of moves."""
         return self._rules.stuck(
             {host.rank: None if host.runs else host.waits_for for host in self._hosts}
         )

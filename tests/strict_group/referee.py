@@ -68,7 +68,7 @@ class _Rank:
 
     @property
     def awaited(self) -> list[Awaited] | None:
-        """What its threads wait for; None where one of them may do something."""
+        """Operations that its threads wait for; None if some thread may act."""
         if self.left:
             return []
         results = [*self.threads.values()]

@@ -34,7 +34,7 @@ def group_of(communicator: str) -> str:
 
 
 class Operation:
-    """What one rank gave to one communicator.
+    """An operation that one rank enqueued on one communicator.
 
     Attributes:
         rank: whose it is.
@@ -79,8 +79,8 @@ class Operation:
 
     @property
     def channel(self) -> tuple[str, int, int]:
-        """Where those that it may meet are, in one order: sends and receives of a pair by
-        direction, or the collectives of the members.
+        """The ordered queue of operations that it may meet: messages of a pair by direction, or
+        the collectives of the members.
         """
         if self.kind == SEND:
             return SEND, self.rank, self.peers[0]
@@ -173,7 +173,7 @@ class Rules:
         return self._launches[rank, "" if self._one_connection else communicator]
 
     def _launch(self, operation: Operation) -> list[tuple[Operation, ...]]:
-        """What can begin on the connection of an operation begins."""
+        """Begin the operations that can begin on the connection of ``operation``."""
         met = []
         entries = self._unlaunched(operation.rank, operation.communicator)
         while entries:
@@ -215,7 +215,7 @@ class Rules:
     # --- what never ends ----------------------------------------------------------------------
 
     def stuck(self, hosts: Mapping[int, Collection[Awaited] | None]) -> Stuck:
-        """What is not over and never will be, whatever happens.
+        """Return the hosts and operations that can never end.
 
         Args:
             hosts: by rank, what its threads wait for; None where one of them may do anything. One
@@ -362,7 +362,7 @@ class Stuck:
 
     @property
     def operations(self) -> list[Operation]:
-        """Those that stay in a queue."""
+        """Operations that stay in a queue."""
         return [
             item
             for queues in self._rules.queues.values()
@@ -373,7 +373,7 @@ class Stuck:
         ]
 
     def cycle(self) -> list[Node]:
-        """What waits for each other in a circle, or for a host that is at its end."""
+        """A cycle of waits, or a chain of waits for a host that is at its end."""
         start: list[Node] = [*self.hosts] or [*self.operations[:1]]
         if not start:
             return []
@@ -385,7 +385,7 @@ class Stuck:
         return path
 
     def _blocker(self, node: Node) -> Node | None:
-        """What one stuck thing waits for; None for a host at its end, which waits for nothing."""
+        """The node that a stuck one waits for; None for a host at its end."""
         if isinstance(node, int):
             return next(
                 (item for item in self._hosts.get(node) or () if not self.may_end(item)), None
@@ -445,7 +445,7 @@ def _marked(operation: Operation) -> str:
 def _pending(
     queue: Iterable[Sequence[Operation]], channel: tuple[str, int, int], kind: str
 ) -> list[Operation]:
-    """Those of one side of a channel that wait to meet; any collective is of one kind here."""
+    """Operations of one side of a channel that wait to meet; collectives count as one kind."""
     messages = kind in MESSAGES
     return [
         item

@@ -81,7 +81,7 @@ def _microbatches(mesh: DeviceMesh) -> int:
 
 
 def trained(mesh_text: str, schedule: str) -> list[Any]:
-    """What this rank holds after each of a few steps: losses, gradients, parameters."""
+    """This rank's losses, gradients and parameters after each of a few steps."""
     names = tuple(item.partition("=")[0] for item in mesh_text.split(","))
     mesh = init_device_mesh("cpu", MESHES[mesh_text], mesh_dim_names=names)
     ranks = mesh.shape[0]

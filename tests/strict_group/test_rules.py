@@ -120,7 +120,7 @@ def test_kernels_on_one_connection_hold_each_other_up() -> None:
 
 @pytest.mark.parametrize("one_connection", [False, True])
 def test_the_order_of_moves_decides_nothing_and_no_alarm_is_false(one_connection: bool) -> None:
-    """What is called stuck while others move, is there in the end."""
+    """An operation that is called stuck early is still stuck at the end."""
     result = set()
     for seed in range(120):
         program, communicators = case(seed)

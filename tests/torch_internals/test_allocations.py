@@ -24,7 +24,7 @@ def test_levels_are_true_to_the_byte_and_seen_inside_operators() -> None:
         del early
         allocations.mark()
         dropped = kibibytes(5)
-        del dropped, reference  # what was there before does not count
+        del dropped, reference  # older memory does not count
         allocations.mark()
     # A sort makes values and indices of 8 bytes, which the expression lets go of.
     with HostAllocations() as inside:

@@ -1,4 +1,4 @@
-"""What torch keeps of modules, optimizers, trees and DTensors."""
+"""Private state of torch for modules, optimizers, trees and DTensors."""
 
 from __future__ import annotations
 

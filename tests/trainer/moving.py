@@ -78,7 +78,7 @@ def recomputing(schedule: Schedule) -> Schedule:
 def _moves(
     row: tuple[Action, ...], away: Iterable[Away], kinds: tuple[ActionKind, ActionKind]
 ) -> list[tuple[int, Action]]:
-    """Places before which a move goes, one action ahead of whoever needs what is away."""
+    """Places of moves, each one action ahead of the action that needs the tensors."""
     results = []
     for first, second in away:
         for start, action in enumerate(row):

@@ -1,4 +1,4 @@
-"""Limits of memory as users reach them: what a refusal advises, and what is left behind one."""
+"""Memory limits as users reach them: the advice of refusals, and no leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer tells of its last step."""
+"""Metrics of a trainer's last step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What newcomers write: taken where it has one meaning, else told how it is written."""
+"""Calls that newcomers write: accepted if unambiguous, else refused with the right form."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_hooks_in_a_stage_are_called_as_advised() -> None:
 )
 @ranks(2)
 def test_calls_that_only_one_rank_makes(replicas: int, call: str, told: str) -> None:
-    """What each then tells the other is not taken for a part of its own call."""
+    """Neither rank mistakes the other's messages for part of its own call."""
     rank, stages = dist.get_rank(), 2 // replicas
     mesh = init_device_mesh("cpu", (stages, replicas), mesh_dim_names=("pp", "dp_replicate"))
     with trainer(model=[nn.Linear(8, 8)] * stages, ranks=None, mesh=mesh) as engine:

@@ -205,7 +205,7 @@ def test_a_limit_of_memory_changes_no_result() -> None:
     kept = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
     predicted = [*map(sum, zip(memory.predicted, memory.fixed, strict=True))]
     assert max(predicted) <= limit
-    # What transfers bring within an action counts beside the most of its own: a storage at most.
+    # An arrival within an action adds to the action's own peak: one storage at most.
     assert max(kept) <= limit + 32 * 3 * WIDTH * 4
 
 
@@ -281,7 +281,7 @@ def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert message in str(caught.value)
 
 
-STEPS, BAD = 5, 2  # of which one goes wrong
+STEPS, BAD = 5, 2  # the number of steps, and the one that fails
 
 
 def limited_steps(folder: Path, first: int, *, dying: bool = False) -> list[Tensor]:

@@ -55,7 +55,7 @@ def test_by_default_all_ranks_raise_and_no_weight_changes(call: str, norm: float
     if (call, norm, dist.get_rank()) != ("step_async", None, 0):
         assert "stage 1 (rank 1)" in str(caught.value)
         assert "the loss is inf for microbatch 1 (rank 1)" in str(caught.value)
-    # Such a rank does not know the losses, which the rank of the last stage has.
+    # That rank does not know the losses; only the rank of the last stage does.
     assert "finite for all microbatches" not in str(caught.value)
 
 

@@ -31,7 +31,7 @@ def named(grads: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def assert_gradients(engine: PipelineTrainer, model: nn.Module, times: int = 1) -> None:
-    """Those of the whole model, but for the order of sums."""
+    """Assert that gradients are those of the whole model, but for the order of sums."""
     for name, grad in named(engine.gradients()).items():
         torch.testing.assert_close(grad, times * model.get_parameter(name).grad)
 
@@ -316,7 +316,7 @@ def test_one_process_without_a_process_group() -> None:
 
 @pytest.mark.parametrize(("weights", "computes"), [("fill", False), ("2bp", True)])
 def test_whether_a_first_stage_has_an_input_half(weights: str, computes: bool) -> None:
-    """Where Ws fill waits nobody waits for its I, and W is all; 2BP places both by itself."""
+    """If Ws fill waits, the first stage runs W only; 2BP places I and W apart."""
     inputs, targets = workers.data(8)
     model = workers.whole(2)
     workers.single_process(model, inputs, targets, 4)

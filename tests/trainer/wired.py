@@ -49,7 +49,7 @@ class Wired:
 
 
 def forward(modules: Sequence[nn.Module], wiring: Wiring, batch: Sequence[Tensor]) -> Any:
-    """What the last stage puts out."""
+    """Run all stages; return the outputs of the last."""
     built: list[Sequence[Tensor]] = []
     for module, sources in zip(modules, wiring.inputs, strict=True):
         args = [

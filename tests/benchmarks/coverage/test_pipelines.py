@@ -1,4 +1,4 @@
-"""What ``benchmarks.coverage transformers --pipeline`` finds, on what ranks might have seen."""
+"""``benchmarks.coverage transformers --pipeline`` judges the results of ranks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from benchmarks.split.page import PAGE
 
 KIB = 1024
 
-# What transformers' own code makes torch say.
+# Warnings that transformers' own code causes.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 
 

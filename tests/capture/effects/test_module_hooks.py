@@ -1,4 +1,4 @@
-"""What is said of modules whose hooks no graph holds, and whether its advice works."""
+"""Module hooks that no graph contains are refused, with advice that works."""
 
 from __future__ import annotations
 

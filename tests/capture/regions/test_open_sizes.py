@@ -52,7 +52,7 @@ class Positions(Residual):
 
 
 class OfOneLength(Residual):
-    """What it computes with is for one length."""
+    """Its bias is for one length."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -68,7 +68,7 @@ class OfOneLength(Residual):
         (Attending, (5, 7, 2, 30), 2, [2]),
         (Positions, (5, 7, 6), 2, [2]),
         (Branching, (5, 7, 6, 8, 12, 14, 11, 15), 5, [2]),
-        # Where the first block found that its length cannot be open, it no longer is.
+        # The length is fixed once the first block has shown that it cannot be open.
         (OfOneLength, (5, 7, 9, 6), 3, [1, 1]),
         (Halving, (50, 70, 64, 33), 2, [1, 1]),
     ],

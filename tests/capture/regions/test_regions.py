@@ -76,7 +76,7 @@ class Listing(Stack):
 
 
 class InPlace(Stack):
-    """What a block returns is written into."""
+    """The model writes into the output of a block."""
 
     def forward(self, x: Tensor) -> Any:
         total = torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""What is captured under a default device is split as one graph, and made on that device."""
+"""A model captured under a default device is one graph, which creates tensors on it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.passes.graphs import joint_of
 from tests.semantics.against_autograd import assert_equals_autograd, one_by_one
 from tests.zoo import Made
 
-# What a backward may write over: values that the forward saved and that nobody else can reach.
+# A backward may overwrite values that the forward saved and that nobody else can reach.
 
 
 def between(finish: Callable[[Tensor], object]) -> nn.Module:

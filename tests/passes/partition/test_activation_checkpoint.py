@@ -53,7 +53,7 @@ def test_attention_is_recomputed_and_dropout_is_not() -> None:
 
 
 def test_checkpoints_do_not_chain() -> None:
-    """What leaves a region is saved, however cheap it is: else I would run all regions first."""
+    """Outputs of a region are saved, even cheap ones: else I would run all regions first."""
     x = torch.randn(2, 4, 16, requires_grad=True)
     joint = joint_of(Checkpointed(*[SwiGLU() for _ in range(3)]), x)
     for memory in ("fast", "balanced", "lean"):

@@ -35,7 +35,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.fixture(scope="module")
 def graphs(mesh: DeviceMesh) -> SplitGraphs:
-    """Those of a sequence-parallel model of three blocks."""
+    """The split graphs of a sequence-parallel model of three blocks."""
     return run(joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True)))
 
 

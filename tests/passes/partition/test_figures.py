@@ -1,4 +1,4 @@
-"""What is held, on small layers of the four families: counted bytes, nothing timed."""
+"""Bytes kept by small layers of the four families; nothing is timed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ MAKING = {"mm", "bmm", "addmm", "embedding_dense_backward", "convolution_backwar
 
 
 def bottom() -> nn.Module:
-    """What a language model begins with, down to the embeddings of tokens and of places."""
+    """The first layers of a language model: embeddings of tokens and of positions."""
     return Made(
         lambda m, tokens: m.layers(m.tokens(tokens) + m.places(m.at)),
         tokens=nn.Embedding(11, 8),

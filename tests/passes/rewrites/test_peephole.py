@@ -74,7 +74,7 @@ aten = torch.ops.aten
 @pytest.mark.parametrize(("steps", "left"), [(2, 0), (3, 1), (4, 0)])
 @pytest.mark.parametrize("returned", [False, True])
 def test_pairs_that_cancel(steps: int, left: int, returned: bool) -> None:
-    """What is returned stays a tensor of its own."""
+    """A returned value remains a separate tensor."""
     graph = fx.Graph()
     node = graph.placeholder("x")
     node.meta.update(val=torch.empty(2, 3, device="meta"), role=Role(Kind.INPUT, "x"))

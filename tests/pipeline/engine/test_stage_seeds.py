@@ -1,4 +1,4 @@
-"""What stages draw depends on the seed, the stage and the microbatch, and on nothing else."""
+"""Random numbers of stages depend on the seed, the stage and the microbatch only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels take for themselves, measured on tensors of their own."""
+"""Workspace of kernels, measured on tensors made for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves is not held meanwhile, and comes back."""
+"""Offloaded activations take no memory until they are reloaded."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_no_rank_holds_more_than_predicted_whatever_transfers_take(
     for step in result:
         for peak, predicted in zip(step.peak_activations, step.predicted, strict=True):
             assert predicted is not None
-            # What transfers bring within an action counts beside the most of its own, whenever
-            # either was there.
+            # An arrival within an action adds to the action's own peak, whenever either was
+            # resident.
             most = predicted + workers.LARGEST
             assert 0 < peak <= most, (step.peak_activations, step.predicted)

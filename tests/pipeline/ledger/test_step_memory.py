@@ -1,4 +1,4 @@
-"""What ranks hold in a step: measured by the allocator, predicted from graphs and schedule."""
+"""Memory of ranks in a step: measured by the allocator, predicted from graphs and schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCALARS = 64  # bytes: losses
         {"block": workers.Convolutions},
         {"schedule": workers.running_again()},
         {"schedule": workers.running_again(), "block": workers.Convolutions},
-        # What it takes to run F again is more than what F saves.
+        # Running F again needs more memory than F saves.
         {"schedule": workers.running_again(), "block": partial(nn.Linear, 32, 32)},
         {"grad_dtype": torch.float64},
         {"grad_dtype": torch.float64, "split_backward": False},
@@ -109,7 +109,7 @@ def test_steps_give_back_all_that_they_take() -> None:
             for _ in range(20):
                 allocations.mark()
                 engine.step(workers.batch())
-    # What is above is the losses of the last step, which ``metrics`` tells.
+    # The rest is the losses of the last step, which ``metrics`` returns.
     assert {stretch.end for stretch in allocations.stretches()} == {4 * workers.MICROBATCHES}
 
 

@@ -1,4 +1,4 @@
-"""What tests of recorded memory run on each rank."""
+"""Functions that tests of recorded memory run on each rank."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def recorded_step(**options: Any) -> Iterator[PipelineTrainer]:
             raise AssertionError("expected a prediction before anything was measured")
         engine.step(batch())
         engine.record = "memory"
-        gc.collect()  # of what was before: its end is not the step's
+        gc.collect()  # else old garbage is freed within the step
         gc.disable()
         try:
             engine.step(batch())
@@ -140,7 +140,7 @@ def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
         results = []
         for step in range(steps):
             engine.record = "memory" if step in (2, steps - 1) else False
-            if engine.record:  # what is garbage is not to depend on when it is collected
+            if engine.record:  # a collection must not fall into the step
                 gc.collect()
                 gc.disable()
             engine.step(batch())

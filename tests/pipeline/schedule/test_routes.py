@@ -1,4 +1,4 @@
-"""What travels between ranks, by wirings and by the order of sends."""
+"""Messages between ranks, by wiring and by the order of sends."""
 
 from __future__ import annotations
 

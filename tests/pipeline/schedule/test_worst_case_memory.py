@@ -1,4 +1,4 @@
-"""What a rank may hold at most is a bound for every timing of its transfers, and some attain it."""
+"""Worst-case memory bounds every timing of a rank's transfers, and some timing attains it."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _lane(kind: ActionKind) -> str:
 
 
 def _held(rank: Rank, moment: Moment) -> float:
-    """What is held: of a move all of it until it has left, and only once it has come."""
+    """Memory at a moment: a departure counts until it is over, an arrival from then on."""
     kept = 0.0
     for place, change in enumerate(rank.changes[: moment.place + 1]):
         move = rank.row[place].kind.is_move
@@ -179,7 +179,7 @@ def test_a_bound_for_every_timing_and_one_attains_it(row: list[Action]) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # What left beside F1 counts beside I1, too, which does not wait for it.
+        # The offload beside F1 counts beside I1, too, which does not wait for it.
         ("0F0 0OFFLOAD0 0F1 0I1 0F2", [5, 5, 10, 11, 8]),
         # It may be there still, or what waits for it in a lane may be: not both.
         ("0F0 0OFFLOAD0 0F1 1ACCEPT0 0I1", [5, 5, 10, 10, 11]),

@@ -91,7 +91,7 @@ def test_a_slow_link_to_a_stage_further_on_is_part_of_the_step() -> None:
 
 
 def test_a_full_backward_where_it_keeps_less() -> None:
-    """What I leaves is more than what it found: room for it only where W follows in one piece."""
+    """I keeps more than F saved, so the cap has room for I and W in one action only."""
     memory = [StageMemory(1.0, 1.5)] * 2
     costs = Costs([(3.0, 2.0, 1.0)] * 2, memory)
     result = search(costs, 4, cap=2.0)

@@ -23,9 +23,9 @@ def of_items(
     program: Mapping[int, Sequence[Any]],
     communicators: Mapping[str, tuple[tuple[int, ...], bool]],
 ) -> Programs:
-    """Those of tests/strict_group: per rank ``("op", communicator, kind, peers)``, ``("group",
-    communicator, [(kind, peers), ...])`` and ``("wait", communicator, index)``; of each
-    communicator its members, and whether it is there before anything is enqueued.
+    """Convert programs of tests/strict_group. Items of a rank are ``("op", communicator, kind,
+    peers)``, ``("group", communicator, [(kind, peers), ...])`` and ``("wait", communicator,
+    index)``; communicators have members, and whether they exist before the first operation.
     """
     return {rank: _rank(items, communicators) for rank, items in program.items()}
 
@@ -83,7 +83,7 @@ def items_of(programs: Programs) -> dict[int, list[Any]]:
 
 
 def on_mesh(programs: Programs, sizes: Mapping[str, int]) -> Programs:
-    """Those of every rank of a mesh, of those of one pipeline, which stand for all."""
+    """Copy the programs of one pipeline to every rank of a mesh."""
     places = list(itertools.product(*map(range, sizes.values())))
     count = len(programs)
 

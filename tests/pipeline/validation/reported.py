@@ -52,7 +52,7 @@ Rows = list[list[str]]
 
 
 def _listed(ranks: int, microbatches: int) -> tuple[Rows, list[int]]:
-    """What torch's runtime does under its interleaved 1F1B of two stages a rank."""
+    """The actions of torch's runtime under its interleaved 1F1B of two stages a rank."""
     result = get_schedule_ops(
         "Interleaved1F1B", ranks, num_microbatches=microbatches, with_comms=True,
         num_stages_per_rank=2,

@@ -1,4 +1,4 @@
-"""What ends under NCCL's rules, and why the rest does not."""
+"""Programs that end under NCCL's rules, and reasons why others hang."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Log(Recorder):
         return compute()
 
     def settle(self) -> None:
-        """What was waited for, in any order."""
+        """Log the awaited operations, sorted."""
         self.calls.append(("waits", sorted(self._waits)))
         self._waits.clear()
 

@@ -47,7 +47,7 @@ def test_channels_and_images() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
     inputs = [(torch.randn(shape).requires_grad_(),) for shape in shapes]
     split = assert_equals_autograd(model, inputs)
-    # Where height and width are alike, torch 2.11 has one symbol for both.
+    # torch 2.11 has one symbol for height and width if they are equal.
     assert len(split.functions) == (3 if TORCH < (2, 12) else 2)
 
 

@@ -32,7 +32,7 @@ class Sum(Layer):
 
 
 class Identity(Layer):
-    """What it computes depends on whether the inputs are one."""
+    """Computes something else if both inputs are one tensor."""
 
     def forward(self, a: Tensor, b: Tensor) -> Any:
         return 3 * self.layer(a) if a is b else self.layer(a) + 2 * self.layer(b)

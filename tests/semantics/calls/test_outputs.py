@@ -1,4 +1,4 @@
-"""What a forward returns."""
+"""Outputs of a forward: structures, views, inputs and values without gradients."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def attention(module: Any, x: Tensor) -> Tensor:
 
 
 def unread(module: Any, x: Tensor) -> Tensor:
-    """What nobody reads is drawn all the same: the mask comes after it."""
+    """Random numbers that nobody reads are drawn nevertheless, before the mask."""
     torch.rand(3)
     h = module.linear(x)
     F.dropout(h, 0.5)

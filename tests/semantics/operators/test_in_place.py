@@ -281,7 +281,7 @@ class Windows(nn.Linear):
 
 
 def test_sizes_that_vary() -> None:
-    """Where strides are symbols they cannot be checked; the graph runs as Dynamo made it."""
+    """Symbolic strides cannot be checked; the graph runs as Dynamo traced it."""
     batches = [(torch.randn(rows, 4),) for rows in (2, 3, 5)]
     # Weight gradients are added up in another order.
     split = assert_equals_autograd(Windows(4, 4), batches, compare=within(1e-6), face=PartialModel)

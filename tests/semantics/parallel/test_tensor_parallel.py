@@ -217,7 +217,7 @@ def compiled(mesh: DeviceMesh, name: str) -> bool:
 
 
 def read_before_weights(mesh: DeviceMesh) -> list[Any]:
-    """What the gradient of a sharded parameter says of itself while it is pending; norms."""
+    """Return properties of a pending gradient of a sharded parameter, and norms."""
     eager, model = _twins(mesh, "gathered")
     split, (batch, *_) = autosplit.split(model), _batches("gathered")
     results = []
