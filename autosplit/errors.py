@@ -100,7 +100,9 @@ class BackendError(SplitError):
 
 
 class DeferralWarning(UserWarning):
-    """Less than half of a module's weight gradients can be deferred to ``backward_weight()``."""
+    """Less than half of a module's weight gradients can be deferred to ``backward_weight()``, or
+    sums of the user's wait for it, too.
+    """
 
     @classmethod
     def issue(cls, name: str, share: float, because: str) -> bool:

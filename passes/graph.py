@@ -38,16 +38,21 @@ class Kind(enum.Enum):
     SAVED = "saved"  # passed from forward to the backward
     DEFERRED = "deferred"  # passed from backward_input to backward_weight
     ACCUMULATOR = "accumulator"  # sum of a parameter's gradients, written in place
+    WRITTEN = "written"  # state that the backward writes, at its value when I or W runs
     OUTPUT = "output"
     UPDATE = "update"  # new value of a mutated buffer or input
     INPUT_GRAD = "input_grad"
     PARAMETER_GRAD = "parameter_grad"
+    BACKWARD_SUM = "backward_sum"  # new value of written state that only W reads
+    BACKWARD_UPDATE = "backward_update"  # new value of other written state, which I writes
 
 
-STATE = frozenset({Kind.PARAMETER, Kind.BUFFER})
+STATE = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.WRITTEN})
 PRIMAL = STATE | {Kind.INPUT}
 FORWARD_OUTPUT = frozenset({Kind.OUTPUT, Kind.UPDATE})
 GRADIENT = frozenset({Kind.INPUT_GRAD, Kind.PARAMETER_GRAD})
+BACKWARD_WRITE = frozenset({Kind.BACKWARD_SUM, Kind.BACKWARD_UPDATE})
+WEIGHT_OUTPUT = frozenset({Kind.PARAMETER_GRAD, Kind.BACKWARD_SUM})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from .lowering.accumulate import accumulate_gradients
 from .lowering.forms import Changed, GraphForm, donate, propagate_strides
 from .lowering.join import join_microbatches
 from .lowering.missing_tangents import without_tangents
+from .lowering.state_writes import write_state
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.collectives import overlap_collectives
 from .partition.split_graphs import partition_forward_backward, split_backward
@@ -64,6 +65,7 @@ class When(enum.Enum):
 
     MISSING_GRADIENTS = "before I, W and B are compiled for outputs that have no gradient"
     JOINING = "before W is compiled for several microbatches in one call"
+    WRITING = "before I, W or B is compiled, if it returns the new value of state"
     ACCUMULATING = "before I, W or B is compiled in the form that adds into accumulators"
     COMPILED = "after a graph is compiled, on the graphs that read its results"
 
@@ -80,6 +82,7 @@ class GraphPass:
 GRAPH_PASSES: tuple[GraphPass, ...] = (
     GraphPass("without_tangents", When.MISSING_GRADIENTS, without_tangents),
     GraphPass("join", When.JOINING, join_microbatches),
+    GraphPass("write_in_place", When.WRITING, write_state),
     GraphPass("accumulate", When.ACCUMULATING, accumulate_gradients),
     GraphPass("propagate_strides", When.COMPILED, propagate_strides),
     GraphPass("donate", When.COMPILED, donate),

@@ -11,6 +11,7 @@ from torch import fx
 from .analysis.aliasing import is_view, storage_root
 from .analysis.operator_cost import recompute_cost
 from .analysis.operators import (
+    WRITE,
     is_accumulation,
     is_attention,
     is_check,
@@ -21,10 +22,12 @@ from .analysis.operators import (
 )
 from .errors import PassError
 from .graph import (
+    BACKWARD_WRITE,
     FORWARD_OUTPUT,
     GRADIENT,
     PRIMAL,
     STATE,
+    WEIGHT_OUTPUT,
     Kind,
     SplitGraphs,
     calls,
@@ -47,11 +50,11 @@ _MAY_ENTER = {
     "backward_weight": STATE | {Kind.DEFERRED},
 }
 _MAY_LEAVE = {
-    "joint": FORWARD_OUTPUT | GRADIENT,
+    "joint": FORWARD_OUTPUT | GRADIENT | BACKWARD_WRITE,
     "forward": FORWARD_OUTPUT | {Kind.SAVED},
-    "backward": GRADIENT,
-    "backward_input": GRADIENT | {Kind.DEFERRED},
-    "backward_weight": {Kind.PARAMETER_GRAD},
+    "backward": GRADIENT | BACKWARD_WRITE,
+    "backward_input": GRADIENT | BACKWARD_WRITE | {Kind.DEFERRED},
+    "backward_weight": WEIGHT_OUTPUT,
 }
 for _name in [name for name in _MAY_ENTER if name.startswith("backward")]:
     _MAY_ENTER[f"{_name}_accumulating"] = _MAY_ENTER[_name] | {Kind.ACCUMULATOR}
@@ -130,7 +133,7 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
             yield _at(name, node, f"{node.target} runs attention's forward in a backward")
         elif is_check(node):
             continue
-        elif is_effect(node) and not _only_adds(node):
+        elif is_effect(node) and not _only_adds(node) and not _writes_state(node):
             yield _at(name, node, f"{node.target} has a side effect in a backward")
 
 
@@ -176,6 +179,12 @@ def _only_adds(node: fx.Node) -> bool:
     return bool(into) and all(_is_accumulator(storage_root(accumulator)) for accumulator in into)
 
 
+def _writes_state(node: fx.Node) -> bool:
+    """Whether the node adds to, or replaces the value of, state that the backward writes."""
+    into = node.args[0] if node.target is WRITE or is_accumulation(node) else None
+    return isinstance(into, fx.Node) and into in inputs(node.graph, Kind.WRITTEN).values()
+
+
 def _is_accumulator(node: fx.Node) -> bool:
     return node.op == "placeholder" and role_of(node).kind is Kind.ACCUMULATOR
 
@@ -213,7 +222,7 @@ def _outputs_once(program: SplitGraphs) -> Iterator[str]:
     parts = [module for name, module in program.graphs().items() if name in halves]
     if not parts:
         return
-    kept = FORWARD_OUTPUT | GRADIENT
+    kept = FORWARD_OUTPUT | GRADIENT | BACKWARD_WRITE
     wanted = Counter(role for role, _ in outputs(program.joint.graph, *kept))
     actual = Counter(role for part in parts for role, _ in outputs(part.graph, *kept))
     for role in wanted | actual:
@@ -228,7 +237,7 @@ def _results_match_the_joint_graph(program: SplitGraphs) -> Iterator[str]:
         tensor = tensor_of(value) if isinstance(value, fx.Node) else None
         return tensor is not None and (tensor.dtype, *map(str, tensor.shape))
 
-    kinds = FORWARD_OUTPUT | GRADIENT
+    kinds = FORWARD_OUTPUT | GRADIENT | BACKWARD_WRITE
     traced = {role: form(value) for role, value in outputs(program.joint.graph, *kinds)}
     for name, module in program.graphs().items():
         for role, value in outputs(module.graph, *kinds):

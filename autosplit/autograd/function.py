@@ -253,7 +253,7 @@ def _queue_or_run_weights(
     if not all(map(_NEEDS_GRAD, parameter_leaves.parameters)):
         # Parameters were frozen since the forward: autograd drops their gradients.
         skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}
-    if skipped.issuperset(functions.parameter_names):
+    if skipped.issuperset(functions.parameter_names) and not functions.sums:
         return ()
     work = PendingWork(functions, deferred, state, skipped, early)
     sharded = anchor.sharded

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -24,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from autosplit.errors import SplitError
+from autosplit.errors import DeferralWarning, SplitError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
+from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import (
     any_referenced,
     at_end_of_backward,
@@ -177,6 +179,14 @@ class PendingBound:
         return microbatches
 
 
+def _sums_text(sums: Sequence[str]) -> str:
+    return (
+        f"the backward adds into {few(sums, 3)}: backward_weight() and optimizer steps make these "
+        "additions, as they compute weight gradients. Call backward_weight() before you read, "
+        "clear or reduce such a sum in another way"
+    )
+
+
 _GRAD = attrgetter("grad")
 _FEW = 64
 
@@ -207,7 +217,7 @@ class PendingQueue:
         self._computing = threading.RLock()
         self.thread: int | None = None
         self.microbatches: dict[Hashable, list[PendingWork]] = {}
-        self._has_step_hook = False
+        self._has_step_hook = self._has_warned = False
         # Whether anything refers to a sum that a lazy gradient has replaced in ``.grad``. That sum
         # must have its final value at the end of the backward.
         self._sum_is_referenced = False
@@ -280,6 +290,9 @@ class PendingQueue:
             blocking.compute()
         if not self._has_step_hook:
             self._register_step_hook()
+        if work.graph.sums and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_sums_text(work.graph.sums), DeferralWarning, stacklevel=2)
         if sum_is_referenced:  # it may be read at any time after the backward
             at_end_of_backward(self.compute)
         elif len(self.microbatches) > self.bound.limit:
@@ -364,7 +377,8 @@ class PendingQueue:
             queue = reference()
             if queue is not None and (queue.thread or queue.pending_count):
                 stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-                if not stepped.isdisjoint(map(id, queue.parameters())):
+                sums = any(work.graph.sums for work in queue.works())
+                if sums or not stepped.isdisjoint(map(id, queue.parameters())):
                     queue.compute()
 
         weakref.finalize(self, register_optimizer_step_pre_hook(compute).remove)
@@ -496,7 +510,7 @@ class PendingQueue:
         works = self.works()
         for work in works:
             work.drop(parameters)
-        self.remove([work for work in works if not work.parameters])
+        self.remove([work for work in works if not (work.parameters or work.graph.sums)])
 
     def remove(self, works: Collection[PendingWork]) -> None:
         """Remove work from the queue, without running it."""

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import VariableTracker
@@ -27,7 +27,8 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 from autosplit.capture.workarounds.dynamo import current_line
 from autosplit.errors import CaptureError, SplitError
 from autosplit.passes.analysis.operators import READ
-from autosplit.torch_internals.dynamo import source_name
+from autosplit.passes.graph import source_line
+from autosplit.torch_internals.dynamo import source_name, traced_value
 from autosplit.torch_internals.patches import patched
 
 _NUMBERS = {float: torch.float64, int: torch.int64}
@@ -134,6 +135,23 @@ class BackwardReads:
             return read
         self.read_numbers = True
         return read.call_method(tx, "item", [], {})
+
+
+def refuse_written(exported: fx.GraphModule) -> None:
+    """Refuse a backward that writes into a tensor of a class or a module, of which it has a copy.
+
+    Raises:
+        CaptureError: names the tensor and the line.
+    """
+    graphs = [module for module in exported.modules() if isinstance(module, fx.GraphModule)]
+    for node in (node for module in graphs for node in module.graph.nodes):
+        if node.target is _OPERATOR and traced_value(node)._version:
+            place = node.args[0].partition("].")[2]
+            raise CaptureError(
+                f"the backward of a custom autograd function writes into {place} (from "
+                f"{source_line(node)}), which is neither a buffer nor an attribute of a "
+                "parameter. Register it as a buffer of the module"
+            )
 
 
 def _constant(function: type, name: str, value: Any, *, is_global: bool) -> CaptureError:

@@ -17,9 +17,10 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
-from autosplit.capture.backward_reads import BackwardReads
+from autosplit.capture.backward_reads import BackwardReads, refuse_written
 from autosplit.capture.diagnosis import forward_of
 from autosplit.capture.guards import DYNAMO, ForwardScope, Guards, traced_call
+from autosplit.capture.parameter_attributes import register_attributes
 from autosplit.capture.side_effects import record_writes, refuse_drawn, setters
 from autosplit.capture.workarounds.custom_functions import (
     refuse_absent_gradients,
@@ -125,7 +126,9 @@ def _export(
         inline_compile_regions(exported)
         return_tensors_once(exported)
         refuse_absent_gradients(exported, output.traced_code)
+        refuse_written(exported)
     _find_class_tensors(module, exported)
+    register_attributes(module, exported)
     if TORCH < (2, 12):
         _find_builtins(exported)
     refuse_drawn(module, exported)

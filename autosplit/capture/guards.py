@@ -26,6 +26,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from autosplit.capture.diagnosis import forward_of
 from autosplit.capture.input_sizes import is_open
+from autosplit.capture.parameter_attributes import named_attributes
 from autosplit.capture.side_effects import Setter
 from autosplit.capture.workarounds.operators import AS_IN_EAGER
 from autosplit.errors import CaptureError
@@ -339,6 +340,7 @@ class Guards:
         if root is self.module:
             # State that the forward reads through a closure instead is a constant.
             input_ids |= {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+            input_ids |= {id(tensor) for _, tensor in named_attributes(self.module)}
         constants = []
         for name in names:
             code = compile(name, name, "eval")

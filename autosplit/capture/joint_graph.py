@@ -26,6 +26,7 @@ from autosplit.capture.export import export
 from autosplit.capture.guards import Guards, unobserved
 from autosplit.capture.input_sizes import InputSizes, is_open
 from autosplit.capture.module_paths import name_modules
+from autosplit.capture.parameter_attributes import attribute_names, named_attributes
 from autosplit.capture.region import expand, tracing_calls
 from autosplit.capture.region_session import RegionSession, SplitBlock, captures_blocks
 from autosplit.capture.roles import ModuleRoles, canonical_names, shardings, with_roles
@@ -293,7 +294,7 @@ def _around_regions(
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+    return [*module.named_parameters(), *module.named_buffers(), *named_attributes(module)]
 
 
 def _prepare(module: nn.Module, exported: fx.GraphModule) -> None:
@@ -317,7 +318,8 @@ def _traced(
     )
     traced = trace_joint(module, exported, example_inputs, decompositions)
     inputs = _input_names(*example_inputs)
-    roles = ModuleRoles(canonical_names(module), inputs, traced.names)
+    state = canonical_names(module) | attribute_names(exported)
+    roles = ModuleRoles(state, inputs, traced.names)
     sharding_by_role = {
         roles.role_of(desc): sharding for desc, sharding in traced.shardings.items()
     }

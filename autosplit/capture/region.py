@@ -28,7 +28,15 @@ from autosplit.capture.guards import BlockGuards
 from autosplit.capture.input_sizes import Within
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.graph import ORIGIN, STATE, inputs, outputs, placeholders, role_of
+from autosplit.passes.graph import (
+    ORIGIN,
+    STATE,
+    WEIGHT_OUTPUT,
+    inputs,
+    outputs,
+    placeholders,
+    role_of,
+)
 from autosplit.passes.subgraph import Subgraph, call_subgraph
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
@@ -152,8 +160,8 @@ class BlockRegion:
 
     @property
     def trained(self) -> bool:
-        """Whether a parameter gets a gradient."""
-        return bool(outputs(self.graphs.joint.graph, Kind.PARAMETER_GRAD))
+        """Whether W computes something."""
+        return bool(outputs(self.graphs.joint.graph, *WEIGHT_OUTPUT))
 
     def sums_differently(self, leaves: list[Any]) -> bool:
         """Whether the gradient of an input would be summed in another order than autograd's.
@@ -300,7 +308,8 @@ class _Expansion:
 
     Attributes:
         updates: role of a block's buffer -> node of its new value.
-        gradients: role of a block's parameter -> node of its gradient.
+        gradients: role of a block's parameter, or of state that its backward writes -> node of its
+            gradient or new value.
     """
 
     def __init__(self, graph: fx.Graph, names: Mapping[int, str]) -> None:
@@ -341,7 +350,8 @@ class _Expansion:
         self._call(node, call, "backward_input")
         if region.trained:
             self._call(node, call, "backward_weight")
-        for role, _ in outputs(region.graphs.joint.graph, Kind.PARAMETER_GRAD):
+        results = outputs(region.graphs.joint.graph, *WEIGHT_OUTPUT, Kind.BACKWARD_UPDATE)
+        for role, _ in results:
             self.gradients[self._model_role(call, role)] = nodes[role]
         self._replace_results(node, [nodes[role] for role in region.input_grads])
 

@@ -19,25 +19,16 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
+from autosplit.capture.backward_writes import forward_value, label_writes, refused_write
 from autosplit.capture.module_paths import frames
 from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.operators import writes_in_backward
-from autosplit.passes.graph import ORIGIN, STATE, Origin, inputs, placeholders, source_line
+from autosplit.passes.graph import ORIGIN, STATE, Origin, inputs, placeholders
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor
 
 _TAG = "partitioner_tag"
 _FORWARD = {"is_forward", "must_be_in_forward"}
-
-
-def _written_in_backward(name: str, value: fx.Node) -> CaptureError:
-    """The error for a backward that writes into a tensor, which split graphs do not support."""
-    return CaptureError(
-        f"the backward writes into {name!r} (from {source_line(value)}), which a backward graph "
-        "cannot do. Return the value as a gradient, write it in the training loop, or write it in "
-        "the forward if it is computed there. A model that is split without fullgraph=True "
-        "and not in stages runs such a function by ordinary autograd"
-    )
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -269,13 +260,11 @@ def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule
     gradient.
 
     Raises:
-        CaptureError: the backward writes into a tensor, a size depends on data, or an input or
-            output is not supported.
+        CaptureError: the backward writes into a tensor that is no buffer, a size depends on data,
+            or an input or output is not supported.
     """
     graph = module.graph
-    for node in filter(writes_in_backward, graph.nodes):
-        target, value = node.args[:2]
-        raise _written_in_backward(names.input(target.meta["desc"]).name, value)
+    writes = _take_writes(graph, names)
     drop_meshes(graph)
     seen: dict[Role, fx.Node] = {}
     for node in placeholders(graph):
@@ -294,9 +283,30 @@ def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule
         _make_sizes_static(role, node)
         _rename(node, role)
     _label_outputs(graph, names)
+    label_writes(graph, writes, {*filter(is_backward, graph.nodes)})
     note_origins(graph)
     module.recompile()
     return module
+
+
+def _take_writes(graph: fx.Graph, names: DescriptorRoles) -> list[tuple[Role, Any]]:
+    """Remove the writes of the backward from a joint graph; return their targets and values."""
+    writes = []
+    for node in [*filter(writes_in_backward, graph.nodes)]:
+        target, value = node.args[:2]
+        writes.append((names.input(target.meta["desc"]), value))
+        graph.erase_node(node)
+    output = graph.output_node()
+    values, backward = [*output.args[0]], {*filter(is_backward, graph.nodes)}  # type: ignore[misc]
+    has_backward = any(whole(n.meta["desc"]).is_tangent() for n in placeholders(graph))
+    for at, desc in enumerate(output.meta["desc"]):
+        if isinstance(whole(desc), d.InputMutationAOTOutput) and has_backward:
+            value = values[at]
+            if value in backward and (left := forward_value(value, backward)) is not None:
+                writes.append((names.input(whole(desc).mutated_input), value))
+                values[at] = left
+    output.args = (values,)
+    return writes
 
 
 def _rename(node: fx.Node, role: Role) -> None:
@@ -352,7 +362,7 @@ def _label_outputs(graph: fx.Graph, names: DescriptorRoles) -> None:
             continue
         role = names.output(desc)
         if role.kind is Kind.UPDATE and has_backward and is_backward(value):
-            raise _written_in_backward(role.name, value)
+            raise refused_write(role, value)
         if role.kind is Kind.UPDATE:
             _refuse_unshaped(role.name, graph)
         _make_sizes_static(role, value)

@@ -22,7 +22,7 @@ from autosplit.autograd.function import WeightAnchor
 from autosplit.autograd.lazy_gradient import GradientSlot
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd import UncachedLeaves
+from autosplit.torch_internals.autograd import UncachedLeaves, at_end_of_backward
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -79,6 +79,8 @@ class PendingOnParameters(PendingQueue):
         # Dynamo keeps the graph and this queue, which must not keep the parameters.
         work.state, work.leaves = weakref.WeakValueDictionary(work.state), None
         super().add(microbatch, work, moved=moved)
+        if not work.parameters:  # no gradient would lead to the sums that wait
+            at_end_of_backward(self.compute)
 
 
 class Deferral:

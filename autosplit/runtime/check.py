@@ -232,6 +232,7 @@ class CheckedFunctions(SplitFunctions):
             CheckError: names what differs, and by how much.
         """
         joint = self.graphs.joint.graph
+        state = {**state, **{name: state[name].clone() for name in self.written}}
         try:
             if self.capture.shardings or self._backend.gathering:
                 raise CheckError("parameters are sharded")
@@ -271,6 +272,10 @@ class CheckedFunctions(SplitFunctions):
     ) -> tuple[list[Any], dict[int, Tensor]]:
         """Results of plain autograd, and the random gradients of outputs by their places."""
         values = copy.deepcopy({**state})
+        for name in self.written:
+            owner, _, attribute = name.rpartition(".")
+            if isinstance(values.get(owner), Tensor):  # an attribute of a parameter
+                setattr(values[owner], attribute, values.pop(name))
         roots = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
         trained = self.dependence.inputs_given(self.output_names)
         pairs = zip(leaves, trained, strict=True)
@@ -281,6 +286,7 @@ class CheckedFunctions(SplitFunctions):
             args = [clones.get(id(leaf), leaf) for leaf in leaves]
             results = [*plain(values, args)]
         results += [args[self.capture.inputs.index(name)] for name in self.updated_inputs]
+        updates = [values[name].detach().clone() for name in self.updated_state]
         tangents = {at: torch.randn_like(results[at]) for _, at in self._tangents}
         differentiable = [results[at] for at in tangents]
         gradients: Iterator[Tensor | None] = iter(())
@@ -289,7 +295,6 @@ class CheckedFunctions(SplitFunctions):
                 torch.autograd.grad(differentiable, wanted, [*tangents.values()], allow_unused=True)
             )
         inner = [next(gradients, None) if is_trained else None for is_trained in trained]
-        updates = map(values.get, self.updated_state)
         return [*results, *updates, *inner, *gradients], tangents
 
     def _computed(

@@ -335,11 +335,13 @@ class GradientGraph:
         return self._source(dtype, self._adding_form if adds else "returns", count)
 
     def _source(self, dtype: torch.dtype | None, form: AddingForm, count: int) -> fx.GraphModule:
-        program = self._program
+        program, graphs = self._program, dict[str, Any]()
         if count > 1:
             joins = GraphForm(self._graph, count=count, rows=self._accumulation.joined_rows)
-            graphs: dict[str, Any] = self._run_passes(When.JOINING, joins, program)
+            graphs |= self._run_passes(When.JOINING, joins, program)
             program = dataclasses.replace(program, **graphs)
+        graphs |= self._run_passes(When.WRITING, GraphForm(self._graph), program)
+        program = dataclasses.replace(program, **graphs)
         if form == "returns":
             return program.graphs()[self._graph]
         is_first = form == "overwrites"

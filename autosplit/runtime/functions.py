@@ -24,10 +24,18 @@ from autosplit.passes.errors import UnknownSizeError
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, lender_roles, private
 from autosplit.passes.lowering.forms import GraphForm
+from autosplit.passes.lowering.state_writes import written
 from autosplit.passes.manager import When, run_graph_passes
 from autosplit.passes.subgraph import inline, inlined, inner_calls
 from autosplit.runtime.call_memory import CallMemory
-from autosplit.runtime.residuals import BoundaryLayout, Constants, Residuals, State, TensorSpec
+from autosplit.runtime.residuals import (
+    BoundaryLayout,
+    Constants,
+    Residuals,
+    State,
+    TensorSpec,
+    own_writes,
+)
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
 from .accumulation import ACCUMULATION, Accumulation
@@ -155,7 +163,7 @@ class SplitFunctions:
         backward = graphs.backward
         self.has_backward = backward is not None
         # Parameters and buffers that the backward reads.
-        self._read = [] if backward is None else [*inputs(backward.graph, *STATE)]
+        self._read = [] if backward is None else _state_of(backward)
         self._backward_roles = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
         self._backward_roles += self._read
         self._read_state = [role.name for role in self._read]
@@ -164,6 +172,7 @@ class SplitFunctions:
             self._constants_of([] if backward is None else [backward]),
             self._exposed,
             self._donated,
+            live=_live(self._read),
         )
 
     def _compile_forward(self) -> list[Role]:
@@ -269,6 +278,17 @@ class SplitFunctions:
         # Compute the cached graphs now, so that copies for other sizes share them.
         variant._input, variant._weight, variant._fused  # noqa: B018
         return variant
+
+    @cached_property
+    def sums(self) -> Sequence[str]:
+        """Names of the buffers, and attributes of parameters, to which W adds."""
+        weight = self._graphs.backward_weight
+        return [] if weight is None else [role.name for role in written(weight.graph)]
+
+    @property
+    def written(self) -> Sequence[str]:
+        """Names of the buffers, and attributes of parameters, that I or W writes."""
+        return [role.name for role in self._read if role.kind is Kind.WRITTEN]
 
     @property
     def specialized(self) -> Sequence[frozenset[str]]:
@@ -382,11 +402,12 @@ class SplitFunctions:
         graph = self._module("backward_input").graph
         deferred = outputs(graph, Kind.DEFERRED)
         private_roles = private(graph, Kind.DEFERRED, self._private_roles)
-        read = [*inputs(weight.graph, *STATE)]
+        read = _state_of(weight)
         roles = [*(role for role, _ in deferred), *read]
         names = tuple([role.name for role in roles])
         exposed = [at for at, (role, _) in enumerate(deferred) if role not in private_roles]
-        layout = BoundaryLayout(names, self._constants_of([weight]), exposed, before_weight=True)
+        constants = self._constants_of([weight])
+        layout = BoundaryLayout(names, constants, exposed, before_weight=True, live=_live(read))
         return DeferredLayout(roles, positions(read, self._read), layout)
 
     @cached_property
@@ -577,7 +598,8 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
+        with own_writes(deferred.live):
+            return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
 
     @property
     def most_joined(self) -> int:
@@ -625,8 +647,9 @@ class SplitFunctions:
         if self._defers_whole_backward:
             grads, deferred, _ = self.backward_input(saved, output_grads)
             return grads, self.backward_weight(deferred, gradients, dtype)
-        pool = self._backward_pool(saved.take_arguments(), output_grads)
-        return self._fused.run(pool, gradients, dtype)
+        with own_writes(saved.live):
+            pool = self._backward_pool(saved.take_arguments(), output_grads)
+            return self._fused.run(pool, gradients, dtype)
 
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
         """The arguments of I or B, in the only list that refers to them, so that the graph can free
@@ -662,6 +685,16 @@ class SplitFunctions:
                 f"got {grad.dtype} {list(grad.shape)}"
             )
         return spec.conform(grad)
+
+
+def _state_of(module: fx.GraphModule) -> list[Role]:
+    """The state that a backward graph reads or writes."""
+    return [*dict.fromkeys([*inputs(module.graph, *STATE), *written(module.graph)])]
+
+
+def _live(state: Sequence[Role]) -> frozenset[int]:
+    """Positions of the state that backward graphs write."""
+    return frozenset([at for at, role in enumerate(state) if role.kind is Kind.WRITTEN])
 
 
 def _parameters(module: fx.GraphModule | None) -> list[str]:

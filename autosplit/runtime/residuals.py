@@ -5,9 +5,10 @@ Their storages can be detached as bytes, to be offloaded, and attached again.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, methodcaller
@@ -231,6 +232,8 @@ class BoundaryLayout:
         exposed: positions of tensors that code outside of the graphs can write into.
         donated: positions of tensors that the next graph may overwrite.
         before_weight: whether the boundary is the one between I and W.
+        live: positions in the state of tensors that backwards write, with the value that they have
+            when the next graph runs.
     """
 
     names: tuple[str, ...]
@@ -238,6 +241,7 @@ class BoundaryLayout:
     exposed: Sequence[int] = ()
     donated: Sequence[int] = ()
     before_weight: bool = False
+    live: Collection[int] = ()
 
     def __post_init__(self) -> None:
         self.on_streams = has_accelerator()
@@ -246,8 +250,14 @@ class BoundaryLayout:
         """Names of everything that must not be written; the first ``tensors`` names are those of
         residual tensors.
         """
-        fixed = self.names[tensors:] + self.constants.names
+        fixed = self.protected(self.names[tensors:]) + self.constants.names
         return [*(self.names[at] for at in self.exposed), *fixed]
+
+    def protected(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The state, or values for each tensor of it, without what backwards write."""
+        if not self.live:
+            return state
+        return tuple([value for at, value in enumerate(state) if at not in self.live])
 
     @property
     def interval(self) -> str:
@@ -312,6 +322,7 @@ class Residuals:
         "_storages",
         "_stream",
         "_tensors",
+        "_written_by_users",
         "detached",
         "state",
     )
@@ -328,9 +339,11 @@ class Residuals:
         """
         self._layout, self._tensors, self.state = layout, tensors, state
         constants = layout.constants.tensors
-        self._protected = state + constants if constants else state
+        protected = layout.protected(state)
+        self._protected = protected + constants if constants else protected
         self._counts = versions(chain(map(tensors.__getitem__, layout.exposed), self._protected))
         self._identity = tuple(map(_POINTER, self._protected)), tuple(map(_DTYPE, self._protected))
+        self._written_by_users = users_writes(self.live) if layout.live else ()
         self._stream = stream_under(tensors) if layout.on_streams else None
         self.detached: list[DetachedStorage] = []
         self._storages: Mapping[StorageKey, PlacedStorage] | None = None
@@ -344,6 +357,11 @@ class Residuals:
     def fixed(self) -> tuple[Tensor, ...]:
         """State and constants that the next graph, or one after it, reads."""
         return (*self.state, *self._layout.constants.tensors)
+
+    @property
+    def live(self) -> tuple[Tensor, ...]:
+        """The state that the next graph, or one after it, writes."""
+        return tuple([self.state[at] for at in self._layout.live])
 
     def drop_tensors(self) -> None:
         """Drop the tensors: autograd keeps them, packed by the user's saved-tensor hooks."""
@@ -470,6 +488,8 @@ class Residuals:
             SplitError: something was written in place since the boundary, or the data of a
                 parameter, buffer or constant were replaced; names it.
         """
+        if self._layout.live and self._layout.before_weight:
+            self._check_sums()
         protected, (addresses, dtypes) = self._protected, self._identity
         exposed = map(self._tensors.__getitem__, self._layout.exposed)
         if versions(chain(exposed, protected)) != self._counts:
@@ -497,6 +517,17 @@ class Residuals:
             "writing, or write into a clone."
         )
 
+    def _check_sums(self) -> None:
+        """Raise ``SplitError`` if others have written into a tensor to which W adds."""
+        pairs = zip(self._written_by_users, users_writes(self.live), strict=True)
+        if not all(then == now for then, now in pairs):
+            names = self._layout.names[len(self._tensors) :]
+            sums = ", ".join(names[at] for at in self._layout.live)
+            raise SplitError(
+                "written in place between backward() and backward_weight(), which adds to it: one "
+                f"of {sums}. Call backward_weight() before you read, clear or write it"
+            )
+
     def _check_unmoved(self) -> None:
         """Raise ``SplitError`` if state or a constant has other data than at the boundary."""
         layout = self._layout
@@ -514,6 +545,23 @@ class Residuals:
                 f"moved, converted or replaced between {layout.interval}: {moved}. "
                 f"{layout.remedy} before that."
             )
+
+
+_OWN_WRITES = "_autosplit_writes"
+
+
+def users_writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """How often each tensor was written, without the writes of graphs."""
+    return tuple([tensor._version - vars(tensor).get(_OWN_WRITES, 0) for tensor in tensors])
+
+
+@contextlib.contextmanager
+def own_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Count writes into these tensors inside as those of graphs."""
+    versions_before = [tensor._version for tensor in tensors]
+    yield
+    for tensor, version in zip(tensors, versions_before, strict=True):
+        vars(tensor)[_OWN_WRITES] = vars(tensor).get(_OWN_WRITES, 0) + tensor._version - version
 
 
 def is_shared(value: Any) -> bool:

@@ -203,6 +203,11 @@ STATE = (
     GlobalState("torch.library.Library", _READS, "operators that read values at run time"),
     GlobalState(
         "torch.library.Library",
+        "autosplit/capture/backward_writes.py",
+        "the operator that reads state which a backward writes",
+    ),
+    GlobalState(
+        "torch.library.Library",
         "autosplit/capture/region.py",
         "operators that stand for blocks while their model is traced",
     ),
@@ -252,6 +257,16 @@ STATE = (
 )
 
 ON_OBJECTS = (
+    GlobalState(
+        "vars(tensor)[_OWN_WRITES]",
+        "autosplit/runtime/residuals.py",
+        "the number of writes by graphs into a tensor that a backward writes",
+    ),
+    GlobalState(
+        "setattr(traced, attribute, root._buffers[buffer])",
+        "autosplit/capture/parameter_attributes.py",
+        "attributes of a parameter, on the tensor that is traced in its place",
+    ),
     GlobalState(
         'vars(block)["forward"]',
         "autosplit/capture/region_session.py",

@@ -102,12 +102,22 @@ class StateReader:
     def read(self) -> dict[str, torch.Tensor]:
         if any(map(is_not, map(dict.get, self._tables, self._children), self._submodules)):
             self._index()  # a submodule was replaced
-        state = dict(zip(self._names, map(getitem, self._spaces, self._keys), strict=True))
+        state = _State(zip(self._names, map(getitem, self._spaces, self._keys), strict=True))
         for name in self._holding:
             state.update(_tensors_of(name, state[name]))
         if any(map(is_, state.values(), repeat(None))):
-            return {name: tensor for name, tensor in state.items() if tensor is not None}
+            return _State((name, tensor) for name, tensor in state.items() if tensor is not None)
         return state
+
+
+class _State(dict[str, Any]):
+    """Parameters and buffers by name, and attributes of parameters: a weight's main_grad."""
+
+    def __missing__(self, name: str) -> Any:
+        parameter, _, attribute = name.rpartition(".")
+        if parameter not in self:
+            raise KeyError(name)
+        return getattr(self[parameter], attribute)
 
 
 def _holds_tensors(tensor: torch.Tensor | None) -> bool:

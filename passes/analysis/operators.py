@@ -147,6 +147,14 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ======================  ==========================================================================
 """
 
+WRITE: Any = torch.ops.aten.copy_.default
+
+SUMS: Mapping[Any, Any] = {
+    getattr(getattr(torch.ops.aten, op._schema.name[6:-1]), op._overloadname): op
+    for op in OPERATORS["accumulates"]
+}
+"""Operator that returns the sum of its first argument and others -> the one that adds in place."""
+
 IN_PLACE: Mapping[Any, Any] = {
     op: _operator("_.".join(str(op).removeprefix("aten.").split(".")))
     for op in OPERATORS["overwrites"]

@@ -23,6 +23,7 @@ from torch import fx
 from ..analysis.aliasing import is_view
 from ..analysis.operators import EXCHANGE, OPERATORS, is_effect, is_random, overload
 from ..graph import (
+    BACKWARD_WRITE,
     SUBGRAPH,
     Role,
     SplitGraphs,
@@ -55,8 +56,11 @@ _SUMMED: Mapping[Any, tuple[int, ...]] = {
 def gains_by_joining(module: fx.GraphModule, rows: int) -> bool:
     """Whether microbatches may share a run of this graph, and some of its products would be joined.
 
-    A graph with effects, random numbers, or exchanges between ranks runs once a microbatch.
+    A graph with effects, random numbers, exchanges between ranks, or state that it writes runs once
+    a microbatch.
     """
+    if outputs(module.graph, *BACKWARD_WRITE):
+        return False
     nodes = [*inner_calls(module.graph)]
     products = (aten.mm.default, aten.bmm.default)
     is_small = any(node.target in products and sums_few_rows(node, rows) for node in nodes)

@@ -33,7 +33,9 @@ from ..analysis.operators import (
 from ..errors import PassError
 from ..graph import (
     FORWARD_OUTPUT,
+    WEIGHT_OUTPUT,
     Kind,
+    Role,
     ancestors,
     calls,
     descendants,
@@ -56,8 +58,9 @@ class Reachability:
             parameters, see ``parameter_chain``.
         recomputed: nodes of ``forward`` that the user wants recomputed and not saved.
         overwritten: what the forward overwrites when it is done.
-        input_grads: the gradients that I returns.
-        weight_grads: the gradients that W returns.
+        input_grads: the gradients and new values of state that I returns.
+        weight_grads: the gradients and new values of state that W returns.
+        late: nodes that W must run, because they read state that W writes.
     """
 
     forward: set[fx.Node]
@@ -67,6 +70,7 @@ class Reachability:
     overwritten: set[fx.Node]
     input_grads: list[fx.Node]
     weight_grads: list[fx.Node]
+    late: set[fx.Node]
 
     @classmethod
     def of(cls, graph: fx.Graph, *, defer_whole_backward: bool = False) -> Reachability:
@@ -80,7 +84,7 @@ class Reachability:
             PassError: an output of the forward depends on an output's gradient.
         """
         reads = [*filter(is_read, calls(graph))]
-        gradient = descendants([*inputs(graph, Kind.TANGENT).values(), *reads])
+        gradient = descendants([*inputs(graph, Kind.TANGENT, Kind.WRITTEN).values(), *reads])
         # Effects of the forward, assertions on values above all, stay in it though nobody reads
         # them, and so do random operators, which move the generator.
         unread = [n for n in calls(graph) if is_random(n) or (is_effect(n) and _is_forwards(n))]
@@ -89,10 +93,12 @@ class Reachability:
         if forward & gradient:
             names = ", ".join(sorted(node.name for node in forward & gradient)[:5])
             raise PassError(f"forward values depend on output gradients: {names}")
-        input_grads = _values(graph, Kind.INPUT_GRAD)
-        weight_grads = _values(graph, Kind.PARAMETER_GRAD)
+        input_grads = _values(graph, Kind.INPUT_GRAD, Kind.BACKWARD_UPDATE)
+        weight_grads = _values(graph, *WEIGHT_OUTPUT)
         input_grad_closure = ancestors([*input_grads, *reads])
-        if not (input_grads or defer_whole_backward):
+        sums = [Role(Kind.WRITTEN, role.name) for role, _ in outputs(graph, Kind.BACKWARD_SUM)]
+        into = [*map(inputs(graph).__getitem__, sums)]
+        if not (outputs(graph, Kind.INPUT_GRAD) or defer_whole_backward):
             input_grad_closure |= parameter_chain(graph, gradient, weight_grads)
         return cls(
             forward=forward,
@@ -102,6 +108,7 @@ class Reachability:
             overwritten=_overwritten(graph),
             input_grads=input_grads,
             weight_grads=weight_grads,
+            late=descendants(into) - {*into},
         )
 
     @cached_property
@@ -113,6 +120,7 @@ class Reachability:
         reduced = descendants(
             [n for n in self.gradient - self.input_grad_closure if is_exchange(n)]
         )
+        reduced |= self.late
         roots = {storage_root(node) for node in self.weight_grads if node not in reduced}
         return {node for node in roots & self.gradient if node.op == "call_function"}
 

@@ -134,6 +134,8 @@ class Division:
             index = self._order[node]
             half = _second(index)
             self._network.add_edge(half, half + 1, self._price(node))
+            if node in reach.late:
+                self._network.add_edge(half, SINK)
             early = node in reach.input_grad_closure or node in self._settled
             self._tie(node, _second, early=early)
             if node not in reach.gradient:

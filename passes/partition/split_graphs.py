@@ -42,8 +42,10 @@ from ..analysis.aliasing import is_free, producer, storage_root
 from ..analysis.operators import is_random
 from ..errors import PassError
 from ..graph import (
+    BACKWARD_WRITE,
     FORWARD_OUTPUT,
     GRADIENT,
+    WEIGHT_OUTPUT,
     Kind,
     Regions,
     Role,
@@ -207,7 +209,7 @@ def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role
         "backward",
         carried=[(saved.get(node) or role_of(node), node) for node in regions.backward.live_ins],
         compute=regions.backward.runs,
-        returns=outputs(graph, *GRADIENT),
+        returns=outputs(graph, *GRADIENT, *BACKWARD_WRITE),
         on_demand=regions.backward.runs - reach.gradient,
     )
     return [
@@ -228,7 +230,7 @@ def split_backward(program: SplitGraphs) -> bool:
     graph = program.joint.graph
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
-    results = outputs(graph, Kind.PARAMETER_GRAD)
+    results = outputs(graph, *WEIGHT_OUTPUT)
     early = [(role, value) for role, value in results if value in regions.early_weight_grads]
     program.backward_input = extract(
         program.joint,
@@ -236,7 +238,7 @@ def split_backward(program: SplitGraphs) -> bool:
         carried=[(saved.get(node) or role_of(node), node) for node in regions.input.live_ins],
         compute=regions.input.runs,
         returns=[
-            *outputs(graph, Kind.INPUT_GRAD),
+            *outputs(graph, Kind.INPUT_GRAD, Kind.BACKWARD_UPDATE),
             *early,
             *((role, node) for node, role in deferred.items()),
         ],

@@ -27,6 +27,7 @@ from autosplit.pipeline.validation.torch_csv import add_communication
 from autosplit.pipelining import SplitPipelineStage, reset_shapes, torch_schedule
 from autosplit.torch_internals import TORCH
 from tests.kept_ranks import ranks
+from tests.semantics.test_backward_writes import Writer
 from tests.zoo import Made
 
 from .programs import Program, around, block, mean_square, no_leaked_tensors, trained
@@ -191,6 +192,9 @@ EQUAL: dict[str, Callable[[], Program]] = {
     ),
     "activation checkpointing": lambda: trained(
         *(around(lambda f, x: checkpoint(f, x, use_reentrant=False) + x) for _ in range(2)), kind=ZB
+    ),
+    "backwards that write": lambda: trained(
+        Writer("sum", size=4), Writer("largest", size=4), kind=ZB
     ),
     "the first, the third and the last stage frozen": lambda: with_frozen(0, 2, 3),
     "tied weights and views": lambda: trained(tied(), tied(), kind=ZB),

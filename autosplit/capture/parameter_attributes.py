@@ -1,0 +1,74 @@
+"""Tensors that are attributes of parameters, such as a weight's main_grad, as buffers of a graph.
+
+AOTAutograd traces with other tensors in place of the parameters, which lack such attributes. So
+each is a buffer of the exported module; the tensor in place of its parameter gets it from there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import InputProcessor
+
+from autosplit.passes.graph import placeholders
+from autosplit.torch_internals.dynamo import source_name
+
+_ATTRIBUTE = re.compile(r"_parameters\['\w+'\]\.(\w+)$")
+_NAMES = "parameter_attributes"
+
+
+def named_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name, such as layer.weight.main_grad, and value of each tensor of a parameter."""
+    for name, parameter in module.named_parameters():
+        for attribute, value in vars(parameter).items():
+            if isinstance(value, Tensor):
+                yield f"{name}.{attribute}", value
+
+
+def register_attributes(module: nn.Module, exported: Any) -> None:
+    """Make buffers of the attributes of parameters that an exported graph reads.
+
+    Args:
+        module: the module of the parameters.
+        exported: its export; changed in place.
+    """
+    sources = [getattr(node, "_dynamo_source", None) for node in placeholders(exported.graph)]
+    read = {match[1] for name in map(source_name, sources) if (match := _ATTRIBUTE.search(name))}
+    attributes = [
+        (name, value)
+        for name, value in (named_attributes(module) if read else ())
+        if name.rpartition(".")[2] in read
+    ]
+    if not attributes:
+        return
+    names = {f"_parameter_attribute_{at}": name for at, (name, _) in enumerate(attributes)}
+    exported._buffers = exported._buffers | dict(zip(names, dict(attributes).values(), strict=True))
+    exported.meta[_NAMES] = names
+    codegen = exported.graph._codegen
+    halves = codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten
+    processor = _WithAttributes(**vars(halves[0].input_processor))
+    for half in halves:
+        half.input_processor = processor
+
+
+def attribute_names(exported: fx.GraphModule) -> dict[str, str]:
+    """Name of each such buffer of an export -> name of the attribute."""
+    names: dict[str, str] = exported.meta.get(_NAMES, {})
+    return names
+
+
+class _WithAttributes(InputProcessor):
+    """Arguments of the code that finds a graph's inputs in the exported module."""
+
+    def __call__(self, inputs: Any) -> Any:
+        root: Any = self.root
+        for buffer, name in attribute_names(root).items():
+            parameter, _, attribute = name.rpartition(".")
+            traced = attrgetter(parameter)(root)
+            if not hasattr(traced, attribute):
+                setattr(traced, attribute, root._buffers[buffer])
+        return super().__call__(inputs)

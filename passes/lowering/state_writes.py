@@ -1,0 +1,91 @@
+"""State that a backward graph writes in place, where before it returned the new value.
+
+    total = add(into, product)     add_(into, product)      a sum, where it is computed
+    return [..., maximum]          copy_(into, maximum)     other state, at the end of the graph
+
+A sum is in place, so that W holds one product at a time, and not a second set of sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ..analysis.operators import SUMS, WRITE
+from ..graph import (
+    BACKWARD_WRITE,
+    Kind,
+    Role,
+    SplitGraphs,
+    inputs,
+    module_like,
+    outputs,
+    placeholders,
+    set_outputs,
+)
+from .forms import Changed, GraphForm
+
+
+def written(graph: fx.Graph) -> list[Role]:
+    """The roles of the state that a backward graph writes, in order."""
+    return [Role(Kind.WRITTEN, role.name) for role, _ in outputs(graph, *BACKWARD_WRITE)]
+
+
+def write_state(program: SplitGraphs, form: GraphForm) -> Changed:
+    """The backward graph of a form that writes state in place; none if it writes none."""
+    module = program.graphs()[form.graph]
+    return {form.graph: write_in_place(module)} if written(module.graph) else {}
+
+
+def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph that writes state in place instead of returning new values.
+
+    Args:
+        module: a backward graph; not changed.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(module.graph, copies)
+    into = {role.name: node for role, node in inputs(graph, Kind.WRITTEN).items()}
+    for role, value in outputs(module.graph, *BACKWARD_WRITE):
+        new = copies[value]
+        if role.name not in into:  # the new value does not depend on the old one
+            into[role.name] = _placeholder(graph, role.name, new)
+        if role.kind is Kind.BACKWARD_UPDATE:
+            _write(graph, into[role.name], new)
+        elif (sums := _additions(new, into[role.name])) is None:
+            with graph.inserting_after(new):
+                _write(graph, into[role.name], new)
+        else:
+            for node in sums:
+                node.target = SUMS[node.target]
+                node.args = (into[role.name], *node.args[1:])
+    kept = [pair for pair in outputs(module.graph) if pair[0].kind not in BACKWARD_WRITE]
+    set_outputs(graph, kept, copies)
+    return module_like(module, graph, "writing")
+
+
+def _additions(new: Any, into: fx.Node) -> list[fx.Node] | None:
+    """The additions that compute a sum; None if other operators do."""
+    sums: list[fx.Node] = []
+    while new is not into:
+        if new.target not in SUMS:
+            return None
+        sums.append(new)
+        new = new.args[0]
+    return sums
+
+
+def _write(graph: fx.Graph, into: fx.Node, value: fx.Node) -> None:
+    node = graph.call_function(WRITE, (into, value))
+    node.meta = {key: v for key, v in value.meta.items() if key == "stack_trace"}
+    node.meta["val"] = into.meta["val"]
+
+
+def _placeholder(graph: fx.Graph, name: str, value: fx.Node) -> fx.Node:
+    first = [*placeholders(graph), next(iter(graph.nodes))][0]
+    with graph.inserting_before(first):
+        node = graph.placeholder(f"{value.name}_into")
+    node.target = node.name
+    node.meta = {"val": value.meta["val"], "role": Role(Kind.WRITTEN, name)}
+    return node
