@@ -304,7 +304,9 @@ class _Outlining:
         self._parts = 0
 
     def run(self) -> fx.GraphModule:
-        """The graph with each run of operators between calls as a call of its own."""
+        """Return the graph, in which consecutive operators between two calls are one call of a new
+        graph.
+        """
         for node in self._module.graph.nodes:
             if SUBGRAPH in node.meta:
                 self._end_run()

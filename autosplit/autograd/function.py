@@ -232,7 +232,9 @@ _apply = direct_apply(Split)
 
 
 def _sentinel_nodes(ctx: Any) -> list[Any]:
-    """Nodes of the sentinel parameters."""
+    """Autograd's nodes of the sentinel parameters: those that an autograd function takes only so
+    that it can see whether the running backward wants weight gradients.
+    """
     edges = ctx.next_functions
     return [node for node, _ in edges[len(edges) - ctx.call.sentinel_count :]]
 

@@ -119,7 +119,9 @@ class BackwardReads:
             yield
 
     def _operator(self, tx: Any, value: Any, source: Any) -> Any:
-        """Dynamo's variable of a read; None for a value that stays a constant."""
+        """Return Dynamo's variable for an operator that reads the value when the backward runs.
+        None if the graph keeps the value as a constant.
+        """
         is_tensor = type(value) is Tensor
         is_read = is_tensor or (type(value) in _NUMBERS and self.numbers)
         place = _place(tx, value, source) if is_read else None

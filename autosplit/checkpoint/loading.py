@@ -1,4 +1,4 @@
-"""Load a whole-model checkpoint into a trainer, under any cut of either."""
+"""Load a whole-model checkpoint into a trainer, however the saved and the loading one were cut."""
 
 from __future__ import annotations
 

@@ -43,6 +43,8 @@ SAVED = "save-" + "[0-9a-f]" * 16
 _INDEX = "*.index.json"
 _WRAPPERS = ("model", "state_dict")
 
+_REMEDY = ". Load another checkpoint, or copy this one again"
+
 
 @contextmanager
 def reading(subject: object) -> Iterator[None]:
@@ -301,7 +303,9 @@ def _check_sum(content: bytes, expected: str | None, subject: str) -> None:
     if expected is None:
         _check_archive(io.BytesIO(content), subject)
     elif hashlib.sha256(content).hexdigest() != expected:
-        raise CheckpointError(f"{subject} is damaged: its SHA-256 differs from the one written")
+        raise CheckpointError(
+            f"{subject} is damaged: its SHA-256 differs from the one written{_REMEDY}"
+        )
 
 
 def _check_archive(file: Path | BinaryIO, subject: object) -> None:
@@ -311,9 +315,9 @@ def _check_archive(file: Path | BinaryIO, subject: object) -> None:
             # With torch.serialization.set_crc32_options(False) all are zero.
             wrong = archive.testzip() if any(member.CRC for member in archive.infolist()) else None
     except Exception as error:
-        raise CheckpointError(f"{subject} is damaged: {error}") from error
+        raise CheckpointError(f"{subject} is damaged: {error}{_REMEDY}") from error
     if wrong is not None:
-        raise CheckpointError(f"{subject} is damaged: the checksum of {wrong} differs")
+        raise CheckpointError(f"{subject} is damaged: the checksum of {wrong} differs{_REMEDY}")
 
 
 def _leads_out(file: str) -> bool:
@@ -339,7 +343,7 @@ def read_metadata(content: bytes, path: Path) -> Metadata:
             raise CheckpointError("it is damaged: its SHA-256 differs from the one written")
     except Exception as error:  # a pickle can be wrong in any way
         wrong = error if isinstance(error, CheckpointError) else f"it is damaged: {error!r}"
-        raise CheckpointError(f"cannot read {path}: {wrong}") from error
+        raise CheckpointError(f"cannot read {path}: {wrong}{_REMEDY}") from error
     return metadata
 
 

@@ -363,5 +363,8 @@ def _value(entries: Mapping[str, Any], name: str) -> Any:
         raise CheckpointError(f"the checkpoint lacks autosplit.{name}, the state of a run")
     value = load_plain(content, f"autosplit.{name}")
     if not isinstance(value, dict):
-        raise CheckpointError(f"autosplit.{name} is a {type(value).__name__}, no dictionary")
+        raise CheckpointError(
+            f"the checkpoint's entry autosplit.{name} must be a dictionary, got a "
+            f"{type(value).__name__}: it was not written by save_checkpoint, or is damaged"
+        )
     return value

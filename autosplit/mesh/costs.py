@@ -80,7 +80,7 @@ DATA_SHEETS = {
     "l40s": DataSheet(362, 864),
     "mi300x": DataSheet(1307, 5300),
 }
-"""By device, the rates of its maker's data sheet: products of 16 bits without sparsity."""
+"""Rates by device, from its maker's data sheet: products of 16 bits without sparsity."""
 
 
 def data_sheet(text: str, error: type[AutosplitError] = PlanError) -> DataSheet:

@@ -193,7 +193,7 @@ class Guard:
             self._end_failed(error)
 
     def close(self) -> None:
-        """Refuse further phases."""
+        """Close the guard: entering a further phase raises."""
         self._closed = True
 
     def left(self, error: BaseException) -> None:

@@ -256,7 +256,7 @@ class Groups(Control):
         return group
 
     def _as_lost_peer(self, peer: str) -> contextlib.AbstractContextManager[None]:
-        """Guard a wait for ``peer``, see the function ``as_lost_peer``."""
+        """Return the context that turns a failed wait for ``peer`` into a LostPeerError."""
         return as_lost_peer(self.activity.during_wait, self.timeout, peer)
 
     def sever(self) -> None:

@@ -106,7 +106,7 @@ class PeerWatch:
         self.stop()
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching the other ranks, and end the thread that does."""
         self._stopping.set()
         self._activity.announce = lambda: None
         if self._thread is not threading.current_thread():  # which may collect garbage

@@ -185,7 +185,8 @@ def _capture(
 
     if is_unshaped(module):
         raise FirstCallError(
-            f"{type(module).__name__} has lazy parameters without a shape: call it once before"
+            f"{type(module).__name__} has lazy parameters without a shape: call it once before "
+            "it is split or built as a stage"
         )
     options: dict[str, Any] = {"decompositions": backend.decompositions, "split": split}
     try:

@@ -235,9 +235,12 @@ class CheckedFunctions(SplitFunctions):
         state = {**state, **{name: state[name].clone() for name in self.written}}
         try:
             if self.capture.shardings or self._backend.gathering:
-                raise CheckError("parameters are sharded")
+                raise CheckError("its parameters are sharded; check the model without sharding")
             if self._backend.compiles and any(map(is_random, joint.nodes)):
-                raise CheckError("compiled graphs draw random numbers of their own")
+                raise CheckError(
+                    "the graphs are compiled and draw other random numbers than eager kernels; use "
+                    "backend='eager' to check this model"
+                )
             with generators_kept():
                 expected, grads = self._autograds(plain, state, leaves)
             sizes = [*map(_largest, expected)]

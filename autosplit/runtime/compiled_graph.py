@@ -50,7 +50,7 @@ class CompiledGraph:
     strides: Mapping[Role, Strides]
 
     def with_order(self, arguments: Sequence[Role], wanted: Sequence[Role]) -> Boxed:
-        """``call`` with another order of arguments and results.
+        """Return the compiled function with its arguments and results in another order.
 
         Args:
             arguments: roles of the list that the returned function takes; the graph may read only

@@ -431,7 +431,7 @@ class SplitFunctions:
 
     @cached_property
     def _weight(self) -> GradientGraph:
-        """W."""
+        """W: from deferred tensors to gradients of the late parameters."""
         return self._graph("backward_weight", self._deferred_layout.roles, self.late_parameters)
 
     @cached_property

@@ -356,7 +356,7 @@ class OffloadableStorages:
         self._cached: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
 
     def of_microbatch(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
-        """See ``Stage.held``."""
+        """The storages of a microbatch that may be moved away; see ``Stage.held``."""
         state, other_states = self._find(microbatch)
         storages = self._exclusive(state, other_states, kept)
         return [state.residuals.storage_bytes(storage.places[0]) for storage in storages]

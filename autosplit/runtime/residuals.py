@@ -91,7 +91,7 @@ class StorageView(NamedTuple):
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, data: Tensor) -> Tensor:
-        """The same view of other bytes; ``data`` must fill its storage."""
+        """Return a tensor of this layout over ``data``, which must fill its storage."""
         blank = torch.empty(0, dtype=self.dtype, device=data.device)
         storage = data.untyped_storage()
         return blank.set_(storage, self.offset, self.shape, self.stride)
@@ -466,7 +466,7 @@ class Residuals:
         self._counts = self._count()[:count] + self._counts[count:]
 
     def duplicate(self) -> Residuals:
-        """The same residuals once more, for a backward that runs twice (``retain_graph=True``)."""
+        """Return a second set of these residuals, for a second backward (``retain_graph=True``)."""
         self._check_unwritten()
         twin = copy.copy(self)
         twin._tensors = self._without_donation(self._tensors)

@@ -125,7 +125,7 @@ class DeviceAllocations:
         self._close()
 
     def mark(self) -> int:
-        """As ``HostAllocations.mark``."""
+        """Begin another stretch and return its number, as ``HostAllocations.mark`` does."""
         if self._marks:
             self._close()
         else:
@@ -135,7 +135,7 @@ class DeviceAllocations:
         return self._marks - 1
 
     def stretches(self) -> list[Stretch]:
-        """As ``HostAllocations.stretches``."""
+        """The stretch after each mark, as ``HostAllocations.stretches`` has them."""
         return self._stretches
 
     def _close(self) -> None:

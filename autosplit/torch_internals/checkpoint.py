@@ -80,7 +80,9 @@ class _Unpickler(pickle._Unpickler):
         kind = type(self.stack[-2])
         if kind not in _RECORDS.values():
             raise CheckpointError(
-                f"it would set attributes of a {kind.__name__}, which torch never writes"
+                f"it would set attributes of a {kind.__name__}, which "
+                "torch.distributed.checkpoint never writes: loading this pickle could run code. "
+                "No code was run"
             )
         super().load_build()  # type: ignore[misc]
 

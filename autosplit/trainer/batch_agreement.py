@@ -130,7 +130,7 @@ def check_static(metas: Metas, first: Metas) -> None:
 _DIGEST_BYTES = 2**21
 """The most bytes of a tensor that a digest reads, spread over its samples, in the first step."""
 _STEP_DIGEST_BYTES = 2**14
-"""The same in every step."""
+"""The most bytes of a tensor that a digest reads in every later step."""
 
 
 def compare_contents(tensors: Mapping[str, Tensor], groups: Groups) -> None:

@@ -16,7 +16,7 @@ SHARDING_ADVICE = {
     TENSOR: f"call parallelize_module(stage, mesh[{TENSOR!r}], plan) for each stage",
     EXPERT: f"make experts' parameters by distribute_tensor(weights, mesh[{EXPERT!r}], [Shard(0)])",
 }
-"""By dimension of the mesh, how to shard parameters along it."""
+"""How to shard parameters along a dimension of the mesh, by its name."""
 
 
 def find_holders(

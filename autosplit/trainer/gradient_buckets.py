@@ -218,7 +218,7 @@ class GradientBuckets:
         }
 
     def written_by_weights(self, sum_dtype: torch.dtype | None) -> list[GradientBucket]:
-        """Return the buckets into which W writes; others are filled when it has ended.
+        """Return the buckets into which W writes; other buckets are filled after the last W.
 
         Args:
             sum_dtype: the dtype of the sums; None for that of each parameter.

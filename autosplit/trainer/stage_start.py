@@ -1,4 +1,6 @@
-"""Initial weights: each stage is built under its own seed, and compared with other stages."""
+"""Initial weights of stages: each stage is built under its own random seed, and the trainer warns
+if two stages start with equal weights.
+"""
 
 from __future__ import annotations
 

@@ -157,7 +157,9 @@ class Tuner:
         )
 
     def _peaks(self, schedule: Schedule, costs: Costs) -> list[int]:
-        """Per rank, the predicted peak in bytes, by graphs and messages; collective."""
+        """Predicted peak memory of each rank in bytes, from its graphs and messages if these are
+        known, else from the costs of its stages; collective.
+        """
         levels = self._memory.levels(schedule)
         peak = peak_memory(schedule, costs.memory)[self._groups.rank]
         if levels is not None:
@@ -165,7 +167,7 @@ class Tuner:
         return self._maxima(self._memory.fixed_bytes() + self._memory.batch_bytes + math.ceil(peak))
 
     def _maxima(self, number: int) -> list[int]:
-        """Per rank of the pipeline, the greatest number over all replicas; collective."""
+        """The greatest number over all replicas, of each rank of the pipeline; collective."""
         gathered = self._groups.everybody.gather(number)
         return [max(gathered[rank] for rank in ranks) for ranks in self._groups.layout.columns]
 

@@ -169,7 +169,10 @@ def _zeros(like: fx.Node, graph: fx.Graph) -> fx.Node:
     """
     value = tensor_of(like)
     if value is None or not is_fixed(value):
-        raise UnknownSizeError(f"zeros like {like.name} (from {source_line(like)})")
+        raise UnknownSizeError(
+            f"the gradient of {like.name} ({source_line(like)}) would be zeros, whose size is "
+            "known only when the graph runs"
+        )
     options = {"dtype": value.dtype, "device": value.device}
     length = max(1, spanned_elements(value.shape, value.stride()))
     flat = emit(graph, like, aten.full.default, [length], 0, **options)

@@ -226,7 +226,7 @@ def _described(node: fx.Node) -> str:
 def with_early_weight_grads(
     graph: fx.Graph, reach: Reachability, regions: Regions, more: Collection[fx.Node]
 ) -> Regions:
-    """The same cut, with further weight gradients that I computes and returns."""
+    """Return the same cut, in which I also computes and returns these weight gradients."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     return _regions(
         order, reach, regions.cuts, regions.early_weight_grads.union(more), regions.price

@@ -253,7 +253,9 @@ class ScheduleRequest:
             beside = f"schedule={AUTO!r}"
             if isinstance(schedule, Schedule):
                 beside = f"the schedule {schedule.name!r}, which places every action itself"
-            raise ScheduleError(f"weights and split_backward have no effect beside {beside}")
+            raise ScheduleError(
+                f"weights= and split_backward= have no effect beside {beside}: leave them out"
+            )
         if isinstance(schedule, Schedule) and self.ranks not in (None, len(schedule.ranks)):
             raise ScheduleError(
                 f"the schedule {schedule.name!r} has {len(schedule.ranks)} ranks, "

@@ -45,12 +45,12 @@ class ScheduleTemplate:
 
 
 def forward(stage: int, microbatch: int) -> Action:
-    """F."""
+    """The action F of a stage and a microbatch."""
     return Action(stage, ActionKind.FORWARD, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    """B."""
+    """The action B of a stage and a microbatch."""
     return Action(stage, ActionKind.BACKWARD, microbatch)
 
 
@@ -95,7 +95,7 @@ class WeightPlacer:
         self._rows = rows_of(schedule)
         placed = [(rank, action) for rank, row in enumerate(schedule.ranks) for action in row]
         self._weights: dict[int, int] = {}
-        """The W of every I."""
+        """The number of the W of each I, by the number of the I."""
         for number, (rank, action) in enumerate([*placed]):
             if action.kind is ActionKind.BACKWARD_INPUT:
                 self._weights[number] = len(placed)
@@ -180,11 +180,11 @@ _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 def placed(
     name: str, template: ScheduleTemplate, weights: str | None, times: Times | None
 ) -> Schedule:
-    """The schedule of a template.
+    """Build a schedule from the order of its forwards and backwards, by placing the Ws.
 
-    ``"fill"`` places the Ws for F = I = W and, given times, for these too, and keeps the shortest
-    step. The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
-    under true times may start a W that does not fit, and delay every stage.
+    ``"fill"`` puts Ws into gaps: once as if F, I and W took equal time and, if ``times`` are given,
+    once with those; it keeps the shorter step. The order for equal times is hard to beat: with
+    measured times, a greedy choice may start a W that does not fit its gap, and delay every stage.
 
     Args:
         name: the schedule's name.

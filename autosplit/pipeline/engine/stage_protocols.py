@@ -17,7 +17,7 @@ class ForwardStage(Protocol):
     """A stage that can run forward."""
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        """Outputs for ``inputs``; clears the list, so that each input dies at its last use."""
+        """Run F, and return the outputs; clears ``inputs``, so that each dies at its last use."""
         ...
 
 
@@ -35,15 +35,15 @@ class BackwardStage(ForwardStage, Protocol):
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """Input gradients; clears ``output_grads``."""
+        """Run I, and return the input gradients; clears ``output_grads``."""
         ...
 
     def backward_weight(self, microbatch: int) -> None:
-        """Add the weight gradients to the stage's accumulators."""
+        """Run W, and add the weight gradients to the stage's accumulators."""
         ...
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Both halves in one call: input gradients; clears ``output_grads``."""
+        """Run I and W in one call, and return the input gradients; clears ``output_grads``."""
         ...
 
 
@@ -52,7 +52,7 @@ class TrainableStage(BackwardStage, Protocol):
 
     @property
     def output_specs(self) -> Sequence[tuple[torch.Size, torch.dtype, bool]]:
-        """Of each output, the shape, the dtype and whether it needs a gradient."""
+        """Shape and dtype of each output, and whether it needs a gradient."""
         ...
 
     def publish(self) -> None:

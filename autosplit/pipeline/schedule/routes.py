@@ -68,11 +68,12 @@ class Wiring:
     def __post_init__(self) -> None:
         if not self.inputs or len(self.outputs) != len(self.inputs) - 1:
             raise PipelineError(
-                "a wiring has the inputs of one stage or more, and the number of outputs of each "
-                f"but the last; got those of {len(self.inputs)} and {len(self.outputs)} stages"
+                "Wiring: expected inputs with an entry for each stage, at least one, and outputs "
+                f"with an entry for each stage but the last; got {len(self.inputs)} and "
+                f"{len(self.outputs)} entries"
             )
         if len(set(self.names)) != len(self.names):
-            raise PipelineError(f"each input of the batch has a name of its own; got {self.names}")
+            raise PipelineError(f"Wiring: names must be different; got {self.names}")
         for stage, sources in enumerate(self.inputs):
             for place, source in enumerate(sources):
                 problem = self._problem(stage, source)

@@ -32,7 +32,7 @@ MemoryRemedy = Callable[[Schedule, Costs, Sequence[float]], Schedule]
 """Brings the ranks of a schedule below their bounds, or as near to that as it can."""
 
 Insertions = Sequence[tuple[RankTimeline, Sequence[tuple[int, Action]]]]
-"""Per rank, further actions of its row, each with the slot directly before which it stands."""
+"""Further actions of each rank's row, each with the slot directly before which it stands."""
 
 
 class PlacementRule(NamedTuple):

@@ -138,7 +138,7 @@ def _changes(
 
 
 def _moves(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[dict[int, Change]]:
-    """Per rank, the memory that each move allocates and frees, by its place."""
+    """The memory that each move of each rank allocates and frees, by the move's place."""
     changes: list[dict[int, Change]] = [{} for _ in schedule.ranks]
     for move in find_moves(schedule):
         size = sizes[move.stage].moved(deferred=move.deferred)

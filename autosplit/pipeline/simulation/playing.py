@@ -179,7 +179,7 @@ def replay(schedule: Schedule) -> Replay:
 
 
 def rows_of(schedule: Schedule) -> list[range]:
-    """Per rank, the numbers of its actions in the schedule's step graph."""
+    """The numbers of each rank's actions in the schedule's step graph."""
     ends = [0, *accumulate(map(len, schedule.ranks))]
     return [range(first, last) for first, last in pairwise(ends)]
 
@@ -236,7 +236,7 @@ def global_order(schedule: Schedule, dataflow: StageDataflow) -> list[tuple[int,
 def recv_posting_order(
     schedule: Schedule, dataflow: StageDataflow
 ) -> list[dict[Action, tuple[int, ...]]]:
-    """Per rank, the peers from which the next receives are posted, by the action that follows.
+    """The peers from which each rank posts its next receives, by the action that follows.
 
     A send starts when its message is computed. The receive is posted next to it in the global order
     of all actions. So no queue holds an operation before one that is earlier in that order, and

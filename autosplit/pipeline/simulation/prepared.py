@@ -38,10 +38,10 @@ class PreparedSchedule:
 
     @cached_property
     def routes(self) -> Sequence[Routes]:
-        """By rank, the messages that it sends and receives, in order."""
+        """The messages that each rank sends and receives, in order."""
         return routes_of(self.schedule, self.dataflow)
 
     @cached_property
     def recv_posts(self) -> Sequence[Mapping[Action, Sequence[int]]]:
-        """By rank, the peers from which receives are posted, by the action that follows."""
+        """The peers from which each rank posts receives, by the action that follows."""
         return recv_posting_order(self.schedule, self.dataflow)

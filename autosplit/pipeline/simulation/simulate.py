@@ -242,7 +242,7 @@ class Costs:
             )
 
     def in_chunks(self, chunks: int) -> Costs:
-        """The same with each stage cut into ``chunks`` equal ones.
+        """Return the costs with each stage cut into ``chunks`` equal ones.
 
         Raises:
             ScheduleError: a wiring, which belongs to the stages as they are.

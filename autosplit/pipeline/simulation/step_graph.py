@@ -289,7 +289,7 @@ class _Builder:
         self._graph = graph
         self._rows = rows
         self._queues: dict[tuple[int, int | str], list[tuple[int, int]]] = {}
-        """By lane, its transfers, each with the place of the move that starts it."""
+        """The transfers of each lane, each with the place of the move that starts it."""
         self._transfers: dict[tuple[int, int], int] = {}
         """The transfer of a move, by rank and place."""
         self._waits: dict[tuple[int, int, float], int] = {}

@@ -69,7 +69,7 @@ class Operation(NamedTuple):
 
 
 Programs: TypeAlias = Mapping[int, Sequence[Operation]]
-"""Per rank, the operations that its host enqueues, in order."""
+"""The operations that the host of each rank enqueues, in order."""
 
 Sharing = Literal["streams", "launches", "kernels"]
 """What the queues of one device share: nothing; one connection, over which operations start in the

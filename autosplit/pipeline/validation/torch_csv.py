@@ -32,7 +32,7 @@ from .validate import validate
 
 
 def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Per rank, its actions with sends and receives between them.
+    """The actions of each rank, with sends and receives between them.
 
     ``sSEND_Fm`` sends the outputs of stage s for microbatch m, ``sRECV_Fm`` receives what stage s
     takes; likewise with B for gradients. All follow the order of ``global_order``.
@@ -136,7 +136,7 @@ def _rows(path: Path) -> list[list[Action]]:
 
 
 def _cells(path: Path) -> Iterator[list[str]]:
-    """The texts of every line."""
+    """The cells of each line, as texts."""
     text = read_text(path, "a schedule", ScheduleError)
     try:
         for cells in csv.reader(io.StringIO(text, newline="")):

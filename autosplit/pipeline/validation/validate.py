@@ -66,7 +66,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _sizes(schedule: Schedule) -> Iterator[_Fault]:
-    """Counts and placement."""
+    """Check the counts of a schedule, and the placement of its stages."""
     for noun, count in (("stages", schedule.stages), ("microbatches", schedule.microbatches)):
         if count < 1:
             yield _Fault(f"{noun} must be at least 1, got {count}")
