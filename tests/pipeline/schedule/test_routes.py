@@ -97,14 +97,14 @@ def test_dataflow_of_a_wiring() -> None:
 @pytest.mark.parametrize(
     ("inputs", "outputs", "names", "text"),
     [
-        ((), (), (), "of one stage or more, .* got those of 0 and 0 stages"),
-        (((),), (1,), (), "got those of 1 and 1 stages"),
+        ((), (), (), "at least one, .* got 0 and 0 entries"),
+        (((),), (1,), (), "got 1 and 1 entries"),
         (((Source(0, 0),),), (), (), "input 0 of stage 0 is output 0 of stage 0: it can take from"),
         (((), (Source(0, 2),)), (2,), (), "output 2 of stage 0: there are 2 outputs"),
         (((), (Source(-1, 0),)), (2,), (), "from stages before 1"),
         (((Source(None, -1),),), (), (), "the batch's input -1: there are 0 named inputs"),
         (((Source(None, 1),),), (), ("x",), "the batch's input 1: there are 1 named inputs"),
-        (((Source(None, 1),),), (), ("x", "x"), "a name of its own"),
+        (((Source(None, 1),),), (), ("x", "x"), "names must be different"),
     ],
 )
 def test_bad_wirings(
@@ -143,7 +143,7 @@ def test_what_may_be_given_as_a_model() -> None:
 
 def test_what_may_not() -> None:
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    with pytest.raises(PipelineError, match=r"a Sequential is one module.*list, \[\*module\]"):
+    with pytest.raises(PipelineError, match=r"a Sequential is one module.*list, \[\*model\]"):
         trainer(layers, ranks=1)
     with pytest.raises(PipelineError, match="got 2 stages, but stages=3"):
         StageSource.of(Cut(), 3)
