@@ -208,6 +208,11 @@ class Stage:
         """Bytes of distinct storage of ``deferred_tensors``."""
         return self._weights.in_flight.bytes
 
+    @property
+    def joins_weights(self) -> bool:
+        """Whether ``backward_weight`` of several microbatches may run products once for all."""
+        return self.functions.most_joined(self.grad_dtype) > 1
+
     def prepare(self, args: Sequence[Tensor]) -> None:
         """Capture graphs for inputs of these sizes now, instead of at their first forward.
 

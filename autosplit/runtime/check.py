@@ -166,7 +166,6 @@ class CheckedFunctions(SplitFunctions):
     """
 
     residuals = CheckedResiduals
-    most_joined = 1  # each W compares what was written between it and its I
 
     def __init__(self, plain: Plain, *args: Any) -> None:
         super().__init__(*args)
@@ -198,6 +197,9 @@ class CheckedFunctions(SplitFunctions):
         deferred = cast(CheckedResiduals, results[1])
         deferred.samples = deferred.sample()
         return results
+
+    def most_joined(self, dtype: torch.dtype | None = None) -> int:
+        return 1  # each W compares what was written between it and its I
 
     def backward_weight(self, deferred: Any, *sums: Any) -> Sequence[Tensor]:
         written = [*deferred.written()]

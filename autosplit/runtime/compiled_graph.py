@@ -187,11 +187,18 @@ class GradientGraph:
         self._accumulation = accumulation
         self._variants: dict[tuple[torch.dtype | None, AddingForm, int], Boxed] = {}
 
+    def most_joined(self, dtype: torch.dtype | None) -> int:
+        """The most microbatches that one call runs: 1 if it would join no products.
+
+        Sums of another dtype than the gradients' add the gradient of each microbatch.
+        """
+        is_wider = dtype is not None and any(v.dtype is not dtype for v in self._gradients)
+        return MOST_JOINED if self._gains_by_joining and not is_wider else 1
+
     @cached_property
-    def most_joined(self) -> int:
-        """The most microbatches that one call runs: 1 if it would join no products."""
+    def _gains_by_joining(self) -> bool:
         rows = self._accumulation.joined_rows
-        return MOST_JOINED if rows and gains_by_joining(self._module, rows) else 1
+        return rows > 0 and gains_by_joining(self._module, rows)
 
     def run(
         self,
@@ -265,7 +272,12 @@ class GradientGraph:
         return self._first_form
 
     def compile_form(
-        self, dtype: torch.dtype | None, *, adds: bool, overwrites: bool = False
+        self,
+        dtype: torch.dtype | None,
+        *,
+        adds: bool,
+        overwrites: bool = False,
+        count: int = 1,
     ) -> None:
         """Compile one form of the graph, unless it is compiled.
 
@@ -273,9 +285,10 @@ class GradientGraph:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             adds: whether it is the form that adds into accumulators.
             overwrites: whether the first gradients are written into accumulators, too.
+            count: the number of microbatches that it runs.
         """
         first: AddingForm = self._first_form if overwrites else "returns"
-        self._variant(dtype, self._adding_form if adds else first, 1)
+        self._variant(dtype, self._adding_form if adds else first, count)
 
     def completion_order(self) -> list[str]:
         """Names of the parameters in the order in which their gradients are complete."""

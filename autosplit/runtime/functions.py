@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -342,7 +343,8 @@ class SplitFunctions:
 
         Args:
             calls: names of methods in the order of a step: the first call of a kind returns new
-                gradients, later ones add to them.
+                gradients, later ones add to them. Calls of ``"backward_weight"`` that follow each
+                other are one, if it joins products. ``"forward"`` is compiled already.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             overwrites: whether the first call writes into accumulators that are not initialized.
 
@@ -356,17 +358,29 @@ class SplitFunctions:
             "backward": self.parameter_names,
         }
         order, with_gradient = [*parameters_of], set[str]()
-        needed: set[tuple[int, bool]] = set()
-        for call in calls:
+        needed: set[tuple[int, bool, int]] = set()
+        for call, count in self._joined_calls(calls, dtype):
             if call not in parameters_of:
-                names = ", ".join(map(repr, parameters_of))
+                names = ", ".join(map(repr, ("forward", *parameters_of)))
                 raise SplitError(f"unknown call {call!r}; expected one of {names}")
             parameters = parameters_of[call]
             adds = bool(parameters) and with_gradient.issuperset(parameters)
-            needed.add((order.index(call), adds))
+            needed.add((order.index(call), adds, count))
             with_gradient.update(parameters)
-        for index, adds in sorted(needed) if self.has_backward else ():
-            self._graph_of(order[index]).compile_form(dtype, adds=adds, overwrites=overwrites)
+        for index, adds, count in sorted(needed) if self.has_backward else ():
+            graph = self._graph_of(order[index])
+            graph.compile_form(dtype, adds=adds, overwrites=overwrites, count=count)
+
+    def _joined_calls(
+        self, calls: Iterable[str], dtype: torch.dtype | None
+    ) -> Iterator[tuple[str, int]]:
+        """Calls with the number of microbatches of each, without forwards."""
+        for call, run in groupby(calls):
+            left = len([*run]) if call != "forward" else 0
+            most = self.most_joined(dtype) if call == "backward_weight" else 1
+            while left:
+                yield call, min(left, most)
+                left -= min(left, most)
 
     def source(
         self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False
@@ -601,10 +615,13 @@ class SplitFunctions:
         with own_writes(deferred.live):
             return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
 
-    @property
-    def most_joined(self) -> int:
-        """The most microbatches whose W ``joined_weight`` may compute; 1 if none gains by it."""
-        return self._weight.most_joined if self.has_backward else 1
+    def most_joined(self, dtype: torch.dtype | None = None) -> int:
+        """The most microbatches whose W ``joined_weight`` may compute; 1 if none gains by it.
+
+        Args:
+            dtype: dtype of the accumulators; None for the dtype of each gradient.
+        """
+        return self._weight.most_joined(dtype) if self.has_backward else 1
 
     def joined_weight(
         self,

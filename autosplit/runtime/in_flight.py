@@ -226,16 +226,13 @@ class StageBackward:
     def _joins(self, run: Sequence[MicrobatchState], state: MicrobatchState) -> bool:
         """Whether W of a microbatch may be one call with those of the microbatches before it."""
         functions, first = state.functions, run[0]
-        if functions is not first.functions or len(run) >= functions.most_joined:
+        if functions is not first.functions or len(run) >= functions.most_joined(self.sums.dtype):
             return False
         if state.skipped or first.skipped or checks_nan():
             return False
         parameters = [state.module_state[name] for name in functions.late_parameters]
-        # A sum of another dtype is more exact than the gradients that it adds.
-        dtype = self.sums.dtype
-        same_dtype = dtype is None or all(parameter.dtype is dtype for parameter in parameters)
         same_state = all(map(is_, state.residuals.state, first.residuals.state))
-        return same_dtype and same_state and not has_tensor_hooks(parameters)
+        return same_state and not has_tensor_hooks(parameters)
 
     def _run_weight(self, run: Sequence[MicrobatchState]) -> None:
         """Run W of microbatches as one call."""

@@ -106,6 +106,11 @@ class SplitOptions:
         defers = bool(self.defer_whole_backward)
         return memory_setting(self.memory, defer_whole_backward=defers, collectives=self.overlap)
 
+    def without_joins(self) -> SplitOptions:
+        """The options with which each W is a call of its own, and frees memory at its end."""
+        fuses = Accumulation.named(self.accumulation).fuses
+        return replace(self, accumulation="fused" if fuses else "exact")
+
     def in_pipeline(self, *, defers: bool = True) -> SplitOptions:
         """The options of a pipeline's stage: ``defer_whole_backward`` is ``defers``, unless the
         user chose it.

@@ -342,7 +342,9 @@ class TrainerOptions:
         if self.stages.stage_factory is not None:
             return self.stages.stage_factory
         defers = cut or self.schedule.weights != "2bp"
-        return SplitStage(self.stages.split.in_pipeline(defers=defers))
+        split = self.stages.split.in_pipeline(defers=defers)
+        # A limit is kept by schedules in which each W frees the memory of its microbatch.
+        return SplitStage(split if self.memory_limit is None else split.without_joins())
 
 
 @contextlib.contextmanager

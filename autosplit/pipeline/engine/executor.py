@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -39,7 +39,8 @@ class BoundAction(NamedTuple):
         fetch: waits for the action's input.
         deliver: passes on the result.
         waits: wait for moves that the action needs, and post receives.
-        recorded: whether the recorder notes when it ran. Moves note this themselves.
+        recorded: the actions that the recorder notes: none if the action computes nothing, several
+            if they run as one call. Moves note when they ran themselves.
     """
 
     action: Action
@@ -47,7 +48,7 @@ class BoundAction(NamedTuple):
     fetch: Callable[[], Values] | None = None
     deliver: Callable[[Values], None] | None = None
     waits: tuple[Callable[[], None], ...] = ()
-    recorded: bool = True
+    recorded: tuple[Action, ...] = ()
 
 
 class Executor:
@@ -114,7 +115,7 @@ class Executor:
         self._positions: dict[Action, deque[int]] = defaultdict(deque)
         for position, action in enumerate(row):  # a row may contain a move more than once
             self._positions[action].append(position)
-        self._row = [*map(self._bind, row)]
+        self._row = self._joined(map(self._bind, row))
 
     # The rows of 1F1B for two stages on two ranks and three microbatches, over time. ">" and "<"
     # are messages of the transport. An output is sent as soon as F has computed it. The receive of
@@ -182,7 +183,7 @@ class Executor:
                 activity.waiting = False
                 activity.turn += 1
                 if recorder is not None and recorded:
-                    call = partial(recorder.run, action, call)
+                    call = partial(recorder.run, recorded, call)
                 if is_profiled:
                     call = partial(run_in_range, str(action), call)
                 if deliver is None:
@@ -216,15 +217,40 @@ class Executor:
         if kind.is_move:
             if moves is None:
                 raise PipelineError(f"{action} is scheduled, but the executor has no Moves")
-            return BoundAction(action, partial(moves.start, position), recorded=False)
+            return BoundAction(action, partial(moves.start, position))
         wait = None if moves is None else moves.wait_before(position)
         waits = [*([wait] if wait else []), *self.messages.posts(action)]
         if not kind.is_compute:
-            return BoundAction(action, _do_nothing, waits=tuple(waits), recorded=False)
+            return BoundAction(action, _do_nothing, waits=tuple(waits))
         bound = self._bind_compute(action)
         if self._seeds is not None and not isinstance(self._stages[action.stage], Stage):
             bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
-        return bound._replace(waits=tuple(waits))
+        return bound._replace(waits=tuple(waits), recorded=(action,))
+
+    def _joined(self, row: Iterable[BoundAction]) -> list[BoundAction]:
+        """The row with one call for Ws of a stage that follow each other, if the stage joins them.
+        A W that waits for something begins a call.
+        """
+        joined: list[BoundAction] = []
+        for bound in row:
+            action, last = bound.action, joined[-1] if joined else None
+            stage = self._stages.get(action.stage)
+            if (
+                last is not None
+                and action.kind is last.action.kind is ActionKind.BACKWARD_WEIGHT
+                and action.stage == last.action.stage
+                and not bound.waits
+                and isinstance(stage, Stage)
+                and type(stage).backward_weight is Stage.backward_weight
+                and stage.joins_weights
+            ):
+                actions = (*last.recorded, action)
+                microbatches = [action.microbatch for action in actions]
+                compute = partial(stage.backward_weight, *microbatches)
+                joined[-1] = last._replace(compute=compute, recorded=actions)
+            else:
+                joined.append(bound)
+        return joined
 
     def _bind_compute(self, action: Action) -> BoundAction:
         """Bind the input, the work and the result of F, I, W, B or RECOMPUTE."""

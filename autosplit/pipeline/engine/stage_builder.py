@@ -20,7 +20,7 @@ from autosplit.pipeline.engine.stage_protocols import (
 )
 from autosplit.pipeline.engine.transport import Receive, bind_arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
-from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, Schedule
 from autosplit.ranks.groups import Groups
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.refusals import misfit
@@ -147,7 +147,12 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
     """Compile the graphs that the schedule runs. In a step, other ranks would wait for it."""
     for index, stage in traced(stages).items():
         row = schedule.ranks[schedule.placement[index]]
-        stage.compile([BACKWARDS[a.kind] for a in row if a.stage == index and a.kind in BACKWARDS])
+        stage.compile([_call_of(action, index) for action in row if action.kind.is_compute])
+
+
+def _call_of(action: Action, stage: int) -> str:
+    """The call of a stage; ``"forward"``, which is compiled, for an action of another stage."""
+    return BACKWARDS.get(action.kind, "forward") if action.stage == stage else "forward"
 
 
 def _examples(

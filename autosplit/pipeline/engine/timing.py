@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -21,18 +21,20 @@ class Recorder:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._computed: list[tuple[Action, Any, Any]] = []
+        self._computed: list[tuple[Sequence[Action], Any, Any]] = []
         self._moves: list[Span] = []
 
     def begin(self) -> None:
         """Start a step."""
         self._computed, self._moves = [], []
 
-    def run(self, action: Action, compute: Callable[[], T]) -> T:
-        """Run ``compute``, and record its start and end."""
+    def run(self, actions: Sequence[Action], compute: Callable[[], T]) -> T:
+        """Run ``compute``, and record its start and end. Several actions that it runs as one get
+        equal parts of its time.
+        """
         start = self._mark()
         result = compute()
-        self._computed.append((action, start, self._mark()))
+        self._computed.append((actions, start, self._mark()))
         return result
 
     def note(self, spans: Iterable[Span]) -> None:
@@ -41,10 +43,14 @@ class Recorder:
 
     def spans(self) -> list[Span]:
         """The spans of the step by their start. The device must have finished the step."""
-        computed = [
-            Span(self._rank, action, self._seconds(start), self._seconds(end))
-            for action, start, end in self._computed
-        ]
+        computed = []
+        for actions, begin, end in self._computed:
+            start = self._seconds(begin)
+            part = (self._seconds(end) - start) / len(actions)
+            computed += [
+                Span(self._rank, action, start + at * part, start + (at + 1) * part)
+                for at, action in enumerate(actions)
+            ]
         return sorted([*computed, *self._moves], key=lambda span: span.start)
 
     def _mark(self) -> Any:

@@ -148,9 +148,9 @@ class MemoryRecorder(Recorder):
         self._first = self._look("")
         self._times.begin()
 
-    def run(self, action: Action, compute: Callable[[], T]) -> T:
-        self._look(str(action))
-        result = self._times.run(action, compute)
+    def run(self, actions: Sequence[Action], compute: Callable[[], T]) -> T:
+        self._look(str(actions[0]))
+        result = self._times.run(actions, compute)
         self._look("")
         return result
 

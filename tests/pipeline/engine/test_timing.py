@@ -71,9 +71,9 @@ def test_spans_are_when_the_device_ran_what_it_was_given(gpu: Gpu) -> None:
         earlier = time.perf_counter()
         recorder.begin()
         after = time.perf_counter()
-        assert recorder.run(F0, lambda: compute(2)) == "2 given"
+        assert recorder.run((F0,), lambda: compute(2)) == "2 given"
         gpu.given += 4  # waits for a message
-        recorder.run(W0, lambda: compute(1))
+        recorder.run((W0,), lambda: compute(1))
     # Nothing was waited for but the start, before any message is under way.
     assert gpu.waited_for == 5
     spans = recorder.spans()

@@ -60,7 +60,7 @@ def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> 
     with recorder.recording():
         recorder.begin()
         moved.add_bytes(7)  # between two actions
-        recorder.run(Action.parse("0F0"), compute)
+        recorder.run((Action.parse("0F0"),), compute)
         recorder.finish([])
     first, between, during, *_ = recorder.bands()
     assert (first.total, between.total) == (300, 307)
