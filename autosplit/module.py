@@ -1,4 +1,11 @@
-"""``SplitModule``: an ``nn.Module`` whose ``backward()`` runs I, and whose W runs later."""
+"""``SplitModule``: an ``nn.Module`` whose ``backward()`` runs I, and whose W runs later.
+
+split_module(x)   SplitModule.forward       refuses transforms, computes W beyond max_pending
+  inputs ──►      ModuleCall.of             leaves and signature, made once
+  call ──►        Specializations.fitting   graphs whose guards hold, or a capture
+  functions ──►   run_split                 one node of autograd's graph, whose backward is I
+  leaves ──►      SplitFunctions.run        F
+"""
 
 from __future__ import annotations
 
@@ -208,17 +215,21 @@ class SplitModule(ModuleProxy):
             return fallback.run_by_graphs(fallback.split_by_graphs(error), args, kwargs)
         if failing is not None:  # outside of except, so that the user's error has no context
             return fallback.run_unsplit(failing, args, kwargs)
-        return self._run(functions, call.leaves, parallel, fused_backward)
+        return self._run(functions, call.leaves, parallel is not None, fused_backward)
 
     def _run(
-        self, functions: SplitFunctions, leaves: list[Any], parallel: Any, fused_backward: bool
+        self,
+        functions: SplitFunctions,
+        leaves: list[Any],
+        in_data_parallel: bool,
+        fused_backward: bool,
     ) -> Any:
         """Run F of captured graphs as one node of autograd's graph.
 
         Args:
             functions: the graphs.
             leaves: the flattened inputs.
-            parallel: the data parallelism around this module; None without.
+            in_data_parallel: whether data parallelism wraps the module.
             fused_backward: whether ``backward()`` computes weight gradients, too.
         """
         state = self._graphs.state()
@@ -231,7 +242,7 @@ class SplitModule(ModuleProxy):
                 state,
                 leaves,
                 fused_backward,
-                in_data_parallel=parallel is not None,
+                in_data_parallel=in_data_parallel,
             )
         else:
             with torch.no_grad():
