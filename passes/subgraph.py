@@ -169,7 +169,7 @@ def call_subgraph(
 
 
 def subgraph_of(node: fx.Node) -> Subgraph | None:
-    """The graph that a node calls, or of whose results it is one; None for other nodes."""
+    """The graph that a node calls. For one result of a call, the graph of that call; else None."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     called: Subgraph | None = node.meta.get(SUBGRAPH) if node.op == "call_function" else None

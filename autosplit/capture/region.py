@@ -405,7 +405,7 @@ class _Expansion:
 
     @staticmethod
     def _replace_results(node: fx.Node, values: Sequence[fx.Node]) -> None:
-        """Let readers of a node's results read these values; the anchor's gradient has none."""
+        """Replace the results of a node by these values, in order; further results stay unread."""
         for user in list(node.users):
             at: Any = user.args[1] if user.target is operator.getitem else None
             if at is not None and at < len(values):

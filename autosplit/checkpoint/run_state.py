@@ -52,7 +52,10 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[
         for (_, entry), number in zip(group, numbered["params"], strict=True):
             for key, value in state["state"].get(number, {}).items():
                 if "." in key:
-                    raise CheckpointError(f"the optimizer's {key} of {entry.name} has a '.' in it")
+                    raise CheckpointError(
+                        f"the optimizer's state {key!r} of {entry.name} has a '.' in its name, "
+                        "which a checkpoint uses as separator: rename it in the optimizer"
+                    )
                 flat[f"{_STATE}.{entry.name}.{key}"] = _plain(value, f"{key} of {entry.name}")
             flat |= {f"{_OPTIONS}.{entry.name}.{key}": value for key, value in options.items()}
     return flat

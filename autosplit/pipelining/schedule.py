@@ -66,8 +66,9 @@ def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:
     first = stages[0]
     if (first.num_stages, first.group_size) != (schedule.stages, len(schedule.ranks)):
         raise ScheduleError(
-            f"{schedule.name!r} has {schedule.stages} stages on {len(schedule.ranks)} ranks; the "
-            f"stages are {first.num_stages} on {first.group_size}"
+            f"{schedule.name!r} has {schedule.stages} stages on {len(schedule.ranks)} ranks, but "
+            f"this pipeline has {first.num_stages} stages on {first.group_size} ranks: build the "
+            "schedule for these numbers"
         )
     expected = schedule.stages_on(first.group_rank)
     indices = tuple(sorted(stage.stage_index for stage in stages))

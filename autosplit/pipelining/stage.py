@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import CaptureError, PipelineError
-from autosplit.runtime.call_memory import CallMemory
+from autosplit.runtime.call_cache import CallCache
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     InFlightMicrobatches,
@@ -128,7 +128,7 @@ class SplitPipelineStage(RuntimeStage):
         place = (submodule, stage_index, num_stages, torch.device(device), None, None)
         super().__init__(*place, *torch_args, **torch_options)
         self._examples = (input_args,) if isinstance(input_args, Tensor) else input_args
-        self._results = CallMemory[SplitFunctions, Results]()
+        self._results = CallCache[SplitFunctions, Results]()
         self._step = StageStep(self)
         self._drop_in_flight()
 

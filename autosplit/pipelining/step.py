@@ -223,7 +223,7 @@ class ScheduleSteps:
         if not running.single and indices != expected:
             raise PipelineError(
                 f"{running.name} has stages {expected} on rank {stage.group_rank} of "
-                f"{stage.group_size}, but got {indices}"
+                f"{stage.group_size}, but got {indices}: construct these stages on this rank"
             )
 
 

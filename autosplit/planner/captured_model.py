@@ -45,7 +45,9 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     forget_traced_values(forward.module)
     line = OperationSequence(forward)
     if not line.body:
-        raise PlanError(f"{type(model).__name__} computes nothing that could be a stage")
+        raise PlanError(
+            f"{type(model).__name__} computes nothing: it has no operators to cut into stages"
+        )
     return line
 
 

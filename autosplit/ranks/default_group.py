@@ -270,7 +270,10 @@ def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) ->
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(missing)))
             seconds = timeout.total_seconds()
-            raise PipelineError(f"ranks {ranks} of {world} did not start within {seconds:g} s")
+            raise PipelineError(
+                f"ranks {ranks} of {world} did not start within {seconds:g} s: see whether these "
+                "processes were started and what they print, or pass a larger timeout="
+            )
         for other in missing:
             if not store.check([f"token of {other}"]):
                 continue

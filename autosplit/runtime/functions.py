@@ -28,7 +28,7 @@ from autosplit.passes.lowering.forms import GraphForm
 from autosplit.passes.lowering.state_writes import written
 from autosplit.passes.manager import When, run_graph_passes
 from autosplit.passes.subgraph import inline, inlined, inner_calls
-from autosplit.runtime.call_memory import CallMemory
+from autosplit.runtime.call_cache import CallCache
 from autosplit.runtime.residuals import (
     BoundaryLayout,
     Constants,
@@ -151,7 +151,7 @@ class SplitFunctions:
         self._suffix = ""  # of graph names, in variants for missing gradients
         self._size: Callable[[Any], int] = concrete
         self._key: tuple[int, ...] = ()  # the open sizes
-        self._resized = CallMemory[tuple[int, ...], SplitFunctions]()
+        self._resized = CallCache[tuple[int, ...], SplitFunctions]()
         self._specialized: dict[frozenset[str], SplitFunctions | None] = {}
         saved = self._compile_forward()
         self.tangent_specs = self._tangent_specs()
@@ -226,7 +226,7 @@ class SplitFunctions:
         """Create the functions of the same graphs for other sizes."""
         twin = self._resized.remember(key, copy.copy(self))
         twin._key, twin._size = key, size
-        twin._resized = CallMemory()  # a shared dictionary would contain the twin itself
+        twin._resized = CallCache()  # a shared dictionary would contain the twin itself
         twin.__dict__.pop("specs_by_path", None)
         twin.__dict__.pop("flops", None)
         twin.tangent_specs = twin._tangent_specs()
@@ -270,7 +270,7 @@ class SplitFunctions:
         for name in [*vars(variant)]:
             if isinstance(getattr(type(self), name, None), cached_property):
                 del vars(variant)[name]
-        variant._graphs, variant._resized, variant._specialized = graphs, CallMemory(), {}
+        variant._graphs, variant._resized, variant._specialized = graphs, CallCache(), {}
         variant.dependence = GradientDependence(graphs, self.capture.inputs, self._tangents)
         variant._tangents = [(name, at) for name, at in self._tangents if name not in missing]
         absent = {Role(Kind.TANGENT, name) for name in missing}

@@ -32,7 +32,7 @@ from autosplit.errors import (
     SplitError,
 )
 from autosplit.runtime.build import Dimensions, trace, without_history
-from autosplit.runtime.call_memory import MAX_CALLS, CallMemory
+from autosplit.runtime.call_cache import MAX_CALLS, CallCache
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.open_sizes import OpenSizes
 from autosplit.runtime.options import SplitOptions
@@ -204,7 +204,7 @@ class Specializations:
         self._busy = self._full = False
         self._warned = warned
         self._reader = StateReader(model)
-        self.steady = CallMemory[Hashable, BoundGraphs]()
+        self.steady = CallCache[Hashable, BoundGraphs]()
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:

@@ -18,7 +18,7 @@ from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .call_memory import CallMemory
+from .call_cache import CallCache
 from .refusals import refuse_dtensors
 from .specializations import ModuleCall, Specializations
 
@@ -101,7 +101,7 @@ class StageSpecializations(Specializations):
         self._checked = _InputLayout(
             tuple(map(TensorSpec.of, tensors)), tuple(map(_memoryless, tensors))
         )
-        self._layouts = CallMemory[tuple[torch.Size, ...], _InputLayout]()
+        self._layouts = CallCache[tuple[torch.Size, ...], _InputLayout]()
         self._layouts.remember(tuple(spec.shape for spec in self._checked.specs), self._checked)
         self._example_layout = self._checked
         self._grad_mode = torch.is_grad_enabled()

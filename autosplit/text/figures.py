@@ -94,7 +94,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Milliseconds as text, with three significant digits if they are few."""
+    """Milliseconds as text: one decimal from 10 ms on, else three significant digits."""
     value = 1e3 * seconds
     return f"{value:,.1f}" if value >= 10.0 or value == 0.0 else f"{value:.3g}"
 

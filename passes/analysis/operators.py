@@ -212,7 +212,9 @@ def is_recomputed(node: fx.Node) -> bool:
 
 
 def checkpoint_region(node: fx.Node) -> int | None:
-    """Which call of ``checkpoint`` the node belongs to; None outside of all."""
+    """The number of the call of ``torch.utils.checkpoint`` that recomputes the node; None if none
+    does.
+    """
     return origin_of(node).checkpoint if is_recomputed(node) else None
 
 

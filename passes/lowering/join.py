@@ -88,7 +88,7 @@ def join(module: fx.GraphModule, count: int, rows: int) -> fx.GraphModule:
     Args:
         module: W of one microbatch, for which ``gains_by_joining`` holds.
         count: the number of microbatches.
-        rows: products of at most so many rows a microbatch are joined.
+        rows: products with more rows a microbatch are not joined.
 
     Returns:
         a graph that takes the deferred values of each microbatch, with the roles of ``joined_role``

@@ -145,7 +145,7 @@ def decide_masks_statically() -> Iterator[None]:
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a call, with a fixed answer for the three questions above."""
+        """Trace a call, with fixed results of functions that look at masks or positions."""
         called = getattr(function, "fn", None)
         name = getattr(called, "__name__", "")
         if called is _detect_is_causal_mask:

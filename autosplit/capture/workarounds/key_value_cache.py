@@ -46,7 +46,9 @@ class CachedBlock(nn.Module):
         self._name, self._at, self._layer = name, at, layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Results of the block, keys, values."""
+        """Run the block with an empty cache; return its results, and the keys and values in the
+        cache.
+        """
         layer = self._layer()
         args, kwargs = _with_cache(_OnePlace(layer), self._name, self._at, args, kwargs)
         results = self.block(*args, **kwargs)

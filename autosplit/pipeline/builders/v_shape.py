@@ -64,7 +64,7 @@ def _row(rank: int, ranks: int, microbatches: int, slots: _Slots) -> Row:
 
 
 def _block(ranks: int, distances: Distances) -> list[_Slots]:
-    """Per rank, its slots. Of all turns with which blocks can repeat, take those with the fewest
+    """The slots of each rank. Of all turns with which blocks can repeat, take those with the fewest
     microbatches alive.
     """
     best: tuple[tuple[int, int, tuple[int, ...]], list[_Slots]] | None = None

@@ -258,7 +258,7 @@ class Executor:
         if stage is None:
             raise PipelineError(
                 f"{action} is scheduled on rank {self._rank}, which has stages "
-                f"{sorted(self._stages)}"
+                f"{sorted(self._stages)}: pass the stages that the schedule places on this rank"
             )
         if kind is ActionKind.FORWARD:
             forward: Callable[..., Values] = partial(stage.forward, microbatch)

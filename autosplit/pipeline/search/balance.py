@@ -93,11 +93,11 @@ def _paper_bounds(schedule: Schedule, costs: Costs) -> list[float]:
 def _exchanges(
     donor: RankTimeline, partner: RankTimeline, windows: Sequence[OffloadWindow], late: float
 ) -> Insertions:
-    """The moves of both ranks, in one order on both.
+    """Return the moves to insert into the rows of a donor and its partner, in one order on both.
 
-    The partner's moves stand where it reaches them, by the times so far, at most ``late`` seconds
-    after the donor. If the partner is to hold more afterwards, it first waits until the activations
-    that it returns have left.
+    Each move of the partner is inserted at the slot that it reaches, by the present times, at most
+    ``late`` seconds after the donor starts its move. Before the partner accepts activations, it
+    waits until those that it returns have left.
     """
     events = [(donor.starts[window.out], False, window) for window in windows]
     events += [(donor.starts[window.arrival], True, window) for window in windows]

@@ -1,4 +1,4 @@
-"""``CallMemory``: what is remembered of earlier calls of a module, with one bound.
+"""``CallCache``: results that earlier calls of a module left for later ones, with one bound.
 
     call of a stage ──► sizes ──────► layout of the inputs                StageSpecializations
     any call ─────────► key ────────► graphs and state, unchecked         Specializations.steady
@@ -20,13 +20,13 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MAX_CALLS = 1024
-"""Number of calls, or combinations of sizes, that one memory has."""
+"""Number of calls, or combinations of sizes, that one cache has."""
 
 
-class CallMemory(dict[K, V]):
+class CallCache(dict[K, V]):
     """A dictionary of at most ``MAX_CALLS`` keys, filled by ``remember``.
 
-    All are forgotten when another key comes: where so many sizes vary, few of them come back.
+    A further key empties it first: if so many sizes vary, few of them come back.
     """
 
     def remember(self, key: K, value: V) -> V:
