@@ -92,6 +92,7 @@ class _DTensorGraph(GradientGraph):
         dtype: torch.dtype | None,
         count: int = 1,
     ) -> tuple[list[Any], Sequence[Tensor]]:
+        """Run the graph on local tensors, and wrap its results; see ``GradientGraph.run``."""
         into = gradients
         if gradients is not None:
             into = gradients._replace(tensors=[*map(local_tensor, gradients.tensors)])
