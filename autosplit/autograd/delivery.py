@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from autosplit.torch_internals.autograd import (
     add_gradient,
     add_gradients,
     at_end_of_backward,
+    checks_nan,
     visit_leaves,
     without_autocast,
     without_grad,
@@ -56,9 +58,40 @@ class Delivery:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
+        run: list[Sequence[PendingWork]] = []
         with without_grad(), without_autocast():
             for works in microbatches:
-                self._add(works, slots)
+                if run and not self._sums_together(run[0], works):
+                    self._add_run(run, slots)
+                    run = []
+                run.append(works)
+            if run:
+                self._add_run(run, slots)
+
+    def _sums_together(self, first: Sequence[PendingWork], other: Sequence[PendingWork]) -> bool:
+        """Whether the gradients of two microbatches may be summed before they are added."""
+        if len(first) > 1 or len(other) > 1 or checks_nan():
+            return False
+        (a,), (b,) = first, other
+        graph = a.graph
+        if graph is not b.graph or not graph.sums_microbatches or graph.early_parameters:
+            return False
+        if a.leaves is None or b.leaves is None or a.skipped or b.skipped:
+            return False
+        if len({*a.slots}) < len(a.slots):  # a parameter has two names
+            return False
+        same_state = all(map(is_, a.deferred.state, b.deferred.state))
+        return same_state and all(map(is_, a.leaves, b.leaves))
+
+    def _add_run(self, run: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]) -> None:
+        """Compute and accumulate the gradients of microbatches that are summed together."""
+        if len(run) == 1:
+            self._add(run[0], slots)
+            return
+        (work,) = run[0]
+        sums = work.graph.sum_weights([works[0].deferred for works in run])
+        with _SLOT_LOCK:
+            add_gradients(work.leaves or (), sums, [False] * len(sums), work.slots)
 
     def notify_observers(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
         """Have autograd's engine visit the nodes of the parameters, once for each microbatch.
@@ -174,6 +207,9 @@ class ShardedDelivery(Delivery):
         if ends:
             with _sums_in_grad(slots):
                 self.sharded.reduce()
+
+    def _sums_together(self, first: Sequence[PendingWork], other: Sequence[PendingWork]) -> bool:
+        return False  # unreduced gradients are moved after each microbatch
 
     def _add(self, works: Sequence[PendingWork], slots: Sequence[GradientSlot]) -> None:
         for work in works:

@@ -646,6 +646,28 @@ class SplitFunctions:
             pool += residuals.take_arguments()
         return self._weight.run(pool, gradients, dtype, len(deferred))[1]
 
+    @cached_property
+    def sums_microbatches(self) -> bool:
+        """Whether ``sum_weights`` may sum microbatches before their sum is added to another."""
+        return self._accumulation != ACCUMULATION["exact"] and self.dependence.dense
+
+    def sum_weights(self, deferred: Sequence[Residuals]) -> Sequence[Tensor]:
+        """The sums of the weight gradients of several microbatches, as new tensors.
+
+        Args:
+            deferred: as for ``joined_weight``.
+        """
+        most, sums = self.most_joined(), None
+        for start in range(0, len(deferred), most):
+            run = deferred[start : start + most]
+            joins = len(run) > 1
+            weight = self.joined_weight(run, sums) if joins else self.backward_weight(run[0], sums)
+            if sums is None:
+                borrowed = [name in self.dependence.borrowed for name in self.late_parameters]
+                pairs = zip(weight, borrowed, strict=True)
+                sums = Accumulators([grad.clone() if copied else grad for grad, copied in pairs])
+        return () if sums is None else sums.tensors
+
     def backward(
         self,
         saved: Residuals,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import autosplit
 from autosplit import SplitError, Stage
 from autosplit.passes.subgraph import inner_calls
 from autosplit.runtime import compiled_graph
@@ -118,6 +121,22 @@ def test_operators_of_each_accumulation(
 def test_long_runs_are_several_calls() -> None:
     count = MOST_JOINED + 3
     assert_close(step(blocks_stage(accumulation="joined"), count), step(blocks_stage(), count))
+
+
+def gradients_of_split(**options: Any) -> Gradients:
+    """``.grad`` after two steps of microbatches that are pending together."""
+    torch.manual_seed(0)
+    model = autosplit.split(Blocks().double(), max_pending=math.inf, **options)
+    for _ in range(2):
+        for tokens, grad in microbatches():
+            model(tokens).backward(grad)
+        model.backward_weight()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("accumulation", ["fused", "auto"])
+def test_pending_microbatches_of_a_split_module_are_summed(accumulation: str) -> None:
+    assert_close(gradients_of_split(accumulation=accumulation), gradients_of_split())
 
 
 def test_hooks_see_the_gradient_of_each_microbatch() -> None:
