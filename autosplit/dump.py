@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -48,7 +49,7 @@ def graph_tables(functions: SplitFunctions, title: str) -> str:
         f"Saved by F for the backward: {len(saved)} tensors, {size_text(total_bytes(saved))}.\n"
         f"Deferred by I for W: {len(deferred)} tensors, {size_text(total_bytes(deferred))}:"
     )
-    parts.append(boundary_table(deferred, "simple"))
+    parts.append(boundary_table(deferred, "simple", joins_layers=True))
     parts.append(f"Deferred: {share_text(*weight_flops(graphs))}.")
     if functions.dependence.inseparable:
         parts.append("Not deferred, for an operator makes them with what input gradients need:")
@@ -106,18 +107,56 @@ def inseparable_table(functions: SplitFunctions, style: str = "simple") -> str:
     return tabulate(rows, ["parameter", "operator"], tablefmt=style, disable_numparse=True)
 
 
-def boundary_table(rows: list[BoundaryTensor], style: str) -> str:
-    """One row per tensor, the largest first."""
-    ordered = sorted(rows, key=lambda row: -row.bytes)
-    table = [
-        [row.name, row.shape, size_text(row.bytes), short_source(row.source), few(row.consumers)]
-        for row in ordered
-    ]
-    headers = ["tensor", "shape", "bytes", "computed at", "for the gradient of"]
-    align = ("left", "left", "right", "left", "left")
-    if not table:
+def boundary_table(rows: list[BoundaryTensor], style: str, *, joins_layers: bool = False) -> str:
+    """One row per tensor, the largest first.
+
+    Args:
+        rows: the tensors.
+        style: the format, see tabulate.
+        joins_layers: whether tensors that differ in one number of their names, as those of equal
+            layers do, are one row, with their number and the bytes of all.
+    """
+    if not rows:
         return "(no tensors)"
+    groups = _equal_layers(rows) if joins_layers else [[row] for row in rows]
+    groups.sort(key=lambda group: -sum(row.bytes for row in group))
+    table = [
+        [
+            _joined_name([row.name for row in group]),
+            f"x{len(group)}" if len(group) > 1 else "",
+            group[0].shape,
+            size_text(sum(row.bytes for row in group)),
+            short_source(group[0].source),
+            _joined_name([few(row.consumers) for row in group]),
+        ]
+        for group in groups
+    ]
+    headers = ["tensor", "", "shape", "bytes", "computed at", "for the gradient of"]
+    align = ["left", "left", "left", "right", "left", "left"]
+    if all(len(group) == 1 for group in groups):
+        for line in (headers, align, *table):
+            del line[1]
     return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _equal_layers(rows: list[BoundaryTensor]) -> list[list[BoundaryTensor]]:
+    """Group tensors whose names differ in numbers only, and all else is equal."""
+    groups: dict[tuple[object, ...], list[BoundaryTensor]] = defaultdict(list)
+    for row in rows:
+        names = tuple(_NUMBER.sub("*", name) for name in (row.name, *row.consumers))
+        groups[names, row.shape, row.bytes, row.source].append(row)
+    return [*groups.values()]
+
+
+def _joined_name(names: Sequence[str]) -> str:
+    """The name that these have in common, with ``*`` for numbers that differ."""
+    numbers = [_NUMBER.findall(name) for name in names]
+    columns = [{*column} for column in zip(*numbers, strict=True)]
+    parts = iter("*" if len(column) > 1 else column.pop() for column in columns)
+    return _NUMBER.sub(lambda _: next(parts), names[0])
 
 
 def _giga(count: int) -> str:

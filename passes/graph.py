@@ -273,14 +273,16 @@ def source_line(node: fx.Node) -> str:
     return _user_line(node.meta.get("stack_trace") or "")
 
 
-_DEFAULT_DEVICE = "torch/utils/_device.py"  # in every stack trace under a default device
+# Files whose frames stand between the user's statement and the operator: under a default device,
+# and where a call of the user's goes through one of ours.
+_WRAPPERS = "torch/utils/_device.py", "autosplit/capture/workarounds/"
 
 
 @functools.lru_cache(maxsize=1024)  # layers repeat the lines of one
 def _user_line(trace: str) -> str:
     lines = [line.strip() for line in trace.strip().splitlines()]
     for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith('File "') and _DEFAULT_DEVICE not in lines[index]:
+        if lines[index].startswith('File "') and not any(w in lines[index] for w in _WRAPPERS):
             path, line, *_ = lines[index].removeprefix('File "').split('", line ')[0:2]
             number = line.split(",")[0]
             code = lines[index + 1] if index + 1 < len(lines) else ""

@@ -86,7 +86,7 @@ def test_tensors_are_called_as_the_user_calls_their_modules(tmp_path: pathlib.Pa
     for name in ("down_input", "up_dy", "gate_dy"):
         for graph in ("joint", "backward_input", "backward_weight"):
             assert f" {name} " in code[graph].replace(";", " ").replace(",", " "), (name, graph)
-        assert f"# deferred {name}" in code["backward_weight"]
+        assert f" {name},  # deferred: " in code["backward_weight"]
         assert f"| {name} " in (tmp_path / "boundary.md").read_text()
         assert f"{name} " in split.report()
 
@@ -162,3 +162,11 @@ def test_short_source() -> None:
     assert short_source("/a/b/model.py:12 return x") == "model.py:12 return x"
     assert short_source("/a/b/model.py:12 " + "x" * 90) == "model.py:12 " + "x" * 45 + "..."
     assert short_source("") == ""
+
+
+def test_equal_layers_are_one_row_and_lines_have_no_folder() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)), nn.Linear(4, 2))
+    split = autosplit.split(model, torch.ones(3, 4))
+    rows = [line.split() for line in split.report().splitlines()]
+    assert ["_*_dy", "x3"] in [row[:2] for row in rows]
+    assert not [row for row in rows if "/" in " ".join(row)]

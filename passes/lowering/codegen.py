@@ -15,6 +15,8 @@ from __future__ import annotations
 import builtins
 import keyword
 import operator
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +101,7 @@ def generate(name: str, module: fx.GraphModule) -> str:
             continue
         line = source_line(node)
         if line and line != source:
-            lines.append(f"    # {line}")
+            lines.append(f"    # {_without_folder(line)}")
             source = line
         lines += stride_check(node, _name)
         lines.append(_statement(node, last_use.get(node, []), reused.get(node)))
@@ -118,7 +120,9 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
     lines = ["    ("]
     for node in nodes:
         shape = value_text(node.meta.get("val"))
-        lines.append(f"        {_name(node)},  # {role_of(node)}: {shape}")
+        role = role_of(node)
+        is_named = re.sub(r"\W", "_", role.name).strip("_") == node.name.strip("_")
+        lines.append(f"        {_name(node)},  # {role.kind.value if is_named else role}: {shape}")
     lines += ["    ) = args", "    args.clear()"]
     used = {node for dead in last_use.values() for node in dead}
     used |= {operand for node in nodes for user in node.users for operand in user.all_input_nodes}
@@ -126,6 +130,12 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
     if unused:
         lines.append(f"    del {', '.join(unused)}")
     return lines
+
+
+def _without_folder(line: str) -> str:
+    """``modeling_llama.py:244 code`` of a line with a whole path."""
+    path, _, code = line.partition(" ")
+    return f"{os.path.basename(path)} {code}".strip()
 
 
 def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:

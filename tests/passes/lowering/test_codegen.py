@@ -19,7 +19,7 @@ def test_literal() -> None:
     assert generate("joint", module) == (
         "def joint(args, constants={}):\n"
         "    (\n"
-        "        x,  # input x: f32[3]\n"
+        "        x,  # input: f32[3]\n"
         "        g,  # tangent output: f32[3]\n"
         "    ) = args\n"
         "    args.clear()\n"
