@@ -235,7 +235,12 @@ def ancestors(
     roots: Iterable[fx.Node],
     reads: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes"),
 ) -> set[fx.Node]:
-    """The roots and all nodes that they depend on, by what each reads."""
+    """The roots and all nodes that they depend on.
+
+    Args:
+        roots: the nodes to start from.
+        reads: returns the nodes that a node depends on; by default its inputs.
+    """
     seen: set[fx.Node] = set()
     stack = list(roots)
     while stack:

@@ -136,8 +136,8 @@ class WholeModel:
 
     @cached_property
     def other_mode(self) -> OperationSequence | AutosplitError:
-        """The operations of the model in the mode in which it was not captured: evaluation, if it
-        was captured for training. Captured at first use; the error, if it cannot be captured.
+        """The operations of the model in the other mode: evaluation if it was captured for
+        training, and the reverse. Captured at the first use. If the capture fails, its error.
         """
         with (
             preserve_modes([self.model]),

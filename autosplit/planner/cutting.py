@@ -67,7 +67,10 @@ def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
     for place in layout.places:
         match = next((places[key] for key in keys[place] if key in places), None)
         if match is None or match in line.forbidden or match in (0, *result):
-            raise PlanError(f"there can be no cut before {layout.line.body[place].name}")
+            raise PlanError(
+                f"there can be no cut before {layout.line.body[place].name}, because the forward "
+                "in this mode does not compute it at that place"
+            )
         result.append(match)
     return result
 
@@ -238,8 +241,9 @@ class Partition:
         layout = StageLayout(line, _places(self._layout, line))
         if layout.sent_specs() != self._layout.sent_specs():
             raise PlanError(
-                "other tensors would be sent from stage to stage; does one mode alone have a "
-                "result, such as a cache (transformers: config.use_cache = False)?"
+                "other tensors would be sent from stage to stage than in the captured mode. If "
+                "only one mode returns a result such as a cache, turn it off (transformers: "
+                "config.use_cache = False)"
             )
         return layout
 

@@ -219,8 +219,9 @@ class Groups(Control):
         return next((group for group, ranks in groups if self._world_rank in ranks), None)
 
     def root_and_group(self, sets: Sequence[Sequence[int]]) -> tuple[int, dist.ProcessGroup | None]:
-        """The first rank of this rank's set (of no set: this rank), and the group of its set;
-        collective over all ranks. The group is None if each set has one rank.
+        """Return the first rank and the process group of the set that has this rank; collective.
+
+        A rank in no set gets its own number. The group is None if each set has one rank only.
         """
         first = next((ranks[0] for ranks in sets if self._world_rank in ranks), self._world_rank)
         return first, self.new_group_of_sets(sets) if len(sets[0]) > 1 else None

@@ -40,7 +40,9 @@ def allow_other_memory(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def allows_other_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values may be in other memory than before."""
+    """Whether a tensor is one of those for which ``allow_other_memory`` was called: its values may
+    move to other memory between calls.
+    """
     return hasattr(tensor, _OTHER_MEMORY)
 
 

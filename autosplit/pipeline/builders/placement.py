@@ -164,7 +164,8 @@ class WeightPlacer:
         if stuck:
             raise ScheduleError(
                 f"no place for the backward weights within {self._budget} microbatches in "
-                f"flight: nothing can run while {', '.join(map(str, stuck))} wait"
+                f"flight: nothing can run while {', '.join(map(str, stuck))} wait. Change "
+                "the order of these actions, or allow more microbatches in flight"
             )
 
 

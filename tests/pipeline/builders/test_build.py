@@ -235,5 +235,5 @@ def test_an_order_that_deadlocks_cannot_be_filled() -> None:
         WeightPlacer(stuck, 2).fill([(1.0, 1.0, 1.0)] * 2)
     assert str(caught.value) == (
         "no place for the backward weights within 2 microbatches in flight: nothing can run while "
-        "0I0, 1F1 wait"
+        "0I0, 1F1 wait. Change the order of these actions, or allow more microbatches in flight"
     )
