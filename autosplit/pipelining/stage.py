@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import CaptureError, PipelineError
+from autosplit.runtime.accumulation import Accumulation
 from autosplit.runtime.call_cache import CallCache
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
@@ -163,6 +164,7 @@ class SplitPipelineStage(RuntimeStage):
         """Drop every microbatch in flight."""
         self._saved.clear()
         self._weights.clear()
+        self._weights_to_run: list[int] = []
         self._roots: dict[int, list[tuple[int, Tensor]]] = {}
         self._losses: dict[int, LossBoundary] = {}
         self._graphs.steady.clear()
@@ -305,14 +307,28 @@ class SplitPipelineStage(RuntimeStage):
         self._queue_gradients(chunk, metas, input_grads)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run W of a microbatch."""
+        """Run W of a microbatch. If the stage joins products, W waits for a W of the stage that
+        follows it directly in the schedule, and runs with it.
+        """
         if not self.has_backward:
             return
+        self._weights_to_run.append(bwd_chunk_id)
+        if not last_backward and self._is_followed_by_weight(bwd_chunk_id):
+            return
+        chunks, self._weights_to_run = self._weights_to_run, []
         self.sharding.unshard()
         with torch.no_grad(), without_autocast():
-            self._call_graph("W", bwd_chunk_id, self._weights.backward_weight, bwd_chunk_id)
+            numbers = ", ".join(map(str, chunks))
+            self._call_graph("W", numbers, self._weights.backward_weight, *chunks)
         self._publish_other_dtypes()
-        self._after_weights(bwd_chunk_id, last_backward)
+        for chunk in chunks:
+            self._after_weights(chunk, last_backward and chunk == bwd_chunk_id)
+
+    def _is_followed_by_weight(self, chunk: int) -> bool:
+        joins = Accumulation.named(self._options.accumulation).joined_rows > 0
+        if not joins or self.sharding.groups:
+            return False
+        return chunk in self._step.weights_that_wait()
 
     def _after_weights(self, chunk: int, last: bool) -> None:
         """Run torch's ``dw_runner`` after W of a microbatch, and end the step after the last."""
@@ -369,7 +385,7 @@ class SplitPipelineStage(RuntimeStage):
         """Divide the gradients that this step has added."""
         self._step.scale(grad_scale_factor)
 
-    def _call_graph(self, kind: str, chunk: int, run: Callable[..., T], *args: Any) -> T:
+    def _call_graph(self, kind: str, chunk: int | str, run: Callable[..., T], *args: Any) -> T:
         """Run a graph; its errors name the call, the microbatch and the stage."""
         try:
             return run(*args)

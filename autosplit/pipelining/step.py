@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.schedule.schedule import BACKWARDS, Action
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
 from autosplit.ranks.fault_store import Fault, FaultStore
 from autosplit.ranks.first_error import RankError
 from autosplit.ranks.groups import disconnect
@@ -23,6 +24,7 @@ from autosplit.runtime.specializations import CallSignature, ModuleCall
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.distributed import store_of
 from autosplit.torch_internals.pipelining_schedules import (
+    RunningSchedule,
     action_lists,
     describe_schedule,
     install_runner,
@@ -241,6 +243,7 @@ class StageStep:
         self._stage = stage
         self._steps: ScheduleSteps | None = None
         self._has_earlier_gradients = False
+        self._waiting: tuple[RunningSchedule | None, frozenset[int]] = None, frozenset()
         self.divisor = 1
 
     def find_schedule(self) -> None:
@@ -294,9 +297,27 @@ class StageStep:
                 parameter.grad.div_(factor)
 
     def calls(self) -> list[str]:
-        """The backward calls of this stage in one step, in order."""
+        """The calls of this stage in one step, in order; those of other stages are forwards."""
         stage = self._stage
+        own = [a.kind if a.stage == stage.stage_index else ActionKind.FORWARD for a in self._row]
+        calls = [BACKWARDS.get(kind, "forward") for kind in own]
+        return calls or ["backward"] * 2
+
+    @property
+    def _row(self) -> list[Action]:
+        """The computations of this rank; none if the schedule does not list them."""
         rows = [] if self._steps is None else self._steps.running.rows
-        row = map(Action.parse, rows[stage.group_rank] if rows else ())
-        kinds = [action.kind for action in row if action.stage == stage.stage_index]
-        return [BACKWARDS[kind] for kind in kinds if kind in BACKWARDS] or ["backward"] * 2
+        return [*map(Action.parse, rows[self._stage.group_rank] if rows else ())]
+
+    def weights_that_wait(self) -> frozenset[int]:
+        """The microbatches whose W is followed directly by a W of the same stage."""
+        running = None if self._steps is None else self._steps.running
+        if self._waiting[0] is not running:
+            own = ActionKind.BACKWARD_WEIGHT, self._stage.stage_index
+            waiting = frozenset(
+                action.microbatch
+                for action, following in pairwise(self._row)
+                if (action.kind, action.stage) == (following.kind, following.stage) == own
+            )
+            self._waiting = running, waiting
+        return self._waiting[1]

@@ -16,7 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autosplit
 from autosplit.errors import PipelineError
-from autosplit.pipelining import SplitPipelineStage
+from autosplit.pipeline.builders.build import build
+from autosplit.pipelining import SplitPipelineStage, torch_schedule
+from autosplit.runtime.functions import SplitFunctions
 
 from .programs import CPU, block, mean_square, no_leaked_tensors
 
@@ -110,6 +112,30 @@ def test_sums_of_gradients_have_the_dtype_that_is_asked_for() -> None:
     for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
         total += torch.autograd.grad(mean_square(module(a), b), module.weight)[0]
     assert torch.equal(stage.submod.weight.grad, (total / 4).bfloat16())
+
+
+@pytest.mark.usefixtures("alone")
+def test_weight_gradients_that_follow_each_other_in_the_schedule_run_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: list[int] = []
+
+    def joined_weight(functions: SplitFunctions, deferred: list[Any], *sums: Any) -> Any:
+        runs.append(len(deferred))
+        return original(functions, deferred, *sums)
+
+    original = SplitFunctions.joined_weight
+    monkeypatch.setattr(SplitFunctions, "joined_weight", joined_weight)
+    module, x, y = nn.Linear(4, 4).double(), torch.randn(10, 4), torch.randn(10, 4)
+    gradients = []
+    for accumulation in ("exact", "auto"):
+        stage = SplitPipelineStage(copy.deepcopy(module), 0, 1, CPU, accumulation=accumulation)
+        schedule = build("gpipe", 1, 5, ranks=1, weights="2bp")
+        torch_schedule(schedule, [stage], mean_square).step(x.double(), target=y.double())
+        gradients.append(stage.submod.weight.grad)
+    exact, joined = gradients
+    torch.testing.assert_close(joined, exact, rtol=0.0, atol=1e-12 * float(exact.abs().max()))
+    assert runs == [5]
 
 
 @pytest.fixture
