@@ -299,8 +299,9 @@ class StageStep:
     def calls(self) -> list[str]:
         """The calls of this stage in one step, in order; those of other stages are forwards."""
         stage = self._stage
-        own = [a.kind if a.stage == stage.stage_index else ActionKind.FORWARD for a in self._row]
-        calls = [BACKWARDS.get(kind, "forward") for kind in own]
+        index, other = stage.stage_index, ActionKind.FORWARD
+        kinds = [action.kind if action.stage == index else other for action in self._row]
+        calls = [BACKWARDS.get(kind, "forward") for kind in kinds]
         return calls or ["backward"] * 2
 
     @property
@@ -313,11 +314,11 @@ class StageStep:
         """The microbatches whose W is followed directly by a W of the same stage."""
         running = None if self._steps is None else self._steps.running
         if self._waiting[0] is not running:
-            own = ActionKind.BACKWARD_WEIGHT, self._stage.stage_index
+            weight = ActionKind.BACKWARD_WEIGHT, self._stage.stage_index
             waiting = frozenset(
                 action.microbatch
                 for action, following in pairwise(self._row)
-                if (action.kind, action.stage) == (following.kind, following.stage) == own
+                if (action.kind, action.stage) == (following.kind, following.stage) == weight
             )
             self._waiting = running, waiting
         return self._waiting[1]
