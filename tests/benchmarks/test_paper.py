@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from autosplit.compare import run as comparison
 from benchmarks.paper import cells, concatenation, scaling, stages, theory
 from benchmarks.paper.page import PAGE
 from benchmarks.paper.settings import Settings
 from benchmarks.results import Results
+from examples.families import automatic
+from examples.models import MlpConfig
 
 
 class Smallest(Settings):
@@ -24,6 +29,16 @@ class Smallest(Settings):
 # bert is traced in half the time of the others.
 SMALLEST = Smallest("tiny", ("bert",), ("1F1B-1",), 2, 1, 1, (2,), 0.004, 0.2)
 
+PERCEPTRON = MlpConfig(features=8, width=8, layers=3, microbatch_size=4)
+
+
+def compare_perceptrons(settings: comparison.Settings) -> comparison.Comparison | None:
+    """Compare a model that is traced in a tenth of the time of a family's."""
+    overrides = dataclasses.asdict(PERCEPTRON)
+    factory = "examples.models:mlp"
+    return comparison.compare(dataclasses.replace(settings, factory=factory, overrides=overrides))
+
+
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
 
@@ -34,11 +49,17 @@ def test_the_published_speedup_exceeds_its_ideal() -> None:
     assert "exceeds the ideal" in theory.verdict()
 
 
+def test_a_family_is_a_factory_with_its_loss() -> None:
+    model, batch = automatic.bert(**SMALLEST.overrides("bert"))
+    assert math.isfinite(model(*batch).item())
+
+
 def test_parts_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = stages.middle("bert", SMALLEST)  # which takes a plan of the model
     for part in (stages, concatenation):
         monkeypatch.setattr(part, "middle", lambda family, settings: subject)
     monkeypatch.setattr(concatenation, "COUNTS", (2,))
+    monkeypatch.setattr(cells, "compare", compare_perceptrons)
     results = Results.read(tmp_path / "results.json")
     parts = {"cells": cells, "stages": stages, "concatenation": concatenation}
     result = {name: part.measure(SMALLEST) for name, part in parts.items()}

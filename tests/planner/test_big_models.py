@@ -79,7 +79,7 @@ def initialised(stages: int, **options: Any) -> Partition:
 def test_any_number_of_stages_starts_with_the_same_values() -> None:
     """And trains as the model that is not cut does."""
     results = []
-    for stages in (1, 2, 4):
+    for stages in (1, 3):
         with trainer(initialised(stages, seed=3)) as engine:
             values = named(engine)
             results.append((values, [step(engine, seed) for seed in range(3)]))

@@ -15,7 +15,7 @@ from tests.pipelining.programs import V_SHAPED
 from . import chosen, schedules
 from .schedules import MESHES, TORCHS
 
-LATE = "strict:ms=3,seed=5"
+LATE = "strict:ms=1,seed=5"
 
 
 def _holds(on_ranks: Ranks, mesh: str, *texts: str) -> None:

@@ -153,7 +153,7 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
     return stages
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(wirings(), st.integers(0, 10**6))
 def test_random_graphs_under_random_schedules(model: wired.Wired, seed: int) -> None:
     """The gradients of plain autograd."""
