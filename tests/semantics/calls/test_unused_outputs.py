@@ -140,7 +140,7 @@ def operators(functions: SplitFunctions) -> int:
 def test_a_llama_with_labels_pays_nothing_for_logits_and_cache() -> None:
     ids = torch.arange(128).reshape(2, 64)
     call = {"input_ids": ids, "labels": ids}
-    model = llama(vocab_size=VOCABULARY, num_hidden_layers=2)
+    model = llama(vocab_size=VOCABULARY)
     whole, loss_alone = autosplit.split(model), autosplit.split(OnlyLoss(model))
     peak, least = backward_peak(whole, {**call, "use_cache": True}), backward_peak(loss_alone, call)
     functions, logits = only(whole), ids.numel() * VOCABULARY
@@ -148,8 +148,8 @@ def test_a_llama_with_labels_pays_nothing_for_logits_and_cache() -> None:
     assert graph is not None
     assert not [node for node in calls(graph.graph) if "full" in str(node.target)]
     assert peak - least < logits  # a quarter of the logits' bytes
-    # Keys and values of two layers lie otherwise in memory than their gradients.
-    assert operators(functions) - operators(loss_alone._graphs.latest) <= 4
+    # Keys and values have other strides than their gradients.
+    assert operators(functions) - operators(loss_alone._graphs.latest) <= 2
 
 
 class OnlyLoss(nn.Module):
