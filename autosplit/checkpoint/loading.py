@@ -47,6 +47,27 @@ def read_progress(path: str | Path) -> tuple[int | None, dict[str, Any]]:
     return run_state.progress(_run(open_checkpoint(path)))
 
 
+def read_planning(path: str | Path, stages: int | None = None) -> dict[str, Any] | None:
+    """Read how the trainer of a checkpoint cut its model, for ``StageOptions(planning=...)``: the
+    measured costs of its blocks, and the cuts.
+
+    Args:
+        path: see ``read_checkpoint``.
+        stages: the number of stages to cut into. With another number than the checkpoint's, or
+            None, the costs alone are returned, and the model is cut anew for them.
+
+    Returns:
+        None if the trainer of the checkpoint did not cut its model itself.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    planning = run_state.planning(_run(open_checkpoint(path)))
+    if planning is not None and len(planning["cut_at"]) + 1 != stages:
+        return {"costs": planning["costs"]}
+    return planning
+
+
 def load_checkpoint(
     trainer: PipelineTrainer,
     path: str | Path,

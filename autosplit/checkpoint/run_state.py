@@ -225,7 +225,13 @@ def pack_run(
         local["scheduler"] = scheduler.state_dict()
     entries = {f"{_RANK}{ranks.number}": packed(local, "the scheduler's state")}
     if ranks.number == 0:
-        run = {"step": step, "extra": dict(extra or {}), "layout": ranks.layout, "cut": ranks.cut}
+        run = {
+            "step": step,
+            "extra": dict(extra or {}),
+            "layout": ranks.layout,
+            "cut": ranks.cut,
+            "planning": ranks.trainer.planning,
+        }
         entries[_ALL] = packed(run, "extra")
     return entries
 
@@ -285,6 +291,20 @@ def unpack_run(
         seed = hashlib.sha256(f"{ranks.number}{rows[0]['generators']['cpu'].tolist()}".encode())
         restore.append(lambda: torch.manual_seed(int.from_bytes(seed.digest()[:8], "little")))
     return RunState(step, extra, done, then, restore)
+
+
+def planning(entries: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How the trainer of a run cut its model; None if it did not.
+
+    Args:
+        entries: the results of ``pack_run`` of all ranks.
+
+    Raises:
+        CheckpointError: an entry is damaged.
+    """
+    run = _value(entries, _ALL) if _ALL in entries else {}
+    result: dict[str, Any] | None = run.get("planning")
+    return result
 
 
 def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:

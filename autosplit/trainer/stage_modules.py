@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -68,6 +68,8 @@ class StageSource:
         shared: parameters of which several stages hold a copy, as groups of (stage, name).
         shared_buffers: buffers of which several stages hold a copy.
         cut: whether the trainer itself has cut the stages from a whole model.
+        planning: options of ``StageOptions.planning`` that cut the model again, without measuring;
+            None if the trainer has not cut it.
     """
 
     count: int
@@ -76,6 +78,7 @@ class StageSource:
     shared: Sequence[Sequence[Holder]] = ()
     shared_buffers: Sequence[Sequence[Holder]] = ()
     cut: bool = False
+    planning: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, model: StageList, count: int | None = None) -> StageSource:

@@ -116,6 +116,8 @@ class PipelineTrainer(StepReports):
         optimizer: the optimizer that ``optimizer_fn`` returned, for learning-rate schedulers; None
             on a rank without parameters to train.
         shared_parameters: groups of (stage, name) that are one parameter of the model.
+        planning: how a whole model was cut: options for ``StageOptions(planning=...)`` that cut it
+            again without measuring; None if the stages were given. Checkpoints have it.
         device: the device of this process's stages.
         mesh: see Args.
 
@@ -166,6 +168,7 @@ class PipelineTrainer(StepReports):
             layout = options.layout(source.count)
             schedule = options.schedule_for(source.count, len(layout.pipeline))
         check_record(run_options.record)
+        self.planning = source.planning
         self.shared_parameters = union_of_groups(source.shared, stage_options.shared_parameters)
         self._max_norm, self._optimizer_moves = max_grad_norm, True
         self.device, self.mesh = choose_device(device, layout), mesh

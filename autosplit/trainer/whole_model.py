@@ -108,7 +108,8 @@ def cut_whole_model(
         **planning,
     )
     parts = Partition(whole, solution.firsts)
-    stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True)
+    again = {"cut_at": [*parts.cuts], "costs": solution.blocks.plain}
+    stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True, planning=again)
     return stages, solution.schedule
 
 

@@ -1,0 +1,36 @@
+"""Checkpoints as safetensors files, which transformers and others load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autosplit.errors import CheckpointError
+
+from .reading import read_checkpoint
+
+
+def export_safetensors(
+    path: str | Path, folder: str | Path, *, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write the model of a checkpoint as ``model.safetensors``, or as several files with an index,
+    in the layout that ``from_pretrained`` of transformers reads. Its ``config.json`` is not
+    written: ``model.config.save_pretrained(folder)`` does that.
+
+    One process holds the whole model. The files are written by huggingface_hub.
+
+    Args:
+        path: see ``read_checkpoint``.
+        folder: the folder of the files; created if needed.
+        max_shard_size: the most bytes of a file, as a number or a text.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or huggingface_hub is not installed.
+    """
+    try:
+        from huggingface_hub import save_torch_state_dict
+    except ImportError as error:
+        raise CheckpointError(
+            "safetensors are written by huggingface_hub: pip install 'autosplit[safetensors]'"
+        ) from error
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(read_checkpoint(path), folder, max_shard_size=max_shard_size)

@@ -1,0 +1,180 @@
+"""The checkpoints of one run: a folder for each save, of which the last and the best are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autosplit.errors import CheckpointError
+
+from .loading import Loaded, load_checkpoint, read_planning, read_progress
+from .naming import Names
+from .ranks import Ranks
+from .reading import METADATA, SAVED
+from .saving import PendingSave, save_checkpoint
+
+if TYPE_CHECKING:
+    from autosplit.trainer.trainer import PipelineTrainer
+
+_FOLDER = re.compile(r"step-(\d+)")
+_SCORE = "score"
+
+
+class CheckpointManager:
+    """Saves a run's checkpoints, keeps the last and the best, and resumes from the last.
+
+    ::
+
+        manager = CheckpointManager("runs/mine", keep=3)
+        planning = manager.planning(stages=4)         # None in a new run
+        trainer = PipelineTrainer(model, ..., stage_options=StageOptions(planning=planning))
+        step = manager.resume(trainer)                # 0 in a new run
+        ...
+        manager.save(trainer, step=step, score=validation_loss)
+
+    Each save has a folder ``step-NUMBER`` in ``folder``, with a checkpoint of ``save_checkpoint``.
+    A folder without a committed checkpoint, of a save that was killed, is ignored. After a save,
+    rank 0 removes what is not kept; folders with other files than a checkpoint's stay.
+
+    Args:
+        folder: of the run; all ranks must see it.
+        keep: the number of latest checkpoints to keep, at least 1.
+        keep_best: the number of checkpoints with the best scores to keep besides.
+        best: whether the least score is the best, ``"min"``, or the greatest, ``"max"``.
+        names: as for ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: ``keep``, ``keep_best`` or ``best`` is none of these.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        keep_best: int = 1,
+        best: Literal["min", "max"] = "min",
+        names: Names | None = None,
+    ) -> None:
+        if keep < 1 or keep_best < 0 or best not in ("min", "max"):
+            raise CheckpointError(
+                "a CheckpointManager keeps at least 1 checkpoint, 0 or more best ones, by 'min' or "
+                f"'max'; got keep={keep!r}, keep_best={keep_best!r}, best={best!r}"
+            )
+        self._folder, self._names = Path(folder), names
+        self._keep, self._keep_best, self._sign = keep, keep_best, 1 if best == "min" else -1
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the committed checkpoints, in order."""
+        matches = [
+            (_FOLDER.fullmatch(path.parent.name), path)
+            for path in self._folder.glob(f"step-*/{METADATA}")
+        ]
+        return sorted(int(match[1]) for match, _ in matches if match)
+
+    @property
+    def latest(self) -> Path | None:
+        """The folder of the latest checkpoint; None without one."""
+        return self._path(self.steps[-1]) if self.steps else None
+
+    @property
+    def best(self) -> Path | None:
+        """The folder of the checkpoint with the best score; None if none has a score."""
+        steps = self._best_steps()
+        return self._path(steps[0]) if steps else None
+
+    def save(
+        self,
+        trainer: PipelineTrainer,
+        *,
+        step: int,
+        score: float | None = None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> PendingSave | None:
+        """Save a checkpoint, and remove those that are no longer kept; call on all ranks.
+
+        With ``asynchronous``, the next save removes what this one replaces.
+
+        Args:
+            trainer, step, scheduler, extra, asynchronous: as for ``save_checkpoint``.
+            score: by which the best are kept, such as a validation loss; equal on all ranks.
+
+        Raises:
+            CheckpointError, PipelineError: as ``save_checkpoint``.
+        """
+        content = dict(extra or {}) if score is None else {**(extra or {}), _SCORE: float(score)}
+        pending = save_checkpoint(
+            trainer,
+            self._path(step),
+            names=self._names,
+            scheduler=scheduler,
+            step=step,
+            extra=content,
+            asynchronous=asynchronous,
+        )
+        ranks = Ranks(trainer, "saving a checkpoint") if pending is None else None
+        if ranks is not None and ranks.number == 0:
+            self._remove_old()
+        return pending
+
+    def resume(self, trainer: PipelineTrainer, *, scheduler: Any = None) -> int:
+        """Load the latest checkpoint, if there is one; call on all ranks.
+
+        Returns:
+            The step at which it was saved; 0 without a checkpoint.
+
+        Raises:
+            CheckpointError, PipelineError: as ``load_checkpoint``; or ranks see other checkpoints.
+        """
+        loaded = self.load(trainer, scheduler=scheduler)
+        return 0 if loaded is None else loaded.step or 0
+
+    def load(self, trainer: PipelineTrainer, *, scheduler: Any = None) -> Loaded | None:
+        """As ``resume``, but return what ``load_checkpoint`` returns; None without a checkpoint."""
+        ranks = Ranks(trainer, "loading a checkpoint")
+        latest = self.latest
+        rows = ranks.gather(None if latest is None else latest.name)
+        if len({*rows}) > 1:
+            raise CheckpointError(
+                f"the ranks see different latest checkpoints in {self._folder}: {rows}; all ranks "
+                "must see the same folder"
+            )
+        if latest is None:
+            return None
+        return load_checkpoint(trainer, latest, names=self._names, scheduler=scheduler)
+
+    def planning(self, stages: int | None = None) -> dict[str, Any] | None:
+        """How the latest checkpoint's trainer cut its model, for ``StageOptions(planning=...)``, so
+        that a restart measures nothing and cuts as before; None without it.
+
+        Args:
+            stages: as for ``read_planning``.
+        """
+        return None if self.latest is None else read_planning(self.latest, stages)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+    def _best_steps(self) -> list[int]:
+        """The steps of the checkpoints with a score, the best first."""
+        scores = {step: read_progress(self._path(step))[1].get(_SCORE) for step in self.steps}
+        scored = [(self._sign * score, step) for step, score in scores.items() if score is not None]
+        return [step for _, step in sorted(scored)]
+
+    def _remove_old(self) -> None:
+        best = self._best_steps()[: self._keep_best] if self._keep_best else []
+        kept = {*self.steps[-self._keep :], *best}
+        for step in self.steps:
+            path = self._path(step)
+            names = [file.name for file in path.iterdir()]
+            is_ours = all(name == METADATA or path.joinpath(name).match(SAVED) for name in names)
+            if step not in kept and is_ours:
+                with contextlib.suppress(OSError):  # a file that is still read elsewhere
+                    shutil.rmtree(path)

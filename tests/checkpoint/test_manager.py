@@ -1,0 +1,93 @@
+"""A run's checkpoints: the last and the best are kept, and a restart continues from the last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.checkpoint import CheckpointManager, export_safetensors, read_checkpoint
+from autosplit.errors import CheckpointError
+from autosplit.pipeline import PipelineTrainer, StageOptions
+
+BATCH = torch.ones(4, 8), torch.zeros(4, 8)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def trainer(planning: dict[str, Any] | None = None) -> PipelineTrainer:
+    return PipelineTrainer(
+        model(),
+        nn.functional.mse_loss,
+        torch.optim.AdamW,
+        stages=2,
+        example=torch.ones(2, 8),
+        microbatches=2,
+        ranks=1,
+        stage_options=StageOptions(planning=planning or {"costs": "estimate"}),
+    )
+
+
+def trained(manager: CheckpointManager, steps: int, scores: dict[int, float]) -> list[Tensor]:
+    """Losses of the steps up to ``steps``, resumed from the run's last checkpoint."""
+    with trainer(manager.planning(stages=2)) as engine:
+        start = manager.resume(engine)
+        losses = []
+        for step in range(start + 1, steps + 1):
+            losses.append(engine.step(BATCH))
+            manager.save(engine, step=step, score=scores.get(step))
+    return losses
+
+
+def test_the_last_and_the_best_are_kept_and_a_restart_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trained(CheckpointManager(tmp_path / "whole", keep=1), 4, {})
+    manager = CheckpointManager(tmp_path / "run", keep=2)
+    assert (manager.latest, manager.best, manager.planning(stages=2)) == (None, None, None)
+    losses = trained(manager, 3, {1: 0.25, 2: 0.5, 3: 0.75})
+    assert manager.steps == [1, 2, 3]
+    (tmp_path / "run" / "step-00000009").mkdir()  # of a save that was killed
+    monkeypatch.setattr("autosplit.planner.cutting.estimate", None)  # a restart measures nothing
+    losses += trained(manager, 4, {4: 1.0})
+    assert torch.equal(torch.stack(losses), torch.stack(whole))
+    assert manager.steps == [1, 3, 4]
+    assert manager.best == tmp_path / "run" / "step-00000001"
+    assert manager.planning(stages=2) != manager.planning(stages=3)
+
+
+def test_other_files_are_not_removed(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1, keep_best=0)
+    with trainer() as engine:
+        for step in (1, 2, 3):
+            manager.save(engine, step=step)
+            (tmp_path / f"step-{step:08d}" / "notes.txt").touch()
+            if step == 2:
+                (tmp_path / "step-00000002" / "notes.txt").unlink()
+    assert manager.steps == [1, 3]
+
+
+def test_bad_counts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="got keep=0, keep_best=1, best='min'"):
+        CheckpointManager(tmp_path, keep=0)
+
+
+def test_safetensors_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    from safetensors.torch import load_file
+
+    manager = CheckpointManager(tmp_path / "run")
+    with trainer() as engine:
+        manager.save(engine, step=1)
+    assert manager.latest is not None
+    export_safetensors(manager.latest, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    saved = read_checkpoint(manager.latest)
+    assert written.keys() == saved.keys() == model().state_dict().keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in written.items())
