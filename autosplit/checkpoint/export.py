@@ -12,8 +12,8 @@ from .reading import read_checkpoint
 def export_safetensors(
     path: str | Path, folder: str | Path, *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write the model of a checkpoint as ``model.safetensors``, or as several files with an index,
-    in the layout that ``from_pretrained`` of transformers reads. Its ``config.json`` is not
+    """Write the model of a checkpoint as a safetensors file, or as several with an index, under the
+    names that ``from_pretrained(...)`` of transformers reads. The model's configuration is not
     written: ``model.config.save_pretrained(folder)`` does that.
 
     One process holds the whole model. The files are written by huggingface_hub.
