@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from autosplit import partition
 from autosplit.pipeline import PipelineTrainer
+from autosplit.planner import WholeModel
 from autosplit.planner.costs import BlockCost, ModelCosts
 from tests.pipeline.trainer_options import grouped
 from tests.planner.planned import even
@@ -113,8 +115,10 @@ def layers_of_first(**options: Any) -> int:
 
 
 def cut_by_trainers(cases: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """On each rank, the first stages of trainers with these options."""
-    return {name: layers_of_first(**options) for name, options in cases.items()}
+    """On each rank, the first stages of trainers with these options, from one capture."""
+    whole = WholeModel.capture(net(), tokens())
+    with mock.patch.object(WholeModel, "capture", return_value=whole):
+        return {name: layers_of_first(**options) for name, options in cases.items()}
 
 
 def measured() -> tuple[tuple[str, ...], float, int]:

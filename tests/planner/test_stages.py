@@ -16,7 +16,6 @@ from tests.planner.whole_models import (
     Case,
     captured,
     checkpointed,
-    llama,
     llama_of_three,
     llama_with_hidden_states,
     loss_of,
@@ -139,7 +138,7 @@ def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
 
 
 def test_what_is_tied_is_named_in_both_stages() -> None:
-    split = split_of(captured(llama)[1], 3)
+    split = split_of(captured(llama_of_three)[1], 3)
     assert split.shared == (((0, "model.embed_tokens.weight"), (2, "lm_head.weight")),)
     first, last = split.build(0), split.build(2)
     assert "lm_head.weight" not in first.state_dict()
