@@ -168,9 +168,9 @@ def setters(
             f"{writer} changes Python state, "
             f"{', '.join(dict.fromkeys(map(_readable, lasting)))}, which a graph cannot repeat on "
             "every call. Write a tensor into a buffer in place (self.buffer.copy_(x.detach()); a "
-            "loss can be an nn.Module with buffers), return it (a loss cannot), or keep the state "
-            "outside of the forward. If only the first call changes it, call the model once before "
-            "you split it."
+            "loss can be an nn.Module with buffers), return it (a trainer's loss_fn may return "
+            '(loss, {"name": scalar})), or keep the state outside of the forward. If only the '
+            "first call changes it, call the model once before you split it."
         )
         raise PythonStateError(
             with_code(message, wrong=_ASSIGNMENT, right=_BUFFER_WRITE), because=message

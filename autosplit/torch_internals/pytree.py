@@ -29,7 +29,7 @@ from torch.utils._pytree import (
 from . import TORCH
 from .patches import patched
 
-__all__ = ["TreeSpec", "flatten_named", "tree_flatten", "tree_map", "tree_unflatten"]
+__all__ = ["TreeSpec", "class_of", "flatten_named", "tree_flatten", "tree_map", "tree_unflatten"]
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -41,11 +41,18 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return _pytree.tree_flatten(tree_unflatten(wrapped, spec))
 
 
+def class_of(spec: Any) -> Any:
+    """The class of a pytree that is no leaf."""
+    # All named tuples have one type, a function.
+    return spec.type if isinstance(spec.type, type) else spec.context
+
+
 def is_flat(spec: Any) -> bool:
     """Whether a pytree is one leaf, or a tuple or list of leaves."""
     if spec.is_leaf():
         return True
-    return issubclass(spec.type, tuple | list) and all(child.is_leaf() for child in spec.children())
+    is_row = issubclass(class_of(spec), tuple | list)
+    return is_row and all(child.is_leaf() for child in spec.children())
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -94,6 +94,7 @@ class StepReduction:
     The vector has float64 numbers, and each rank fills in its own; the others are 0:
 
         losses      one for each pipeline and microbatch, from the rank with the last stage
+        parts       one for each named part of the loss, pipeline and microbatch, likewise
         batches     one for each pipeline, the sum of ``batch`` over its ranks
         nonfinite   one for each rank: 1 + its last stage with a gradient that is not finite, or 0
         squares     one in all, the sum over all ranks; only if the norm is computed
@@ -105,12 +106,13 @@ class StepReduction:
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        losses: the losses that this rank has, by microbatch.
+        losses: by microbatch, the loss and its parts, as far as this rank has them.
         count: the number of microbatches.
         end: the rank, within each pipeline, that has the last stage.
         squares: the sum of the squares of this rank's gradients, shape [1]; None without a norm.
         nonfinite: the last of this rank's stages with a gradient that is not finite, if any.
         dtype: the dtype of the losses.
+        part_names: the names of the parts, in order.
         raises: whether gradients that are not finite are an error.
         window: start of this rank's first recorded action and end of its last one, in seconds of
             ``time.perf_counter()``; zeros if nothing was recorded.
@@ -122,36 +124,38 @@ class StepReduction:
         self,
         groups: Groups,
         guard: Guard,
-        losses: Mapping[int, Tensor],
+        losses: Mapping[int, Sequence[Tensor]],
         *,
         count: int,
         end: int,
         squares: Tensor | None,
         dtype: torch.dtype,
+        part_names: Sequence[str] = (),
         nonfinite: int | None = None,
         raises: bool = False,
         window: tuple[float, float] = (0.0, 0.0),
         batch: int = 0,
     ) -> None:
         self._guard, self._raises = guard, raises
-        self._dtype = dtype
+        self._dtype, self._part_names = dtype, part_names
         layout, self._end = groups.layout, end
         self._losses = len(layout.pipelines) * count
         self._layout = layout
         rows = len(layout.pipelines)
-        self._stages = self._losses + rows
+        self._batches = self._losses * (1 + len(part_names))
+        self._stages = self._batches + rows
         self._squares = self._stages + groups.everybody.ranks
         self._windows = self._squares + (squares is not None)
         size = self._windows + 2 * groups.everybody.ranks
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
-        if losses:
-            stacked = torch.stack(tuple(losses.values())).to(numbers)
-            numbers[layout.index * count :][list(losses)] = stacked
+        for row, scalars in enumerate(zip(*losses.values(), strict=True)):  # the loss, its parts
+            start = row * self._losses + layout.index * count
+            numbers[start:][list(losses)] = torch.stack(scalars).to(numbers)
         if squares is not None:
             numbers[self._squares : self._windows] = squares
         at = self._windows + 2 * groups.everybody.rank
         numbers[at : at + 2] = torch.tensor(window, dtype=torch.float64, device="cpu")
-        numbers[self._losses + layout.index] = batch
+        numbers[self._batches + layout.index] = batch
         if nonfinite is not None:
             numbers[self._stages + groups.everybody.rank] = nonfinite + 1
         self._unreduced = numbers.clone()
@@ -176,9 +180,17 @@ class StepReduction:
             numbers = self._reduced = self._numbers()
             losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
             if len(losses) > 1:
-                self._check_shared(losses, numbers[self._losses : self._stages].tolist())
+                self._check_shared(losses, numbers[self._batches : self._stages].tolist())
             self._check_finite(numbers)
         return losses[self._layout.index].to(self._dtype)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean ``"loss"`` and the means of its named parts, over the microbatches of all
+        pipelines. Waits as ``wait`` does.
+        """
+        losses, *parts = self._await_reduced()[: self._batches].view(-1, self._losses)
+        means = {"loss": losses.to(self._dtype).mean().item()}
+        return means | {n: p.mean().item() for n, p in zip(self._part_names, parts, strict=True)}
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
         """Check that pipelines that share tensors had one batch and have equal losses.

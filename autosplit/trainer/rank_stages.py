@@ -31,6 +31,7 @@ from autosplit.trainer.stage_modules import (
     check_trained,
     explain_failed_capture,
 )
+from autosplit.trainer.step_metrics import check_part_names
 from autosplit.trainer.step_plans import StepPlan
 
 
@@ -115,6 +116,7 @@ class RankStages:
                 targets=_examples(plan, "targets", targets),
                 device=self._device,
             )
+        check_part_names(plan.boundaries.part_names)
         with activity.during("compiling its stages", announced=True):
             compile_stages(plan.stages, schedule)
         if self._groups.layout.shares > 1:

@@ -16,8 +16,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -55,6 +56,7 @@ from autosplit.trainer.rank_memory import RankMemory
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.rank_stages import RankStages
 from autosplit.trainer.stage_modules import LossFunction, Observer, StageSource
+from autosplit.trainer.step_metrics import check_part_names
 from autosplit.trainer.step_plans import StepPlan, StepPlans
 from autosplit.trainer.tuning import Tuner
 
@@ -188,9 +190,9 @@ class Runner:
                 stack.enter_context(model.reducing_gradients())
             for call in model.pre_step:
                 call()
-            losses = executor.run(inputs, targets, recorder)
+            losses = executor.run(inputs, targets, recorder, plan.loss_grads)
             if memory.recorder is not None:
-                memory.recorder.finish(losses.values())
+                memory.recorder.finish(itertools.chain(*losses.values()))
             hooked: list[Tensor] = []
             for split_stage in traced(self.stages).values():
                 split_stage.waiting_hooks = hooked
@@ -242,6 +244,7 @@ class Runner:
         executor = plan.executor
         if executor is None:
             self._rank_stages.build_stages(plan, self.schedule, batch, inputs, targets)
+            plan.loss_grads = self._loss_grads(plan)
             executor = self._build_executor(plan, self.schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
         if self._tuner is not None and self._tuner.memory_limit is not None and not self._limited:
@@ -250,6 +253,12 @@ class Runner:
             self._change_schedule(self._tuner.search_schedule(self.stages))
             executor = plan.executor or executor
         return plan, executor, inputs, targets
+
+    def _loss_grads(self, plan: StepPlan) -> list[list[Tensor | None]]:
+        """Return, for each microbatch, the gradients of its loss and of the loss's parts."""
+        count = self.schedule.microbatches
+        loss_grad = torch.full((), 1.0 / count, dtype=plan.dtype, device=self._device)
+        return [[loss_grad, *[None] * len(plan.boundaries.part_names)]] * count
 
     def _build_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
@@ -261,16 +270,11 @@ class Runner:
         moves = None
         if prepared.moves:
             moves = Moves(stages, schedule, groups, self._device, self._store)
-        loss_grad = None
-        if stages is plan.stages:
-            scale = 1.0 / schedule.microbatches
-            loss_grad = torch.full((), scale, dtype=plan.dtype, device=self._device)
         plan.executor = Executor(
             stages,
             schedule,
             groups.rank,
             Transport(routes, groups, plan.boundaries, device=self._device, posts=posts),
-            loss_grad=loss_grad,
             activity=groups.activity,
             moves=moves,
             batch_arguments=self._batch_arguments(plan),
@@ -318,12 +322,14 @@ class Runner:
         for call in self._model.post_step:
             call()
         if is_first:
-            for loss in losses.values():
-                check_loss([TensorMeta(loss.shape, loss.dtype, True)])
-            loss_dtype = next((loss.dtype for loss in losses.values()), None)
-            rows = self._groups.everybody.gather((loss_dtype, self._seeds.drew))
-            plan.dtype = next(dtype for dtype, _ in rows if dtype is not None)
-            if any(drew for _, drew in rows) and self._seeds.expect_draws():
+            names = stages[self._last].part_names or () if losses else ()
+            for outputs in losses.values():
+                check_loss([TensorMeta(t.shape, t.dtype, True) for t in outputs], names)
+            check_part_names(names)
+            loss_dtype = next((loss.dtype for loss, *_ in losses.values()), None)
+            rows = self._groups.everybody.gather((loss_dtype, names, self._seeds.drew))
+            plan.dtype, plan.boundaries.part_names = next(row[:2] for row in rows if row[0])
+            if any(drew for *_, drew in rows) and self._seeds.expect_draws():
                 draw_number()
         return self._start_reduction(plan, losses, inputs + targets)
 
@@ -338,7 +344,7 @@ class Runner:
     def _start_reduction(
         self,
         plan: StepPlan,
-        losses: Mapping[int, Tensor],
+        losses: Mapping[int, Sequence[Tensor]],
         batch: Microbatches,
         norms: GradientNorms | None = None,
     ) -> StepReduction:
@@ -358,6 +364,7 @@ class Runner:
             window=window_of(() if plan.evaluates else self.spans),
             batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
             dtype=plan.dtype,
+            part_names=plan.boundaries.part_names,
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autosplit.capture.diagnosis import Wrapper, is_library_file
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.autocast import WithAutocast
-from autosplit.pipeline.engine.boundaries import TensorMeta
+from autosplit.pipeline.engine.boundaries import NamedLoss, TensorMeta
 from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.ranks.fault_store import describe_error
 from autosplit.runtime.refusals import misfit
@@ -22,7 +22,8 @@ from autosplit.torch_internals.dtensor import dtensor_class
 
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of a parameter within it."""
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+LossFunction: TypeAlias = "Callable[[Any, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
+"""Returns the loss, or the loss and its named parts."""
 Observer: TypeAlias = Callable[[Any, Any], None]
 _NUMBERS = (
     Number,
@@ -184,15 +185,44 @@ class WithLoss(Wrapper):
         output, targets = self.loss_inputs(args)
         if self._observer is not None:
             self._observer(output, targets)
-        loss: Any = self.loss_fn(output, targets)
-        # A loss under loss_parallel is a DTensor.
-        if self._dtensor is not None and isinstance(loss, self._dtensor):
-            loss = loss.full_tensor()
+        result: Any = self.loss_fn(output, targets)
         # An error raised here would be reported as one of tracing; ``check_loss`` refuses
         # the empty result.
-        if torch.compiler.is_compiling() and (loss is None or isinstance(loss, _NUMBERS)):
+        if torch.compiler.is_compiling() and (result is None or isinstance(result, _NUMBERS)):
             return ()
-        return loss
+        if not _has_parts(result):
+            return self._whole(result)
+        loss, parts = result
+        _check_parts(parts)
+        names = sorted(parts)
+        return NamedLoss(
+            self._whole(loss), {name: self._whole(parts[name]).detach() for name in names}
+        )
+
+    def _whole(self, value: Any) -> Any:
+        """The value; of a DTensor, as a loss under loss_parallel is one, the whole tensor."""
+        is_dtensor = self._dtensor is not None and isinstance(value, self._dtensor)
+        return value.full_tensor() if is_dtensor else value
+
+
+def _has_parts(result: object) -> bool:
+    """Whether a loss function returned ``(loss, {name: part})``."""
+    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+
+
+def _check_parts(parts: Mapping[Any, object]) -> None:
+    """Check that the parts of a loss are named tensors.
+
+    Raises:
+        PipelineError: names a part that is not.
+    """
+    for name, part in parts.items():
+        if not isinstance(name, str) or not isinstance(part, Tensor):
+            raise PipelineError(
+                f"loss_fn returned (loss, parts), and the part {name!r} is a "
+                f"{type(part).__name__}: return a dictionary of names and scalar tensors, such as "
+                '{"z": z.detach()}, without .item() or float()'
+            )
 
 
 def explain_failed_capture(
@@ -225,7 +255,7 @@ def explain_failed_capture(
     except Exception:  # the module fails, which the error of the capture reports
         return
     try:
-        last.loss_fn(output, targets)
+        result: Any = last.loss_fn(output, targets)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         user_frames = [frame for frame in frames if not is_library_file(frame.filename)]
@@ -235,6 +265,8 @@ def explain_failed_capture(
             f"{f'at {lines[-1]}, ' if lines else ''}output: {_describe(output)}, "
             f"targets: {_describe(targets)}"
         ) from error
+    if _has_parts(result):
+        _check_parts(result[1])
 
 
 def _describe(value: object) -> str:

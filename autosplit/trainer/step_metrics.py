@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import data_sheet
@@ -20,19 +19,49 @@ class StepFigures:
     """The figures of a trainer's last step.
 
     Attributes:
-        losses: the loss of each microbatch; None before the first step, and if the step did not
-            wait for them.
+        means: returns the mean loss, ``"loss"``, and the means of its parts, by name; None before
+            the first step, and if the step did not wait for them.
         norm: the norm of the model's gradient; None if it is not computed.
         seconds: the time of the step.
         bounds: the first start and the last end of the actions that the pipeline recorded.
         skipped: the number of steps whose gradients were dropped so far.
     """
 
-    losses: Tensor | None = None
+    means: Callable[[], dict[str, float]] | None = None
     norm: float | None = None
     seconds: float = 0.0
     bounds: tuple[float, float] = (0.0, 0.0)
     skipped: int = 0
+
+
+_RATES = ("samples_per_s", "tokens_per_s", "flops_per_s")
+_MEMORY = ("peak_memory", "device_peak_memory")
+_NAMES = (
+    "loss",
+    "seconds",
+    "mfu",
+    "grad_norm",
+    "skipped",
+    "scale",
+    "lr",
+    "idle",
+    *_RATES,
+    *_MEMORY,
+)
+
+
+def check_part_names(names: Iterable[str]) -> None:
+    """Check that the parts of a loss have other names than the trainer's own metrics.
+
+    Raises:
+        PipelineError: names a part that has not.
+    """
+    for name in names:
+        if name in _NAMES or name.startswith("lr/"):
+            raise PipelineError(
+                f"loss_fn returned a part named {name!r}, which is a metric of the trainer: choose "
+                f"another name, such as {name + '_part'!r}"
+            )
 
 
 def batch_counts(metas: Metas, tokens: int | None = None) -> dict[str, int]:

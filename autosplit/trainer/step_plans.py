@@ -12,7 +12,7 @@ Each rank numbers its plans by bits, the same plan by the same bit on all ranks:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,7 @@ class StepPlan:
         dtype: the dtype of the losses; valid once the first such batch has run.
         stages: this rank's stages, in training; empty until the first such batch.
         executor: runs them; None until the first such batch.
+        loss_grads: by microbatch, the gradients of the last stage's outputs, in training.
     """
 
     metas: Metas
@@ -58,6 +59,7 @@ class StepPlan:
     dtype: torch.dtype = torch.float32
     stages: Mapping[int, TrainableStage] = field(default_factory=dict)
     executor: Executor | None = None
+    loss_grads: Sequence[list[Tensor | None]] = ()
 
 
 class StepPlans:

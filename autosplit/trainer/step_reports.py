@@ -114,7 +114,8 @@ class StepReports(RankSession):
         Returns:
             Numbers by name; of this rank and its pipeline, unless ``mesh`` is set:
 
-            - ``"loss"``: the mean over the batch.
+            - ``"loss"``: the mean over the batches of all replicas, and the named parts of the loss
+              likewise, by name.
             - ``"seconds"``: the time of the step, with the optimizer.
             - ``"samples_per_s"``, ``"tokens_per_s"``: of this pipeline's batch.
             - ``"flops_per_s"``: floating-point operations of this rank's stages, forward and
@@ -147,13 +148,13 @@ class StepReports(RankSession):
         """Compute the metrics of this rank."""
         step, memory = self._runner.memory.step, self._runner.memory.recorder
         figures, seconds = self._figures, self._figures.seconds
-        if figures.losses is None or step is None:
+        if figures.means is None or step is None:
             raise PipelineError(
                 "there are no metrics of the last step: call step(...) first. step_async(...) has "
                 "them with max_grad_norm or nonfinite='skip' only; else use its wait(), which "
                 "returns the losses"
             )
-        metrics = {"loss": figures.losses.mean().item(), "seconds": seconds}
+        metrics = figures.means() | {"seconds": seconds}
         for name, count in batch_counts(step.metas, tokens).items():
             metrics[f"{name}_per_s"] = count / seconds
         stages = traced(self.stages)
@@ -192,7 +193,7 @@ class StepReports(RankSession):
 
     def _note(self) -> str:
         """Return the loss and the rate of the last step, if they are known, in a few words."""
-        if self._figures.losses is None:
+        if self._figures.means is None:
             return ""
         metrics = self._local_metrics(None)
         rates = ("tokens", "samples")

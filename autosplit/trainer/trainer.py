@@ -72,7 +72,8 @@ class PipelineTrainer(StepReports):
             any other ``nn.Module``, ``nn.Sequential`` included, which the trainer cuts into
             ``stages`` stages.
         loss_fn: ``loss_fn(output, targets)`` returns the loss of one microbatch, a scalar tensor. A
-            step trains the mean over the microbatches.
+            step trains the mean over the microbatches. ``(loss, {"name": part})`` also returns
+            named scalars, whose means are in ``metrics()`` and ``evaluation``.
         optimizer_fn: ``optimizer_fn(parameters)`` returns the optimizer of this process's
             parameters, a list. If its argument is called ``named`` or ``named_parameters``, it gets
             a list of (name, parameter) instead, with the names of the whole model, so that weight
@@ -120,6 +121,8 @@ class PipelineTrainer(StepReports):
             again without measuring; None if the stages were given. Checkpoints have it.
         device: the device of this process's stages.
         mesh: see Args.
+        evaluation: the mean ``"loss"`` of the last ``evaluate`` or ``measure``, and the means of
+            the loss's named parts, over all microbatches of all replicas.
 
     Raises:
         PipelineError: there is no process group and one is needed, a count does not fit, ranks
@@ -171,6 +174,7 @@ class PipelineTrainer(StepReports):
         self.planning = source.planning
         self.shared_parameters = union_of_groups(source.shared, stage_options.shared_parameters)
         self._max_norm, self._optimizer_moves = max_grad_norm, True
+        self.evaluation: dict[str, float] = {}
         self.device, self.mesh = choose_device(device, layout), mesh
         factory = options.factory(cut=source.cut)
         check_unanimous(
@@ -302,7 +306,7 @@ class PipelineTrainer(StepReports):
         """
         start = perf_counter()
         with self._guard.during("the forward and backward of step_async"):
-            self._figures.losses = None
+            self._figures.means = None
             agreement = self._runner.train(paired(batch, target, named), waits=False)
         if self._max_norm is None and not self._drops_nonfinite:
             agreement.check_local()
@@ -336,8 +340,8 @@ class PipelineTrainer(StepReports):
         """Wait for the losses of a step, and decide whether optimizers may move; all ranks decide
         the same. Returns the losses.
         """
-        figures = self._figures
-        figures.losses = losses = agreement.wait()
+        figures, losses = self._figures, agreement.wait()
+        figures.means = agreement.means
         if self._max_norm is not None:
             figures.norm = agreement.norm()
         self._optimizer_moves = agreement.finite
@@ -358,11 +362,11 @@ class PipelineTrainer(StepReports):
         """Return the loss of each microbatch in eval mode, shape [M], without gradients.
 
         Batches may have another shape than in training, unless the trainer has cut the model.
-        Arguments, result and errors are those of ``step``.
+        Arguments, result and errors are those of ``step``. ``evaluation`` has the means.
         """
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(paired(batch, target, named))
-        return agreement.wait()
+        return self._finish_evaluation(agreement)
 
     def measure(self, batch: Batch | None, metric_fn: Callable[[Any, Any], Any]) -> list[Any]:
         """Compute a metric of the model's outputs in eval mode, without gradients.
@@ -386,8 +390,14 @@ class PipelineTrainer(StepReports):
                 batch, lambda output, targets: rows.append(metric_fn(output, targets))
             )
             metrics: list[Any] = next(filter(None, self._groups.gather(rows)))
-        agreement.wait()
+        self._finish_evaluation(agreement)
         return metrics
+
+    def _finish_evaluation(self, agreement: StepReduction) -> Tensor:
+        """Wait for the losses of an evaluation, keep their means, and return them."""
+        losses = agreement.wait()
+        self.evaluation = agreement.means()
+        return losses
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """This process's gradients, by stage and by parameter name within the stage."""

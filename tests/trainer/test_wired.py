@@ -134,9 +134,8 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
             schedule,
             rank,
             Transport(routes, port, boundaries, device=CPU, posts=posts[rank]),
-            loss_grad=torch.tensor(1.0),
         )
-        executor.run(inputs, [[] for _ in inputs])
+        executor.run(inputs, [[] for _ in inputs], loss_grads=[[torch.tensor(1.0)]] * len(inputs))
 
     with ThreadPoolExecutor(len(schedule.ranks)) as pool:
         [*pool.map(run, range(len(schedule.ranks)))]

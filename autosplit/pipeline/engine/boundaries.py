@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,19 @@ class TensorMeta:
 Boundary = tuple[TensorMeta, ...]
 """The tensors between one stage and the next, in order."""
 
+
+class NamedLoss(NamedTuple):
+    """The result of a last stage whose loss has named parts.
+
+    Attributes:
+        loss: the loss.
+        parts: scalars without gradient, by name.
+    """
+
+    loss: Tensor
+    parts: Mapping[str, Tensor]
+
+
 Dependence = Sequence[Sequence[bool]]
 """For each output of a stage and each of its inputs, whether the gradient of the output gives the
 input one.
@@ -52,10 +66,12 @@ class Boundaries:
 
     Attributes:
         outputs: by stage, the outputs of the stage.
+        part_names: names of the parts of the loss, which are the last stage's outputs after it.
     """
 
     def __init__(self) -> None:
         self.outputs: dict[int, Boundary] = {}
+        self.part_names: tuple[str, ...] = ()
         self._get_gradient: dict[tuple[int, int], Sequence[bool]] = {}
 
     def tensors_in(
@@ -84,7 +100,7 @@ class Boundaries:
         """
         last = len(dependence) - 1
         for stage in range(last, -1, -1):
-            output_flags = [stage == last] * len(self.outputs[stage])
+            output_flags = [stage == last and not at for at in range(len(self.outputs[stage]))]
             for target in dataflow.targets(stage):
                 positions = dataflow.select(range(len(output_flags)), stage, target)
                 flags = self._get_gradient[stage, target]

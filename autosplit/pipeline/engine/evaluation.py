@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.boundaries import NamedLoss
 from autosplit.pipeline.engine.stage_protocols import unsupported_output
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.torch_internals.state import preserve_modes, versions
@@ -48,19 +49,23 @@ class ModuleStage:
         module: the stage's module.
         index: the stage's index in the pipeline.
         shared: positions of arguments that other stages may take as well.
+
+    Attributes:
+        part_names: names of the parts of the loss in the outputs; None before the first call.
     """
 
     def __init__(self, module: nn.Module, index: int, shared: Sequence[int] = ()) -> None:
         self._module = module
         self._index = index
         self._shared = shared
+        self.part_names: tuple[str, ...] | None = None
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
         """The module's outputs; clears ``inputs``.
 
         Raises:
-            PipelineError: the module returns neither a tensor nor a tuple of tensors, or writes
-                into an argument that other stages take.
+            PipelineError: the module returns neither a tensor nor a tuple of tensors, writes into
+                an argument that other stages take, or returns other parts of the loss than before.
         """
         args = tuple(inputs)
         inputs.clear()
@@ -70,6 +75,15 @@ class ModuleStage:
             raise PipelineError(
                 f"stage {self._index} writes in place into an input that other stages take, so "
                 "they would read the changed values. Let its module write into a copy"
+            )
+        names: tuple[str, ...] = ()
+        if isinstance(outputs, NamedLoss):
+            names, outputs = tuple(outputs.parts), [outputs.loss, *outputs.parts.values()]
+        earlier, self.part_names = self.part_names, names
+        if earlier not in (None, names):
+            raise PipelineError(
+                f"loss_fn returned the parts {names}, and {earlier} in an earlier call: return the "
+                "same names in each call"
             )
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
         if not isinstance(outputs, tuple | list) or not all(

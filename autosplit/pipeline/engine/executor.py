@@ -62,8 +62,6 @@ class Executor:
         schedule: a legal schedule.
         rank: the rank.
         messages: carries tensors between stages.
-        loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
-            only runs forward.
         activity: records what the rank is doing, for error messages and timeouts.
         moves: carries out the schedule's moves; None if it has none.
         batch_arguments: by stage, names of the batch's inputs that need a gradient, by their
@@ -89,7 +87,6 @@ class Executor:
         rank: int,
         messages: Transport,
         *,
-        loss_grad: Tensor | None,
         activity: RankActivity | None = None,
         moves: Moves | None = None,
         batch_arguments: Mapping[int, Mapping[int, Hashable]] = MappingProxyType({}),
@@ -102,10 +99,10 @@ class Executor:
         self._rank = rank
         self.messages = messages
         self.schedule = schedule
-        self._loss_grad = loss_grad
+        self._loss_grads: Sequence[Values] = ()
         self._inputs: list[Values] = [[] for _ in range(schedule.microbatches)]
         self._targets: Sequence[Sequence[Tensor]] = ()
-        self._losses: dict[int, Tensor] = {}
+        self._losses: dict[int, list[Tensor]] = {}
         self._recorder: Recorder | None = None
         self._activity = RankActivity() if activity is None else activity
         self.moves = moves
@@ -145,22 +142,26 @@ class Executor:
         inputs: Sequence[Sequence[Tensor]],
         targets: Sequence[Sequence[Tensor]],
         recorder: Recorder | None = None,
-    ) -> dict[int, Tensor]:
+        loss_grads: Sequence[Values] = (),
+    ) -> dict[int, list[Tensor]]:
         """Run the schedule once.
 
         Args:
             inputs: per microbatch, the batch's inputs; empty if no stage of the rank takes any.
             targets: per microbatch, the arguments of the last stage after its inputs; likewise.
             recorder: records the start and end of every action; None: nothing is recorded.
+            loss_grads: per microbatch, the gradients of the loss, a scalar tensor, and of its
+                parts, which get none; empty if the schedule only runs forward.
 
         Returns:
-            The losses of the microbatches in order, on the rank of the last stage; else empty.
+            By microbatch in order, the loss and its parts, on the rank of the last stage; else
+            empty.
 
         Raises:
             ActionError: an action failed; its error is the cause.
             LostPeerError: a peer died or did not answer in time.
         """
-        self._targets, self._losses = targets, {}
+        self._targets, self._losses, self._loss_grads = targets, {}, loss_grads
         self.batch_gradients.clear()
         for kept, microbatch in zip(self._inputs, inputs, strict=False):  # inputs may be empty
             kept[:] = microbatch
@@ -307,16 +308,13 @@ class Executor:
             return self.messages.sender(action)
 
         def keep(outputs: Values) -> None:
-            (loss,) = outputs
-            # Some kernels return the scalar in a storage as large as their input.
-            is_compact = loss.untyped_storage().nbytes() == loss.nbytes
-            self._losses[action.microbatch] = loss if is_compact else loss.clone()
+            self._losses[action.microbatch] = [*map(_compact, outputs)]
 
         return keep
 
     def _gradients_of(self, action: Action) -> Callable[[], Values]:
         if action.stage == self._last:
-            return partial(list, (self._loss_grad,))  # a new list each time
+            return lambda: [*self._loss_grads[action.microbatch]]
         dataflow = self.messages.dataflow
         receives = [
             self.messages.receiver(message) for message in incoming_messages(action, dataflow)
@@ -343,8 +341,13 @@ class Executor:
     def _tensors_of_callers(self, microbatch: int) -> list[Tensor]:
         """Tensors of a microbatch that callers also refer to, so that a move frees no memory."""
         targets = self._targets[microbatch] if self._targets else ()
-        loss_grad = () if self._loss_grad is None else (self._loss_grad,)
-        return [*self._inputs[microbatch], *targets, *loss_grad]
+        loss_grads = self._loss_grads[microbatch][:1] if self._loss_grads else ()
+        return [*self._inputs[microbatch], *targets, *loss_grads]
+
+
+def _compact(scalar: Tensor) -> Tensor:
+    """The scalar in a storage of its own size. Some kernels use one as large as their input."""
+    return scalar if scalar.untyped_storage().nbytes() == scalar.nbytes else scalar.clone()
 
 
 def _do_nothing() -> None:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, with_code
-from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, Dependence, TensorMeta
+from autosplit.pipeline.engine.boundaries import (
+    Boundaries,
+    Boundary,
+    Dependence,
+    NamedLoss,
+    TensorMeta,
+)
 from autosplit.pipeline.engine.stage_protocols import (
     StageFactory,
     TrainableStage,
@@ -25,7 +31,7 @@ from autosplit.ranks.groups import Groups
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.refusals import misfit
 from autosplit.stage import Stage
-from autosplit.torch_internals.pytree import is_flat
+from autosplit.torch_internals.pytree import class_of, is_flat, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,9 @@ class SplitStage:
             PipelineError: the module returns neither a tensor nor a tuple of tensors.
         """
         stage = Stage(module, args, index=index, options=self.options)
-        if not is_flat(spec := stage.functions.capture.output_spec):
-            raise unsupported_output(index, spec.type)
+        spec = stage.functions.capture.output_spec
+        if not (is_flat(spec) or class_of(spec) is NamedLoss):
+            raise unsupported_output(index, class_of(spec))
         return stage
 
 
@@ -114,7 +121,7 @@ def build_stages(
     boundaries = Boundaries()
     dependence: list[Dependence | None] = []
     for index in range(stages):
-        built_here: tuple[Boundary, Dependence | None] | None = None
+        built_here: tuple[Boundary, Dependence | None, tuple[str, ...]] | None = None
         if index in modules:
             args = _examples(index, dataflow, boundaries, inputs, device)
             if index == stages - 1:
@@ -122,14 +129,26 @@ def build_stages(
             stage = built[index] = factory(modules[index], args, index=index)
             metas = tuple([TensorMeta(*spec) for spec in stage.output_specs])
             dataflow.check_outputs(index, len(metas))
+            names = _part_names(stage)
             if index == stages - 1:
-                check_loss(metas)
-            built_here = metas, dependence_of(stage, len(metas))
+                check_loss(metas, names)
+            built_here = metas, dependence_of(stage, len(metas)), names
         of_ranks = groups.gather(built_here, f"stage {index} to be built")
-        boundaries.outputs[index], rows = next(filter(None, of_ranks))
+        boundaries.outputs[index], rows, boundaries.part_names = next(filter(None, of_ranks))
         dependence.append(rows)
     boundaries.resolve_gradients(dependence, dataflow)
     return built, boundaries
+
+
+def _part_names(stage: TrainableStage) -> tuple[str, ...]:
+    """The names of the parts of a stage's loss, in the order of its outputs after the loss."""
+    if not isinstance(stage, Stage):
+        return ()
+    spec = stage.functions.capture.output_spec
+    positions = tree_unflatten([*range(spec.num_leaves)], spec)
+    if not isinstance(positions, NamedLoss):
+        return ()
+    return tuple(sorted(positions.parts, key=positions.parts.__getitem__))
 
 
 def dependence_of(stage: TrainableStage, outputs: int) -> Dependence | None:
@@ -179,14 +198,25 @@ def _example(meta: TensorMeta, device: torch.device) -> Tensor:
     )
 
 
-def check_loss(metas: Sequence[TensorMeta]) -> None:
-    """Refuse a last stage that does not return one scalar to differentiate.
+def check_loss(metas: Sequence[TensorMeta], part_names: Sequence[str] = ()) -> None:
+    """Refuse a last stage that does not return one scalar to differentiate, and scalar parts.
+
+    Args:
+        metas: the outputs of the stage.
+        part_names: names of the outputs after the first.
 
     Raises:
         PipelineError: names the outputs.
     """
-    scalar = [(len(meta.shape), meta.dtype.is_complex) for meta in metas] == [(0, False)]
+    metas, parts = metas[: len(metas) - len(part_names)], metas[len(metas) - len(part_names) :]
+    scalar = [*map(_is_real_scalar, metas)] == [True]
     if scalar and metas[0].requires_grad:
+        for name, meta in zip(part_names, parts, strict=True):
+            if not _is_real_scalar(meta):
+                raise PipelineError(
+                    f"the part {name!r} of the loss must be a real scalar, which is averaged over "
+                    f"microbatches; got {meta}: return its mean or its sum"
+                )
         return
     if scalar and not torch.is_grad_enabled():
         raise PipelineError("training needs gradients: call the trainer outside torch.no_grad()")
@@ -201,3 +231,7 @@ def check_loss(metas: Sequence[TensorMeta]) -> None:
             right="loss_fn = lambda output, target: (output - target).square().mean()",
         )
     )
+
+
+def _is_real_scalar(meta: TensorMeta) -> bool:
+    return not (meta.shape or meta.dtype.is_complex)

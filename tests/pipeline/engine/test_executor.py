@@ -53,7 +53,7 @@ def executor(stages: dict[int, Any], count: int, **schedule_options: Any) -> Exe
     boundaries = Boundaries()
     boundaries.outputs |= dict.fromkeys(range(count), ())
     transport = Transport(routes_of(schedule)[0], groups, boundaries, device=CPU, posts={})
-    return Executor(stages, schedule, 0, transport, loss_grad=torch.ones((), dtype=torch.float64))
+    return Executor(stages, schedule, 0, transport)
 
 
 def test_a_lost_peer_is_passed_on_as_it_is_and_there_is_no_autograd_inside() -> None:
@@ -102,7 +102,8 @@ def test_weight_gradients_that_follow_each_other_are_one_call_of_a_stage_that_jo
         stage = Stage(model, [*inputs[0], *targets[0]], accumulation=accumulation)
         recorder = Recorder(0)
         run = executor({0: stage}, 1, microbatches=count, weights="2bp").run
-        losses = run(inputs, targets, recorder)
+        loss_grads: list[Any] = [[torch.ones((), dtype=torch.float64)]] * count
+        losses = run(inputs, targets, recorder, loss_grads)
         gradients[accumulation] = stage.gradients
         assert [*losses] == [*range(count)]
         spans = [span for span in recorder.spans() if str(span.action).startswith("0W")]

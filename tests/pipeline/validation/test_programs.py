@@ -80,9 +80,10 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     posts = recv_posting_order(schedule, dataflow)[rank]
     transport = Transport(routes_of(schedule)[rank], link, boundaries, device=CPU, posts=posts)
     stages: Any = dict.fromkeys(schedule.stages_on(rank), Stage())
-    executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))
+    executor = Executor(stages, schedule, rank, transport)
     microbatches = schedule.microbatches
-    executor.run([[torch.zeros(1)]] * microbatches, [[]] * microbatches, log)
+    grads: Any = [[torch.ones(1)]] * microbatches
+    executor.run([[torch.zeros(1)]] * microbatches, [[]] * microbatches, log, grads)
     log.settle()
     return log.calls
 
