@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -41,9 +41,9 @@ class Log(Recorder):
         self._waits: list[int] = []
         self._numbers = count()
 
-    def run(self, action: Action, compute: Callable[[], Any]) -> Any:
+    def run(self, actions: Sequence[Action], compute: Callable[[], Any]) -> Any:
         self.settle()
-        self.calls.append(str(action))
+        self.calls += map(str, actions)
         return compute()
 
     def settle(self) -> None:
