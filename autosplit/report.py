@@ -201,6 +201,7 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
 
     A bar is one action (its gid is PANEL/RANK/ACTION, as in "0/1/1F0"). If there is room, it is
     labelled with its kind and microbatch, or with the whole action if a rank has several stages.
+    Later stages of a rank are lighter than its first.
     The end of each row shows the rank's idle share of the makespan. Moves and reductions are in
     traces only.
 
@@ -273,9 +274,12 @@ def _draw_panel(axes: Axes, index: str, name: str, timeline: Timeline) -> None:
 def _draw_bars(axes: Axes, index: str, timeline: Timeline, points_per_ms: float) -> None:
     origin = min(span.start for span in timeline.spans)
     spans = [span for span in timeline.spans if span.action.kind.is_compute]
-    several = len({(span.rank, span.action.stage) for span in spans}) > timeline.ranks
+    chunks = _chunks(timeline)
+    several = len(chunks) > timeline.ranks
     for span in spans:
         _, fill, ink = _STYLES.get(span.action.kind, _AGAIN)
+        if chunk := chunks[span.rank, span.action.stage]:
+            fill, ink = _lighter(fill, chunk), "black"
         start, width = 1e3 * (span.start - origin), 1e3 * (span.end - span.start)
         # A full edge would hide a sliver.
         edge = min(0.7, 0.1 * width * points_per_ms)
@@ -298,6 +302,20 @@ def _draw_bars(axes: Axes, index: str, timeline: Timeline, points_per_ms: float)
             )
 
 
+def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
+    """By rank and stage, the number of the stage among those of its rank, from 0."""
+    pairs = sorted({(s.rank, s.action.stage) for s in timeline.spans if s.action.kind.is_compute})
+    first = {rank: number for number, (rank, _) in reversed([*enumerate(pairs)])}
+    return {pair: number - first[pair[0]] for number, pair in enumerate(pairs)}
+
+
+def _lighter(color: str, chunk: int) -> str:
+    """The color of a rank's chunk: mixed with white, more so for later ones."""
+    share = 0.55**chunk
+    channels = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - value)):02x}" for value in channels)
+
+
 def _milliseconds(value: float) -> str:
     return f"{value:,.0f} ms" if value >= 100.0 else f"{value:.3g} ms"
 
@@ -315,6 +333,8 @@ def _draw_legend(figure: Figure, rows: Rows) -> None:
     drawn = {_STYLES.get(kind, _AGAIN) for kind in kinds}
     shown = [style for style in (*_STYLES.values(), _AGAIN) if style in drawn]
     handles = [Patch(facecolor=fill, label=label) for label, fill, _ in shown]
+    if any(chunk for _, timeline in rows for chunk in _chunks(timeline).values()):
+        handles.append(Patch(facecolor=_lighter(_MUTED, 1), label="lighter: a rank's later stages"))
     handles.append(Patch(**_IDLE, label="idle"))
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
 

@@ -72,6 +72,16 @@ def test_every_compute_action_is_a_bar_at_its_time_and_rank() -> None:
     }
 
 
+def test_a_ranks_later_stage_is_lighter() -> None:
+    spans = "0 0F0 0 100", "1 1F0 100 200", "1 2F0 200 300", "0 3F0 300 400"
+    figure = timeline_figure([("v", timeline(2, *spans))])
+    fills = {name: bar.get_facecolor() for name, bar in bars(figure.axes[0]).items()}
+    assert fills["0/0/0F0"] == fills["0/1/1F0"] != fills["0/0/3F0"] == fills["0/1/2F0"]
+    assert sum(fills["0/0/0F0"]) < sum(fills["0/0/3F0"])
+    legends = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legends == ["F  forward", "lighter: a rank's later stages", "idle"]
+
+
 def test_panels_share_the_time_axis_and_say_makespan_and_bubble() -> None:
     fused, split = timeline_figure([("fused", FUSED), ("split", SPLIT)]).axes
     assert fused.get_xlim() == split.get_xlim()
