@@ -18,6 +18,7 @@ from autosplit.runtime.in_flight import (
     StageBackward,
     caller_storages,
 )
+from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
@@ -252,8 +253,8 @@ class Stage:
 
         Raises:
             SplitError: this microbatch is already between F and its backward; an input has another
-                dtype, device or number of dimensions than the examples; or the module changed, and
-                its outputs with it.
+                dtype, device or number of dimensions than the examples; an input shares memory with
+                what the module writes into; or the module changed, and its outputs with it.
             CaptureError: the module changed, and can no longer be captured.
         """
         waits = microbatch in self._saved and self._saved.get(microbatch).functions.has_backward
@@ -271,6 +272,8 @@ class Stage:
             bound = graphs.bind(sizes, graphs.for_inputs())
         functions, module_state = bound
         graphs.current = functions
+        if functions.updated_inputs:
+            refuse_overlap(functions, inputs, module_state)
         if self.seed is not None and functions.draws:
             self.seed(microbatch)
         recomputable = None

@@ -42,6 +42,7 @@ from autosplit.torch_internals.autograd import without_autocast, write_buffers
 from .accumulation import ACCUMULATION, Accumulation
 from .compiled_graph import Accumulators, GradientGraph, compile_graph, positions
 from .gradient_dependence import GradientDependence, Missing
+from .input_overlap import refuse_state_overlap
 from .refusals import AutocastGuard
 
 if TYPE_CHECKING:
@@ -537,7 +538,12 @@ class SplitFunctions:
         Args:
             state: parameters and buffers by name.
             leaves: the flattened ``(args, kwargs)``; emptied.
+
+        Raises:
+            SplitError: an input shares memory with one of these buffers.
         """
+        if self.updated_state:
+            refuse_state_overlap(self, leaves, state)
         with without_autocast():
             result = self.forward(state, leaves)
         if self.updated_state:

@@ -1,4 +1,4 @@
-"""Refusals of calls in which an input that the module writes into shares memory with others.
+"""Refusals of calls in which an input shares memory with what the module writes into.
 
 A graph is captured for inputs, parameters and buffers of separate memory. It would compute with the
 values from before a write that the module itself would read after it.
@@ -6,6 +6,7 @@ values from before a write that the module itself would read after it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +47,40 @@ def _refuse(names: Sequence[str], values: Sequence[Any], written: Collection[int
         sharing = [at for at, value in enumerate(values) if id(value) in members]
         target = next((at for at in sharing if at in written), None)
         if target is not None:
-            sharers = ", ".join(names[at] for at in sharing if at != target)
-            raise SplitError(
-                f"the module writes into {names[target]}, which shares its memory with {sharers}; "
-                "pass a clone"
-            )
+            raise _shared(names[target], ", ".join(names[at] for at in sharing if at != target))
+
+
+def refuse_state_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:
+    """Refuse a call in which an input shares memory with a buffer that the module writes into.
+
+    Elements are compared only if an input and such a buffer have one storage.
+
+    Args:
+        functions: the graphs of the call, which write into buffers.
+        leaves: the flattened inputs.
+        state: parameters and buffers by name.
+
+    Raises:
+        SplitError: names the buffer and the input.
+    """
+    written = {name: state[name] for name in functions.updated_state}
+    addresses = sorted([buffer.data_ptr() for buffer in written.values()])
+    for input_name, leaf in zip(functions.capture.inputs, leaves, strict=True):
+        if not is_plain(leaf):
+            continue
+        storage = leaf.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+        if not start or bisect_left(addresses, start) == bisect_left(addresses, start + size):
+            continue
+        for name, buffer in written.items():
+            if buffer is leaf or (is_plain(buffer) and any(overlaps([buffer, leaf]))):
+                raise _shared(name, input_name)
+
+
+def _shared(written: str, sharers: str) -> SplitError:
+    return SplitError(
+        f"the module writes into {written}, which shares its memory with {sharers}; pass a clone"
+    )
 
 
 class OverlapCheck:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autosplit
-from autosplit import CaptureError, SplitError
+from autosplit import CaptureError, SplitError, Stage
 from autosplit.dynamo.partial_model import PartialModel
 from tests.semantics.against_autograd import (
     assert_alike,
@@ -140,15 +140,52 @@ def test_written_input_that_shares_memory_in_the_first_call(
     assert_alike(layered(writes_first), drive, face=face)
 
 
+SHARING = "writes into sum, which shares its memory with "
+
+
+def counting() -> nn.Module:
+    return layered(lambda m, x: m.linear(x) * m.sum.add_(1.0), sum=nn.Buffer(torch.zeros(3, 4)))
+
+
+@FACES
 @pytest.mark.parametrize("moved", [False, True])
-def test_written_buffer_that_shares_memory_with_an_input_is_refused(moved: bool) -> None:
-    model = layered(lambda m, x: m.linear(x) * m.sum.add_(1.0), sum=nn.Buffer(torch.zeros(3, 4)))
-    split = PartialModel(model)
+def test_written_buffer_that_shares_memory_with_an_input_is_refused(
+    moved: bool, face: Callable[[nn.Module], Any]
+) -> None:
+    model = counting()
+    split = face(model)
     split(torch.zeros(3, 4))
     if moved:
         model.sum = nn.Buffer(torch.zeros(3, 4))
-    with pytest.raises(SplitError, match="writes into sum, which shares its memory with "):
+    with pytest.raises(SplitError, match=SHARING):
         split(model.sum[:])
+
+
+@pytest.mark.parametrize("share", [lambda b: b, lambda b: b[:], lambda b: b.data])
+def test_stages_refuse_inputs_that_share_memory_with_a_written_buffer(
+    share: Callable[[Tensor], Tensor],
+) -> None:
+    model = counting()
+    stage = Stage(model, torch.zeros(3, 4))
+    with pytest.raises(SplitError, match=SHARING):
+        stage.forward(0, [share(model.sum)])
+    assert not model.sum.any()
+
+
+def test_stages_refuse_written_inputs_that_share_memory() -> None:
+    rows = torch.zeros(6, 4)
+    stage = Stage(layered(writes_first), (rows[:3], rows[3:]))
+    with pytest.raises(SplitError, match=r"writes into .*, which shares its memory with "):
+        stage.forward(0, [rows[:3], rows[2:5]])
+
+
+def test_inputs_may_share_a_storage_with_a_written_buffer_but_no_element() -> None:
+    memory = torch.zeros(6, 4)
+    model = counting()
+    model.sum = nn.Buffer(memory[:3])
+    stage = Stage(model, torch.zeros(3, 4))
+    stage.forward(0, [memory[3:]])
+    assert model.sum.tolist() == [[1.0] * 4] * 3
 
 
 # --- custom operators that write into their arguments ---------------------------------------------
