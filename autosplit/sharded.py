@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
@@ -37,10 +37,9 @@ class ShardedModule:
 
     When parameters are gathered and freed:
 
-    - under ``PipelineTrainer``, before and after a step;
-    - under a torch schedule with UNSHARD and RESHARD, at these actions;
-    - otherwise, with ``reshard_after_forward`` (ZeRO-3), for each block's call; without it
-      (ZeRO-2), gathered at the first microbatch and freed when gradients are reduced.
+    - with ``reshard_after_forward`` (ZeRO-3), for each block's call;
+    - without it (ZeRO-2), at UNSHARD and RESHARD of the schedule; if it has none, gathered at the
+      first microbatch and freed when gradients are reduced.
 
     Args:
         module: the module, for which, or for parts of which, ``fully_shard`` was or will be called.
@@ -49,6 +48,7 @@ class ShardedModule:
         groups: the parameter groups; empty if nothing was sharded at the last ``find_groups``.
         gathering: gathers parameters for graphs; None if ``groups`` is empty.
         memory: storage of a gathered parameter, freed or not -> its group.
+        waiting: a context around each wait for other ranks.
 
     Raises:
         ShardedError: the module is sharded in a way that graphs cannot reproduce; says how.
@@ -62,6 +62,7 @@ class ShardedModule:
         self._owners: dict[int, Tensor] = {}
         self.memory: dict[int, ParameterGroup] = {}
         self.gathering: Gathering | None = None
+        self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.find_groups()
 
     def find_groups(self) -> None:
@@ -132,12 +133,25 @@ class ShardedModule:
         self._make_ready()
         kept = [group for group in self.groups if whole or not group.reshards_after_forward]
         missing = [group for group in kept if not group.is_unsharded]
-        for group in missing:
-            group.start_unshard()
-        for group in missing:
-            group.finish_unshard()
+        self.gather(missing)
         self._index_parameters()
         return bool(missing)
+
+    def start_unshard(self) -> None:
+        """Start the all-gathers of groups that stay gathered after a forward; ``unshard`` waits."""
+        self._make_ready()
+        with self.waiting():
+            for group in self.groups:
+                if not (group.reshards_after_forward or group.is_unsharded):
+                    group.start_unshard()
+
+    def gather(self, groups: Sequence[ParameterGroup]) -> None:
+        """Gather these groups: one all-gather per group, all started at once."""
+        with self.waiting() if groups else contextlib.nullcontext():
+            for group in groups:
+                group.start_unshard()
+            for group in groups:
+                group.finish_unshard()
 
     def _make_ready(self) -> None:
         """Initialize FSDP lazily, which needs parameters that are not on the meta device."""
@@ -225,16 +239,18 @@ class ShardedModule:
             whether any was started.
         """
         groups = [group for group in reversed(self.groups) if group.reduces and group.has_unreduced]
-        for group in groups:
-            if divisor != 1:
-                group.divide(divisor)
-            group.start_reduce()
+        with self.waiting() if groups else contextlib.nullcontext():
+            for group in groups:
+                if divisor != 1:
+                    group.divide(divisor)
+                group.start_reduce()
         return bool(groups)
 
     def finish_reduce(self) -> None:
         """Wait for the reductions that ``start_reduce`` started."""
-        for root in self._roots:
-            root.finish_backward()
+        with self.waiting():
+            for root in self._roots:
+                root.finish_backward()
 
     def shares_parameter_memory(self, tensors: Iterable[Tensor | None]) -> bool:
         """Whether a tensor shares memory with a gathered parameter, which is freed by
@@ -312,10 +328,7 @@ class Gathering:
         """
         missing = [group for group in groups if not group.is_unsharded]
         self._gathered_by_forward.difference_update(missing)
-        for group in missing:
-            group.start_unshard()
-        for group in missing:
-            group.finish_unshard()
+        self._sharded.gather(missing)
         try:
             return call(args)
         finally:

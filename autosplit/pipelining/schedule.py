@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.module import SplitModule
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import SHARDING, Schedule
 from autosplit.pipeline.validation.torch_csv import check_memory
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.distributed import fsdp_part
@@ -44,7 +44,10 @@ def torch_schedule(
     """
     validate(schedule)
     check_memory(schedule)
-    rows = [[*map(str, row)] for row in schedule.ranks]
+    # Torch's runtime adds its own.
+    rows = [
+        [str(action) for action in row if action.kind not in SHARDING] for row in schedule.ranks
+    ]
     _check_stages(schedule, stages)
     return runtime_of(schedule.name, rows, stages, schedule.microbatches, loss_fn, options)
 

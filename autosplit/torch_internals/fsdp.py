@@ -248,7 +248,8 @@ class ParameterGroup:
         self._group.wait_for_unshard()
 
     def reshard(self) -> None:
-        """Free the gathered parameters."""
+        """Free the gathered parameters; an all-gather that nobody has waited for ends first."""
+        self.finish_unshard()
         self.share_requires_grad()
         self._group.reshard()
 

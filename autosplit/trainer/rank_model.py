@@ -35,10 +35,9 @@ class RankModel:
     A step calls, in this order:
 
         check                 the user has not changed which parameters are trained
-        reducing_gradients    around pre_step and the actions: sums ``.grad`` over copies at its end
-        pre_step              sharded parameters are gathered
+        reducing_gradients    around the actions: sums ``.grad`` over copies at its end
         gradient_norms        of the reduced gradients
-        post_step             gathered parameters are freed, buffers of replicas become equal
+        post_step             buffers of replicas become equal
         step                  gradients are clipped, the optimizer updates parameters
 
     Collective: all ranks must construct it together.
@@ -57,8 +56,7 @@ class RankModel:
         optimizer: updates ``parameters``; None before ``build_optimizer``, and if there are none.
         sharded: the stages that ``fully_shard`` has sharded.
         buckets: the buffers of the gradients that are reduced over copies.
-        pre_step: the calls before the actions of a step.
-        post_step: the calls after them.
+        post_step: the calls after the actions of a step.
         reduces: whether a step reduces gradients over other copies or other ranks.
 
     Raises:
@@ -102,7 +100,6 @@ class RankModel:
             *([copies.check_hooks] if shared else []),
             *([sharded.check_reduction, sharded.free_all] if has_shards else []),
         ]
-        self.pre_step = [sharded.gather_all] if has_shards else []
         self.post_step = [
             *([synchronize] if device.type == "cuda" else []),
             *([sharded.free_all] if has_shards else []),

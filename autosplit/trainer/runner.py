@@ -6,7 +6,7 @@
       |
     microbatches     views of the batch along dimension 0
       |
-    Executor.run     the rank's row of F, I and W; then gradients are reduced over copies and shards
+    Executor.run     the rank's row of F, I and W; then gradients are reduced over copies
       |
     StepReduction    one all-reduce of losses and norm, which ends the step
 
@@ -34,6 +34,7 @@ from autosplit.pipeline.engine.stage_protocols import ForwardStage, TrainableSta
 from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
+from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.prepared import PreparedSchedule
@@ -188,14 +189,12 @@ class Runner:
                 recorder = stack.enter_context(memory.recording(plan, tensors, self._recorder))
             if model.reduces:
                 stack.enter_context(model.reducing_gradients())
-            for call in model.pre_step:
-                call()
-            losses = executor.run(inputs, targets, recorder, plan.loss_grads)
-            if memory.recorder is not None:
-                memory.recorder.finish(itertools.chain(*losses.values()))
             hooked: list[Tensor] = []
             for split_stage in traced(self.stages).values():
                 split_stage.waiting_hooks = hooked
+            losses = executor.run(inputs, targets, recorder, plan.loss_grads)
+            if memory.recorder is not None:
+                memory.recorder.finish(itertools.chain(*losses.values()))
             for stage in self.stages.values():
                 stage.publish()
         call_accumulate_hooks(hooked)
@@ -264,7 +263,9 @@ class Runner:
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
         """Build a plan's executor, which runs stages by a schedule; collective over all ranks."""
-        groups, prepared = self._groups, PreparedSchedule(schedule, self.dataflow)
+        groups, sharded = self._groups, self._model.sharded
+        schedule = add_gathers(schedule, sharded.indices)
+        prepared = PreparedSchedule(schedule, self.dataflow)
         groups.connect(prepared.pairs)
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = None
@@ -279,6 +280,7 @@ class Runner:
             moves=moves,
             batch_arguments=self._batch_arguments(plan),
             seeds=self._seeds,
+            sharding=sharded if sharded.indices else None,
         )
         return plan.executor
 
@@ -313,8 +315,6 @@ class Runner:
         if executor is None:
             stages = self._rank_stages.for_evaluation(batch)
             executor = self._build_executor(plan, self._forwards, stages)
-        for call in self._model.pre_step:
-            call()
         self._rank_stages.observer = observer
         with self._seeds.restoring():
             losses = executor.run(inputs, targets)

@@ -1,15 +1,19 @@
-"""Stages that ``fully_shard`` has sharded: gathered, reduced and freed once a step.
+"""Stages that ``fully_shard`` has sharded: gathered, freed and reduced where the schedule says.
 
-start of the step   all-gather of all parameters; they stay gathered for all microbatches
-F, I and W          gradients are accumulated unreduced
-end of the row      one reduce-scatter for each parameter group, into ``.grad`` of the shards
-end of the step     gathered parameters are freed
+UNSHARD        starts the all-gather of parameters that a forward leaves gathered
+F, I, W, B     the first of the stage waits for it; parameters with ``reshard_after_forward``
+               are gathered for the call of each block; gradients are accumulated unreduced
+RESHARD        frees what is gathered
+REDUCE_GRAD    starts one reduce-scatter for each parameter group, into ``.grad`` of the shards
+end of a step  waits for the reduce-scatters
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -17,13 +21,13 @@ from torch import nn
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
 from autosplit.ranks.groups import Groups
+from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.trainer.copy_checks import is_expert
 from autosplit.trainer.gradient_buckets import Wait
 from autosplit.trainer.replicated_parameters import broadcast_from
 
 if TYPE_CHECKING:
-    from autosplit.sharded import ShardedModule
     from autosplit.torch_internals.fsdp import ParameterGroup
 
 _SHARD_PEERS = "the ranks that have the other shards of its parameters"
@@ -50,6 +54,7 @@ class ShardedStages:
 
     Attributes:
         parameters: all sharded parameters.
+        indices: the sharded stages of all ranks.
         gathered_shardings: by ``id``, each sharded parameter with its sharding while it is
             gathered; None if this rank has the whole parameter then.
 
@@ -64,10 +69,12 @@ class ShardedStages:
     ) -> None:
         self._groups, self._synchronize = groups, synchronize
         self._stages = {
-            index: _sharded(module)
+            index: ShardedModule(module)
             for index, module in modules.items()
             if fsdp_part(module) is not None
         }
+        for stage in self._stages.values():
+            self.guard_waits(stage)
         parameter_groups = [group for stage in self._stages.values() for group in stage.groups]
         self.parameters = [p for group in parameter_groups for p in group.sharded_parameters]
         self.gathered_shardings = {
@@ -81,7 +88,9 @@ class ShardedStages:
         if groups.layout.shards > 1:
             _check_all_sharded(modules, self.gathered_shardings)
         self._restore = contextlib.ExitStack()
-        if any(groups.everybody.gather(bool(self._stages))):
+        indices = groups.everybody.gather([*self._stages])
+        self.indices = frozenset(itertools.chain.from_iterable(indices))
+        if self.indices:
             try:
                 self._connect()
             except BaseException:
@@ -106,23 +115,43 @@ class ShardedStages:
             )
             broadcast_from(group.sharded_parameters, first, replicas, self._groups)
 
+    def guard_waits(self, sharding: ShardedModule) -> None:
+        """Let a module's failed waits for other ranks raise LostPeerError."""
+        sharding.waiting = partial(self._groups.as_lost_peer, _SHARD_PEERS)
+
     def restore_process_groups(self) -> None:
         """Give the modules back the process groups that they had before."""
         self._restore.close()
 
-    def gather_all(self) -> None:
-        """Gather all parameters of all sharded stages.
+    def __contains__(self, stage: int) -> bool:
+        """Whether a stage of this rank is sharded."""
+        return stage in self._stages
+
+    def start_gather(self, stage: int) -> None:
+        """Start the all-gather of a stage's parameters that stay gathered after a forward."""
+        self._stages[stage].start_unshard()
+
+    def finish_gather(self, stage: int) -> None:
+        """Wait for that all-gather.
 
         Raises:
             LostPeerError: a rank that has a shard did not take part.
         """
-        for sharded in self._stages.values():
-            self._gather(sharded)
+        self._stages[stage].unshard()
 
-    def _gather(self, sharded: ShardedModule) -> None:
-        if not sharded.is_unsharded:
-            with self._groups.as_lost_peer(_SHARD_PEERS):
-                sharded.unshard(whole=True)
+    def free(self, stage: int) -> None:
+        """Free a stage's gathered parameters."""
+        self._stages[stage].reshard()
+
+    def start_reduction(self, stage: int) -> None:
+        """Start the reduce-scatters of a stage's gradients, which are in ``.grad`` of its gathered
+        parameters.
+
+        Raises:
+            LostPeerError: a rank that has a shard did not take part.
+        """
+        self._stages[stage].accumulate()
+        self._stages[stage].start_reduce()
 
     def check_reduction(self) -> None:
         """Check that FSDP is to reduce all gradients; the optimizer would get none otherwise.
@@ -150,7 +179,7 @@ class ShardedStages:
         """Gather a stage's parameters inside the context, and free them after it."""
         sharded = self._stages.get(stage)
         if sharded is not None:
-            self._gather(sharded)
+            sharded.unshard(whole=True)
         try:
             yield
         finally:
@@ -171,17 +200,14 @@ class ShardedStages:
             )
 
     def start(self) -> Wait:
-        """Start the reduce-scatters of all gradients."""
-        for stage in self._stages.values():
-            with self._groups.as_lost_peer(_SHARD_PEERS):
-                stage.accumulate()
-                stage.start_reduce()
+        """Start the reductions that the schedule has not started."""
+        for stage in self._stages:
+            self.start_reduction(stage)
 
         def wait_for_gradients() -> None:
             """Wait until ``.grad`` of the sharded parameters is complete."""
             for stage in self._stages.values():
-                with self._groups.as_lost_peer(_SHARD_PEERS):
-                    stage.finish_reduce()
+                stage.finish_reduce()
             self._synchronize()
 
         return wait_for_gradients
@@ -190,13 +216,6 @@ class ShardedStages:
         """Drop accumulated gradients that were not reduced."""
         for stage in self._stages.values():
             stage.forget([*map(id, self.parameters)])
-
-
-def _sharded(module: nn.Module) -> ShardedModule:
-    # Importing the trainer need not import FSDP.
-    from autosplit.sharded import ShardedModule
-
-    return ShardedModule(module)
 
 
 def _has_experts(group: ParameterGroup) -> bool:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.moves import Moves
-from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage
+from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage, StageSharding
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import Recorder, run_in_range
 from autosplit.pipeline.engine.transport import Transport, added, bind_arguments, output_gradients
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import incoming_messages, result_of
-from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import SHARDING, Action, ActionKind, Schedule
 from autosplit.ranks.first_error import ActionError, LostPeerError, RankActivity
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import profiler_is_enabled
@@ -68,6 +68,8 @@ class Executor:
             position among the stage's arguments.
         seeds: seeds the generators before each call of a stage that is no ``Stage``; a ``Stage``
             does so itself.
+        sharding: gathers and reduces sharded stages where the schedule says; None: none are
+            sharded.
 
     Attributes:
         batch_gradients: gradients of the batch's inputs in the last run, by name and microbatch.
@@ -91,9 +93,11 @@ class Executor:
         moves: Moves | None = None,
         batch_arguments: Mapping[int, Mapping[int, Hashable]] = MappingProxyType({}),
         seeds: StageSeeds | None = None,
+        sharding: StageSharding | None = None,
     ) -> None:
         self._stages, self._batch_arguments = stages, batch_arguments
-        self._seeds = seeds
+        self._seeds, self._sharding = seeds, sharding
+        self._gathering: set[int] = set()
         self.batch_gradients: dict[Any, dict[int, Tensor]] = defaultdict(dict)
         self._last = schedule.stages - 1
         self._rank = rank
@@ -219,10 +223,15 @@ class Executor:
             if moves is None:
                 raise PipelineError(f"{action} is scheduled, but the executor has no Moves")
             return BoundAction(action, partial(moves.start, position))
+        if kind in SHARDING:
+            return BoundAction(action, self._sharding_call(action))
         wait = None if moves is None else moves.wait_before(position)
         waits = [*([wait] if wait else []), *self.messages.posts(action)]
         if not kind.is_compute:
             return BoundAction(action, _do_nothing, waits=tuple(waits))
+        if self._sharding is not None and action.stage in self._gathering:
+            self._gathering.remove(action.stage)
+            waits.append(partial(self._sharding.finish_gather, action.stage))
         bound = self._bind_compute(action)
         if self._seeds is not None and not isinstance(self._stages[action.stage], Stage):
             bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
@@ -252,6 +261,28 @@ class Executor:
             else:
                 joined.append(bound)
         return joined
+
+    def _sharding_call(self, action: Action) -> Callable[[], None]:
+        """Bind an UNSHARD, RESHARD or REDUCE_GRAD; without effect for stages that are not sharded.
+
+        The next action of the stage waits for the all-gather.
+        """
+        sharding, stage = self._sharding, action.stage
+        if sharding is None or stage not in sharding:
+            return _do_nothing
+        if action.kind is ActionKind.UNSHARD:
+            self._gathering.add(stage)
+            return partial(sharding.start_gather, stage)
+        if action.kind is ActionKind.RESHARD:
+            self._gathering.discard(stage)
+            return partial(sharding.free, stage)
+
+        def reduce() -> None:
+            publisher: Any = self._stages[stage]
+            publisher.publish()
+            sharding.start_reduction(stage)
+
+        return reduce
 
     def _bind_compute(self, action: Action) -> BoundAction:
         """Bind the input, the work and the result of F, I, W, B or RECOMPUTE."""
@@ -351,4 +382,4 @@ def _compact(scalar: Tensor) -> Tensor:
 
 
 def _do_nothing() -> None:
-    """Compute nothing, for AWAIT, which only waits."""
+    """Compute nothing: for AWAIT, which only waits, and for stages that are not sharded."""

@@ -60,6 +60,30 @@ class TrainableStage(BackwardStage, Protocol):
         ...
 
 
+class StageSharding(Protocol):
+    """Gathers, frees and reduces the parameters of a rank's sharded stages."""
+
+    def __contains__(self, stage: int) -> bool:
+        """Whether a stage is sharded."""
+        ...
+
+    def start_gather(self, stage: int) -> None:
+        """Start the all-gather of the stage's parameters."""
+        ...
+
+    def finish_gather(self, stage: int) -> None:
+        """Wait for that all-gather."""
+        ...
+
+    def free(self, stage: int) -> None:
+        """Free the stage's gathered parameters."""
+        ...
+
+    def start_reduction(self, stage: int) -> None:
+        """Start the reduce-scatter of the stage's published gradients."""
+        ...
+
+
 class StageFactory(Protocol):
     """Makes a stage from a module, for the trainer."""
 

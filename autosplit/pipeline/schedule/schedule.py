@@ -80,7 +80,7 @@ class ActionKind(enum.Enum):
     @property
     def is_scheduled(self) -> bool:
         """True for all kinds that a ``Schedule`` lists; messages follow from these."""
-        return self in _COMPUTE or self in _MEMORY
+        return self in _COMPUTE or self in _MEMORY or self in SHARDING
 
 
 BACKWARDS = {
@@ -102,6 +102,8 @@ DEPARTURES = frozenset({ActionKind.EVICT, ActionKind.RETURN, ActionKind.OFFLOAD}
 """Moves that free memory of the rank."""
 ARRIVALS = LANES.keys() - DEPARTURES
 """Moves that allocate memory on the rank."""
+SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD})
+"""Kinds that gather, free and reduce the parameters of a sharded stage."""
 _SHARED = LANES.keys() - {ActionKind.OFFLOAD, ActionKind.RELOAD}
 _COMPUTE = frozenset(
     {
@@ -113,14 +115,7 @@ _COMPUTE = frozenset(
     }
 )
 _MEMORY = {*LANES, ActionKind.AWAIT, ActionKind.RECOMPUTE}
-_WHOLE = frozenset(
-    {
-        ActionKind.UNSHARD,
-        ActionKind.RESHARD,
-        ActionKind.REDUCE_GRAD,
-        ActionKind.WAIT_REDUCE_GRAD,
-    }
-)
+_WHOLE = SHARDING | {ActionKind.WAIT_REDUCE_GRAD}
 _MESSAGES = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
 _KINDS = {kind.value: kind for kind in ActionKind}
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})?")
@@ -206,9 +201,9 @@ class Schedule:
         name: the schedule's name, for messages and tables.
         stages: number of stages N.
         microbatches: number of microbatches M.
-        ranks: per rank, its actions in the order in which it runs them: F, I, W and B, and moves
-            where it starts them (see ``moves``). Sends and receives follow from these and from
-            ``placement``.
+        ranks: per rank, its actions in the order in which it runs them: F, I, W and B, moves where
+            it starts them (see ``moves``), and maybe when sharded stages are gathered (see
+            ``gathers``). Sends and receives follow from these and from ``placement``.
         placement: ``placement[stage]`` is the rank that holds the stage.
         split_backward: False when every backward is a full one (B).
         crosses_step: True when ranks do not wait for each other between steps: a rank that has

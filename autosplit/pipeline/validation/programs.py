@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
+from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.moves import waited_departures
 from autosplit.pipeline.schedule.routes import (
     StageDataflow,
@@ -23,7 +24,14 @@ from autosplit.pipeline.schedule.routes import (
     result_of,
     sender_and_receiver,
 )
-from autosplit.pipeline.schedule.schedule import DEPARTURES, LANES, Action, ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import (
+    DEPARTURES,
+    LANES,
+    SHARDING,
+    Action,
+    ActionKind,
+    Schedule,
+)
 from autosplit.pipeline.simulation.prepared import PreparedSchedule
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
@@ -222,6 +230,8 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
         schedule: a legal one.
         dimensions: the mesh dimensions with several ranks.
     """
+    is_sharded = not {SHARD, EXPERT_SHARD}.isdisjoint(dimensions)
+    schedule = add_gathers(schedule, range(schedule.stages) if is_sharded else ())
     prepared = PreparedSchedule(schedule, StageDataflow(schedule.stages))
     ranks = range(len(schedule.ranks))
     return {rank: _EngineRank(prepared, rank, dimensions).run() for rank in ranks}
@@ -239,6 +249,7 @@ class _EngineRank(Host):
         schedule = prepared.schedule
         super().__init__(rank, schedule.placement, "edge", dimensions)
         self._schedule, self._routes = schedule, prepared.routes[rank]
+        self._is_sharded = not {SHARD, EXPERT_SHARD}.isdisjoint(dimensions)
         self._posts = prepared.recv_posts[rank]
         receives = self._routes.receives
         self._receives = {peer: deque(messages) for peer, messages in receives.items()}
@@ -256,9 +267,6 @@ class _EngineRank(Host):
         """The communication of the rank in one step, in order."""
         everyone = range(len(self._schedule.ranks))
         self.hold("batch", (), everyone)
-        if {SHARD, EXPERT_SHARD}.intersection(self._dimensions):
-            for stage in self._schedule.stages_on(self._rank):
-                self.enqueue(Action(stage, ActionKind.UNSHARD, 0))
         for place, action in enumerate(self._schedule.ranks[self._rank]):
             over = [self._moves[need] for need in self._needs[place]]
             if action.kind.is_move:
@@ -268,9 +276,11 @@ class _EngineRank(Host):
                 self.hold(f"{action} waits", over)
             if action.kind.is_compute:
                 self._act(action)
+            elif self._is_sharded and action.kind in SHARDING:
+                self.enqueue(action)
         self.hold("moves", self._moves.values())
         self.settle()
-        if {*self._dimensions} - {TENSOR}:  # means of replicas, in one order on all ranks
+        if {*self._dimensions} - {TENSOR} and not self._is_sharded:  # means of replicas
             for stage in sorted(self._schedule.stages_on(self._rank), reverse=True):
                 self.enqueue(Action(stage, ActionKind.REDUCE_GRAD, 0))
         self.settle()

@@ -2,10 +2,10 @@
 
 A line is a rank, a cell an action in the text form of ``Action``; empty cells are waits. Torch's
 ``_PipelineScheduleRuntime._load_csv(path, format="compute_only")`` reads these files, except memory
-actions, which torch does not have. Torch's own files may list sends and receives as well
-(``"compute_comms"``), and where sharded parameters are gathered and freed. All of these follow from
-the other actions; ``autosplit check`` validates them. The runtime of torch 2.11 cannot run any
-schedule over gloo that places neighbouring stages on one rank.
+actions, which torch does not have, and UNSHARD, RESHARD and REDUCE_GRAD, which it adds itself.
+Torch's own files may list these and sends and receives as well (``"compute_comms"``). Messages
+follow from the other actions; ``autosplit check`` validates them. The runtime of torch 2.11 cannot
+run any schedule over gloo that places neighbouring stages on one rank.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def check_memory(schedule: Schedule) -> None:
 def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
     """Read a schedule that torch or ``write_csv`` has written.
 
-    A forward and a backward that torch may overlap run one after the other. Sends, receives, waits
-    for sends, gathers and reductions are left out.
+    A forward and a backward that torch may overlap run one after the other. Sends, receives, and
+    waits for sends are left out. UNSHARD, RESHARD and REDUCE_GRAD stay where the file lists them.
 
     Args:
         path: the file.

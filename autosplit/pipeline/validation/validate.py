@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 
 from autosplit.errors import DeadlockError, ScheduleError
-from autosplit.pipeline.schedule.schedule import LARGEST, Action, ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import (
+    BACKWARDS,
+    LARGEST,
+    Action,
+    ActionKind,
+    Schedule,
+)
 from autosplit.pipeline.simulation.playing import Wait, replay
 
 from .grid import Cell, describe, format_grid, lay_out
@@ -39,7 +45,8 @@ def validate(schedule: Schedule) -> None:
     - running the rows in order cannot deadlock, with F before I (or B) before W;
     - activations are moved once at a time and are back before they are used, and partners list the
       transfers between them in one order;
-    - a microbatch is recomputed at most once, before its backward, and not moved before that.
+    - a microbatch is recomputed at most once, before its backward, and not moved before that;
+    - a stage's gradients are reduced after all of its backwards.
 
     Raises:
         ScheduleError: lists at most 50 faults and shows them on the grid; a DeadlockError if all
@@ -56,6 +63,7 @@ def validate(schedule: Schedule) -> None:
         checks = [
             _strays(schedule),
             _counts(schedule),
+            _early_reductions(schedule),
             _deadlocks(schedule),
             _move_faults(schedule),
         ]
@@ -87,7 +95,10 @@ def _sizes(schedule: Schedule) -> Iterator[_Fault]:
 def _misfit(action: Action, schedule: Schedule) -> str | None:
     """Why ``action`` does not exist in this pipeline, or None when it does."""
     if not action.kind.is_scheduled:
-        return f"{action} is not an action that a schedule lists: F, I, W, B, and memory actions"
+        return (
+            f"{action} is not an action that a schedule lists: F, I, W, B, actions of memory, and "
+            "UNSHARD, RESHARD, REDUCE_GRAD"
+        )
     for noun, value, count in (
         ("stage", action.stage, schedule.stages),
         ("microbatch", action.microbatch, schedule.microbatches),
@@ -157,6 +168,16 @@ def _counts(schedule: Schedule) -> Iterator[_Fault]:
             for action, places in cells.items():
                 if len(places) > 1:
                     yield _Fault(f"{action} runs {len(places)} times, expected once", places)
+
+
+def _early_reductions(schedule: Schedule) -> Iterator[_Fault]:
+    """Yield REDUCE_GRADs before the last backward of their stage: the gradients are partial."""
+    for rank, row in enumerate(schedule.ranks):
+        last = {action.stage: place for place, action in enumerate(row) if action.kind in BACKWARDS}
+        for place, action in enumerate(row):
+            if action.kind is ActionKind.REDUCE_GRAD and (end := last.get(action.stage, 0)) > place:
+                text = f"{action} is before {row[end]}, whose gradients it would leave out"
+                yield _Fault(text, ((rank, place), (rank, end)))
 
 
 def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:

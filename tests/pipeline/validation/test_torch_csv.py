@@ -11,6 +11,8 @@ import torch.distributed.pipelining.schedules as torch_schedules
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.gathers import add_gathers
+from autosplit.pipeline.schedule.schedule import SHARDING
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation import torch_csv
 from autosplit.pipeline.validation.torch_csv import add_communication, read_csv, write_csv
@@ -90,13 +92,15 @@ def test_we_take_torchs(kind: str, per_rank: int, form: str, tmp_path: Path) -> 
     assert busy <= simulate(schedule, seconds(1, 1, 1)).makespan <= busy + 6
 
 
-def test_where_torch_gathers_is_left_out(tmp_path: Path) -> None:
+def test_where_torch_gathers_and_reduces_is_kept(tmp_path: Path) -> None:
     built = torch_schedules.ScheduleInterleaved1F1B(stages_of(0, 2, 4), 4)
     for form in ("compute_comms", "compute_only"):
         built._dump_csv(str(tmp_path / f"{form}.csv"), format=form)
-    assert "0UNSHARD" in (tmp_path / "compute_comms.csv").read_text()
-    results = [read_csv(file, name="torch") for file in sorted(tmp_path.iterdir())]
-    assert results[0] == results[1]
+    listed, plain = (read_csv(file, name="torch") for file in sorted(tmp_path.iterdir()))
+    texts = [str(action) for action in listed.ranks[0]]
+    assert (texts[:2], texts[-2:]) == (["0UNSHARD", "2UNSHARD"], ["0REDUCE_GRAD", "0RESHARD"])
+    without = [tuple(a for a in row if a.kind not in SHARDING) for row in listed.ranks]
+    assert (add_gathers(listed, {0, 2}), without) == (listed, [*plain.ranks])
 
 
 def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def test_all_faults_are_shown_at_once() -> None:
         [
             "illegal schedule (table: 2 stages, 2 microbatches, 2 ranks), 6 faults:",
             "1. 7F3: no stage 7; expected 0 to 1",
-            "2. 0SEND_F0 is not an action that a schedule lists: F, I, W, B, and memory actions",
+            "2. 0SEND_F0 is not an action that a schedule lists: F, I, W, B, actions of "
+            "memory, and UNSHARD, RESHARD, REDUCE_GRAD",
             "3. 0F1 is on rank 1, but rank 0 holds stage 0",
             "4. 0F1 runs 2 times, expected once",
             "5. stage 1 never runs 1F1",
