@@ -19,13 +19,13 @@ from autosplit.runtime.residuals import BoundaryLayout, Residuals
 # --- random generators are put back, and no more of them are touched than there are in use --------
 
 
-def test_what_is_drawn_inside_is_drawn_again() -> None:
+def test_numbers_drawn_inside_are_drawn_again() -> None:
     with generators_kept():
         first = torch.rand(3)
     assert torch.equal(torch.rand(3), first)
 
 
-def test_what_was_drawn_is_drawn_again_from_states_that_were_kept() -> None:
+def test_saved_generator_states_repeat_the_numbers() -> None:
     states = GeneratorStates.of([torch.ones(1)])
     first = torch.rand(3)
     with states.again():

@@ -155,7 +155,7 @@ def test_output_gradient_dies_inside_the_backward() -> None:
     assert died() is None
 
 
-def test_where_i_is_late_w_is_the_whole_backward() -> None:
+def test_w_is_the_whole_backward_if_i_is_deferred() -> None:
     """I runs nothing: it hands over what F saved and the gradient of the output, as they are."""
     model = SwiGLU()
     twin = copy.deepcopy(model)

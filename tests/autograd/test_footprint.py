@@ -115,7 +115,7 @@ class Cycle:
         self.itself = self
 
 
-def test_what_captures_leave_alone_is_collected_in_time() -> None:
+def test_old_garbage_is_collected_after_captures() -> None:
     """Though they keep the collector away, it gets its turn behind them."""
     cycle = Cycle()
     gc.collect()  # it is old now

@@ -48,7 +48,7 @@ FACES = {
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is split in")
-def test_who_asks_for_a_part_is_told(face: str, ask: str) -> None:
+def test_a_hook_on_a_partial_gradient_is_refused(face: str, ask: str) -> None:
     split = FACES[face]()
     y, hidden = split(torch.randn(2, 3))
     hidden.retain_grad() if ask == "retain_grad" else hidden.register_hook(lambda grad: None)

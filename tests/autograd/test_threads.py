@@ -137,7 +137,7 @@ def split(captured: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_whoever_uses_gradients_waits(name: str, behind: bool, split: Any) -> None:
+def test_uses_of_gradients_wait_for_the_thread(name: str, behind: bool, split: Any) -> None:
     plain = copy.deepcopy(split.unsplit)
     x, y = torch.randn(2, 3, 4)
     backward(split, x, y)

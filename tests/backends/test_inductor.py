@@ -71,7 +71,7 @@ def test_gradients_are_those_of_float64(build: type[nn.Module], shape: tuple[int
         torch.testing.assert_close(mine, theirs.to(mine.dtype), **CLOSE, msg=name)
 
 
-def test_where_i_is_late_w_and_b_are_compiled_once() -> None:
+def test_w_and_b_of_a_deferred_backward_are_compiled_once() -> None:
     """And W takes what Inductor laid out in F, with no I in between."""
     model = images()
     exact = copy.deepcopy(model).double()

@@ -65,7 +65,7 @@ def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row() -> None:
         assert ("this rank only" in row.error) is (row.schedule == "fails")
 
 
-def test_what_a_step_allocates() -> None:
+def test_allocations_of_a_step_are_measured() -> None:
     cases = [
         dataclasses.replace(build("1f1b", 2, 4, split_backward=False), name=memory.BASELINE),
         dataclasses.replace(build("zb-h2", 2, 4), name="zb-h2", crosses_step=False),

@@ -40,7 +40,7 @@ def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
     assert "ValueError: DualPipeV requires at least as many microbatches as stages" in text
 
 
-def test_what_is_left_as_gradients_is_no_activation() -> None:
+def test_gradients_do_not_count_as_activations() -> None:
     module = nn.Linear(100, 100, bias=False)
 
     def step() -> None:

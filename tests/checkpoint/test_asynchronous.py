@@ -30,7 +30,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path, held: threading.Event) -> None:
+def test_an_asynchronous_save_excludes_later_steps(tmp_path: Path, held: threading.Event) -> None:
     with trainer(whole(), 2, ranks=1) as engine:
         train(engine, 0, 1)
         earlier = named(engine)

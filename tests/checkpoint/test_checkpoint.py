@@ -305,7 +305,7 @@ def test_a_model_in_one_process_is_told_how(tmp_path: Path) -> None:
     model.load_state_dict(read_checkpoint(tmp_path / "a.pt"))
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
         read_checkpoint(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="File name too long"):

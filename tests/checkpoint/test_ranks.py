@@ -84,7 +84,7 @@ def refused(said: str, call: Any, *args: Any, **options: Any) -> None:
 
 
 @ranks(2)
-def test_what_fails_on_one_rank_is_told_on_all() -> None:
+def test_a_failure_on_one_rank_is_raised_on_all() -> None:
     """A failed save keeps the old checkpoint, and a failed load what there is."""
     folder, rank = common_folder(), dist.get_rank()
     it = folder / "it"

@@ -79,7 +79,7 @@ def test_a_cap_makes_others_win() -> None:
     assert max(plan_of(fits[0]).peaks) <= caught.value.least
 
 
-def test_what_is_settled_stays() -> None:
+def test_fixed_settings_are_not_searched() -> None:
     space: dict[str, Any] = {"microbatches": [16], "schedules": ["interleaved"]}
     result = search_plans(costs_of, 4, 32, stages=8, **space)
     for item in result:

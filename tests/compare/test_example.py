@@ -70,7 +70,7 @@ def test_a_module_that_fails_shows_its_own_cause_and_line(
         ("mine:size", "TypeError: 3 is not a callable object"),
     ],
 )
-def test_what_is_no_factory(here: Path, spec: str, cause: str) -> None:
+def test_invalid_factories_are_refused(here: Path, spec: str, cause: str) -> None:
     (here / "mine.py").write_text("size = 3\n")
     with pytest.raises(PipelineError) as error:
         call_factory(spec, {})

@@ -41,7 +41,7 @@ class Selecting(nn.Module):
         return checkpoint(run, x, use_reentrant=False, context_fn=contexts)
 
 
-def test_what_fails_in_parts_too_runs_unsplit() -> None:
+def test_a_model_that_fails_in_parts_too_runs_unsplit() -> None:
     model = Selecting()
     plain, split = copy.deepcopy(model), autosplit.split(model)
     x = torch.randn(8, 4)

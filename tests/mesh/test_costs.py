@@ -24,7 +24,7 @@ def test_ranks_that_cannot_be_measured() -> None:
         measure_collectives(mesh["tp"])
 
 
-def test_what_is_measured_is_what_a_rank_finds() -> None:
+def test_collectives_are_measured_on_the_ranks_group() -> None:
     """Of ranks that exchange nothing; real ones are in tests/semantics/parallel."""
     with fake_mesh() as mesh:
         result = measure_collectives(mesh["tp"])

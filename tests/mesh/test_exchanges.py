@@ -86,7 +86,7 @@ def test_checkpoints_have_all_experts() -> None:
 
 
 @ranks(4)
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     mesh, shards = mesh_of(pp=2, ep=2), mesh_of(pp=2, efsdp=1, ep=2)
 
     def given(build: Any, over: DeviceMesh = mesh) -> Any:

@@ -153,7 +153,7 @@ def test_replicas_start_with_one_model_and_keep_its_buffers() -> None:
 
 
 @ranks(4)
-def test_what_all_replicas_find() -> None:
+def test_replicas_agree_on_schedules_memory_and_timelines() -> None:
     """One schedule, other shapes of batches, the memory of a pipeline, and a timeline."""
     mesh = mesh_of(**MESH)
     local = own_share(mesh)
@@ -210,7 +210,7 @@ KNOWN = "'pp' (the stages of one pipeline), 'dp_replicate' (replicas of it, each
 
 
 @ranks(4)
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     mesh, turned = mesh_of(**MESH), mesh_of(**TURNED)
     named, rank = mesh_of(pp=2, tp=2), dist.get_rank()
     local = own_share(mesh)

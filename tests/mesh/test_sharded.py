@@ -203,7 +203,7 @@ def test_clipped_training() -> None:
 
 
 @ranks(4)
-def test_what_stages_do_between_steps() -> None:
+def test_sharded_stages_between_steps() -> None:
     """Steps accumulate; buffers; parameters are freed between steps; what is not a
     number on one rank is none on all; and the modules can be used without the trainer, too.
     """
@@ -248,7 +248,7 @@ class NoNaN(nn.Module):
 
 
 @ranks(4)
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     mesh, pairs = mesh_of(**MESH), mesh_of(pp=2, dp_replicate=2)
     local = share_of(mesh)
 

@@ -139,7 +139,7 @@ def test_checkpoints() -> None:
 
 
 @ranks(4)
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     mesh, turned, line = mesh_of(**MESH), mesh_of(tp=2, dp_shard=2), mesh_of(dp_shard=4, tp=1)
 
     def elsewhere(index: int) -> nn.Module:

@@ -108,7 +108,7 @@ def new_mesh(second: str = "tp") -> DeviceMesh:
 
 
 @ranks(4)
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     """Bad stages and batches."""
     rank = dist.get_rank()
 

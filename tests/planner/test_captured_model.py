@@ -31,7 +31,7 @@ class Classifier(nn.Module):
         return output.softmax(-1) if self.problem == "one of three" else output
 
 
-def test_what_the_first_call_sets_is_set_before_the_capture() -> None:
+def test_attributes_that_the_first_call_sets_are_set_before_the_capture() -> None:
     torch.manual_seed(0)
     model, x = Classifier(), torch.randn(4, 8)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -57,7 +57,7 @@ class Counter(Classifier):
         return super().forward(x) * self.calls
 
 
-def test_what_every_call_changes_is_refused_behind_one_call() -> None:
+def test_state_that_every_call_changes_is_refused_after_one_call() -> None:
     model = Counter()
     with pytest.raises(CaptureError, match="changes Python state, self"):
         WholeModel.capture(model, torch.randn(4, 8))
@@ -78,7 +78,7 @@ def permuted() -> nn.Module:
     )
 
 
-def test_what_crosses_a_cut_keeps_its_strides() -> None:
+def test_values_at_a_cut_keep_their_strides() -> None:
     """Messages are contiguous: what a stage is given is made so here."""
     torch.manual_seed(0)
     model, x = permuted(), torch.randn(2, 5, 8)

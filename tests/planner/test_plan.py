@@ -260,6 +260,6 @@ def test_inputs_that_are_none(args: object, kwargs: Any) -> None:
         partition(net(), args, kwargs, stages=2)
 
 
-def test_what_is_no_model() -> None:
+def test_a_list_is_no_model() -> None:
     with pytest.raises(PlanError, match=r"one nn\.Module to cut, got a list: give PipelineTrainer"):
         partition([net()], tokens(), stages=2)  # type: ignore[arg-type]

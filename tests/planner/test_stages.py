@@ -137,7 +137,7 @@ def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_what_is_tied_is_named_in_both_stages() -> None:
+def test_tied_parameters_are_named_in_both_stages() -> None:
     split = split_of(captured(llama_of_three)[1], 3)
     assert split.shared == (((0, "model.embed_tokens.weight"), (2, "lm_head.weight")),)
     first, last = split.build(0), split.build(2)
@@ -170,7 +170,7 @@ def noisy(model: Any, x: Tensor) -> Tensor:
     return x
 
 
-def test_what_is_random_is_drawn_once_and_sent() -> None:
+def test_random_values_are_drawn_once_and_sent() -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     case = Case(Made(noisy, layers=layers), (torch.randn(2, 4),))
     split = split_of(whole_of(case), 3)

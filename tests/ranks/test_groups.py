@@ -59,7 +59,7 @@ def test_groups_are_aborted_all_at_once() -> None:
     abort_groups([])
 
 
-def test_what_hangs_on_groups_of_others_is_aborted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_groups_are_aborted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example groups of a mesh, in which tensor-parallel stages run collectives."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")

@@ -39,7 +39,7 @@ def test_same_function_under_torchrun(under_torchrun: list[dict[str, Any]]) -> N
         assert environment.startswith(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 ")
 
 
-def test_what_no_process_can_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_no_process_can_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook."""
 
     def train() -> None: ...
@@ -146,7 +146,7 @@ def test_ranks_of_one_machine_under_torchrun_listen_on_loopback_only(
         assert all(map(sockets.loopback, rank["rank"])), rank
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
+def test_a_function_that_cannot_be_sent_is_refused_before_ranks_start() -> None:
     with pytest.raises(PipelineError, match=r"cannot send <function .*top of a module"):
         launch(lambda: None, 2, timeout=60)
     with pytest.raises(PipelineError, match="nprocs must be at least 1; got 0"):

@@ -84,7 +84,7 @@ def test_views_of_one_storage_travel_once_and_are_views_of_one_again() -> None:
     assert _away_and_back(stage, 0) == earlier == sum(sizes) == stage.saved_bytes
 
 
-def test_what_microbatches_have_in_common_stays() -> None:
+def test_storages_shared_by_microbatches_stay() -> None:
     """A batch that was cut, however many are in flight, and a tensor that two were given."""
     batch, mask = torch.randn(4, 6), torch.randn(2, 6)
 

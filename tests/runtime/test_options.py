@@ -127,7 +127,7 @@ def test_options_of_a_stage_go_before_those_of_its_plan() -> None:
     assert replace(whole, autocast=None).with_defaults(plan, None).split == SplitOptions()
 
 
-def test_whole_backward_is_deferred_where_asked() -> None:
+def test_the_whole_backward_is_deferred_on_request() -> None:
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
     model = autosplit.split(module, x, defer_whole_backward=True)
     assert not [*calls(model.functions[0].graphs.backward_input.graph)]

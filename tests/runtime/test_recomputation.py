@@ -137,7 +137,7 @@ def test_calls_out_of_turn() -> None:
 
 
 @pytest.mark.parametrize("what", ["input", "parameter"])
-def test_what_was_written_since_is_named(what: str) -> None:
+def test_a_tensor_written_since_the_forward_is_named(what: str) -> None:
     model = nn.Linear(3, 2)
     stage = Stage(model, [torch.zeros(4, 3, requires_grad=True)])
     x = torch.randn(4, 3)

@@ -126,7 +126,7 @@ def test_evaluation_leaves_what_waits() -> None:
     assert model.pending == 1
 
 
-def test_who_misses_a_microbatch_is_told() -> None:
+def test_a_missing_microbatch_is_explained() -> None:
     model = split(nn.Linear(8, 8))
     one_by_one(model, torch.randn(3, 4, 8))
     with pytest.raises(

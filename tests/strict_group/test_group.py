@@ -133,12 +133,12 @@ def one_by_one(text: str, *names: str) -> list[str]:
 @pytest.mark.parametrize(
     "text", ["strict", "strict:ms=5,seed=1", "strict:eager=1,one_connection=1"]
 )
-def test_what_ends_goes_well(on_ranks: Ranks, text: str) -> None:
+def test_programs_that_end(on_ranks: Ranks, text: str) -> None:
     assert on_ranks(one_by_one, 2, (text, *WELL), timeout=90) == [["StrictGroup", "strict"]] * 2
 
 
 @pytest.mark.parametrize("name", ENDING)
-def test_what_never_ends_is_an_error_at_once(on_ranks: Ranks, name: str) -> None:
+def test_a_program_that_never_ends_is_an_error_at_once(on_ranks: Ranks, name: str) -> None:
     on_ranks(one_by_one, 2, ("strict", name), timeout=30)
 
 
@@ -153,7 +153,7 @@ def test_running_ranks_are_judged_as_written_queues_are(on_ranks: Ranks, one: bo
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_people_report_hangs_and_mended_ends(on_ranks: Ranks, ranks: int) -> None:
+def test_reported_programs_hang_and_their_repairs_end(on_ranks: Ranks, ranks: int) -> None:
     cases = {name: item for name, item in CASES.items() if len(item.program) == ranks}
     programs = {name: (item.program, item.communicators) for name, item in cases.items()}
     verdicts = {name: item.ends for name, item in cases.items()}

@@ -39,9 +39,7 @@ def dump(folder: Path) -> None:
     ],
     ids=["dump", "schedule", "trace"],
 )
-def test_what_cannot_be_written_is_a_typed_error(
-    write: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_failed_write_is_a_typed_error(write: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"cannot write '.*file/below.*': Not a directory"):
         write(tmp_path / "file" / "below")
@@ -113,7 +111,7 @@ def test_sizes_as_people_write_them(size: str | int, count: int) -> None:
         *(0, -1, 2**63, True, 1.5e9, 0.6, float("nan"), float("inf"), b"1GiB", [1, 2], None),
     ],
 )
-def test_what_is_no_size(size: Any) -> None:
+def test_invalid_sizes_are_refused(size: Any) -> None:
     with pytest.raises(PlanError, match=r"expected a size such as 80GiB, .* got "):
         parse_size(size)
 

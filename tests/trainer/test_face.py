@@ -74,7 +74,7 @@ def test_a_model_that_puts_out_its_hidden_states() -> None:
                 assert torch.equal(parameter.grad, expected.get_parameter(name).grad), name
 
 
-def test_what_no_planner_takes_is_refused() -> None:
+def test_invalid_options_of_planning_are_refused() -> None:
     with pytest.raises(PipelineError, match="unknown option 'cost' in planning; known: costs, sec"):
         trainer(planning={"cost": "estimate"})
     with pytest.raises(PipelineError, match="planning has no effect with stages: it is for a wh"):

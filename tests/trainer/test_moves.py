@@ -314,7 +314,7 @@ def receive_and_die(moves: Moves, left: Any, found: list[Tensor], store: Any) ->
 
 
 def partner_dies(folder: Path) -> None:
-    """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
+    """Kill rank 1 while it holds evicted tensors of rank 0, which writes down its error."""
     result = evicting(GPIPE)
     with mock.patch.object(tuning, "search_within", return_value=result):
         try:
@@ -325,7 +325,7 @@ def partner_dies(folder: Path) -> None:
 
 
 def resumed(folder: Path) -> bool:
-    """Whether a run goes on from where its partner died as one to which nothing happened."""
+    """Whether a run resumed after its partner died has the losses of an undisturbed one."""
     plain = limited_steps(folder, 0)
     return all(map(torch.equal, plain[BAD:], limited_steps(folder / "last", BAD)))
 

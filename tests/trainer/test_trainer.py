@@ -315,7 +315,7 @@ def test_one_process_without_a_process_group() -> None:
 
 
 @pytest.mark.parametrize(("weights", "computes"), [("fill", False), ("2bp", True)])
-def test_whether_a_first_stage_has_an_input_half(weights: str, computes: bool) -> None:
+def test_a_first_stage_has_an_input_half_under_2bp_only(weights: str, computes: bool) -> None:
     """If Ws fill waits, the first stage runs W only; 2BP places I and W apart."""
     inputs, targets = workers.data(8)
     model = workers.whole(2)

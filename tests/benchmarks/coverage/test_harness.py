@@ -105,7 +105,7 @@ def input_written(model: nn.Module, x: Tensor) -> Tensor:
         (input_written, r"input 0 after \[0.0\]: off by"),
     ],
 )
-def test_what_is_wrong_is_noticed(tamper: Any, complaint: str) -> None:
+def test_wrong_results_are_found(tamper: Any, complaint: str) -> None:
     finding = examine(small(), lambda model: Tampered(model, tamper))
     assert finding.verdict is Verdict.WRONG
     assert re.search(complaint, finding.detail), finding.detail

@@ -49,7 +49,7 @@ def test_a_parameter_that_differs_is_found(lesson: Lesson, ranks: list[Trained],
     assert detail.startswith(f"1 of {len(taught(lesson, DRAWS))} differ; {name}: ")
 
 
-def test_what_no_rank_has_is_found(lesson: Lesson, ranks: list[Trained]) -> None:
+def test_a_gradient_that_no_rank_has_is_found(lesson: Lesson, ranks: list[Trained]) -> None:
     del ranks[1].seen["gradient of transformer.ln_f.weight [0]"]
     verdict, detail = compared(lesson, ranks)
     assert verdict == Verdict.WRONG.value

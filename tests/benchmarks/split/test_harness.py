@@ -80,7 +80,7 @@ def test_levels_are_what_was_allocated() -> None:
     }
 
 
-def test_what_autograd_saves_and_the_floor(subject: Subject) -> None:
+def test_saved_bytes_of_autograd_and_the_floor(subject: Subject) -> None:
     tensor = 64 * 256 * 4
     # x, the hidden values (which relu saves as its result), and no weights.
     assert reference.autograd_saves(subject) == 2 * tensor

@@ -75,7 +75,7 @@ def traced(model: nn.Module) -> Any:
     ],
     ids=["counter", "list", "global"],
 )
-def test_what_every_call_changes_is_refused_with_the_line(
+def test_state_that_every_call_changes_is_refused_with_the_line(
     effect: Any, attributes: dict[str, Any], named: str
 ) -> None:
     earlier = list(SEEN)
@@ -95,14 +95,14 @@ class Unique:
 
 
 @pytest.mark.parametrize(("effect", "held"), [(append, {"log": []}), (count, {"calls": 0})])
-def test_what_a_module_without_copies_changes_is_named(effect: Any, held: dict[str, Any]) -> None:
+def test_changed_state_of_an_uncopied_module_is_named(effect: Any, held: dict[str, Any]) -> None:
     name = f"self.{next(iter(held))}"
     with pytest.raises(PythonStateError, match=f"changes Python state, {name}, which a graph"):
         traced(with_effect(effect, only=Unique(), **held))
 
 
 @pytest.mark.parametrize("value", ["train", "eval"])
-def test_what_is_set_to_the_value_that_it_has_is_a_guard(value: str) -> None:
+def test_an_attribute_set_to_its_present_value_is_a_guard(value: str) -> None:
     model = with_effect(set_mode, mode=value)
     if value == "eval":
         with pytest.raises(PythonStateError):
@@ -114,7 +114,7 @@ def test_what_is_set_to_the_value_that_it_has_is_a_guard(value: str) -> None:
     assert not guards.hold((torch.randn(4, 3),), {})
 
 
-def test_what_is_restored_before_the_call_ends_is_no_effect() -> None:
+def test_an_attribute_restored_before_the_call_ends_is_no_effect() -> None:
     model = with_effect(change_and_restore, mode="train")
     assert traced(model).hold((torch.randn(4, 3),), {})
     assert model.mode == "train"

@@ -205,7 +205,9 @@ def test_settings_that_choose_among_weight_gradients_choose_among_all(memory: st
     assert waiting >= 0.55 * (waiting + early) > 0
 
 
-def test_what_waits_is_what_waits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_tensors_are_those_without_regions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (x,) = batches()[0]
     kept = []
     for switch in ("1", "0"):

@@ -41,7 +41,7 @@ def saved_from(graphs: SplitGraphs, operator: str) -> Role:
     [lambda y: (y, y.sin()), lambda y: (y.view(12), y.sin()), lambda y: (y[0], y.sin())],
     ids=["output", "view", "part"],
 )
-def test_what_is_an_output_too_is_not_given_away(finish: Callable[[Tensor], object]) -> None:
+def test_a_saved_value_that_is_an_output_is_not_donated(finish: Callable[[Tensor], object]) -> None:
     graphs = graphs_of(between(finish))
     assert saved_from(graphs, "tanh") not in donatable(graphs.forward.graph)
 
@@ -132,7 +132,7 @@ def counting(m: Made, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("forward", [through, reading_before, reading_between, returning, counting])
-def test_what_was_in_a_buffer_is_read_before_it_is_written(
+def test_a_buffer_is_read_before_it_is_written(
     forward: Callable[[Made, Tensor], object], shared: bool
 ) -> None:
     norms = [nn.BatchNorm1d(3)] * 3 if shared else [nn.BatchNorm1d(3) for _ in range(3)]

@@ -60,7 +60,7 @@ def test_arguments(text: str) -> None:
     compile(source, "joint", "exec")
 
 
-def test_what_has_no_source_form() -> None:
+def test_values_without_a_source_form_are_refused() -> None:
     module, nodes = hand_made()
     nodes["y"].kwargs = {"alpha": object()}
     with pytest.raises(PassError, match=r"<object object at .*> \(object\) has no source form"):

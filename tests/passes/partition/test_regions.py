@@ -43,7 +43,7 @@ def test_weight_gradient_is_released_where_it_may_be_early() -> None:
 
 
 @pytest.mark.parametrize("charge", [0.0, 0.01, 0.1, 0.3, 1.0, 3.0, 10.0])
-def test_what_is_done_again_early_takes_nothing_along_that_waits(charge: float) -> None:
+def test_an_early_recomputation_needs_no_deferred_value(charge: float) -> None:
     """A reduction would save 50 in I, where it needs a sum again that reads what waits."""
     b = Sized()
     x, y, g = b.input(10), b.input(50), b.tangent(10)

@@ -194,7 +194,7 @@ def test_interleaved_stages_are_dealt_out_evenly() -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
-def test_what_exists_only_split(name: str) -> None:
+def test_schedules_that_exist_only_split(name: str) -> None:
     assert refusal(name=name, stages=4, split_backward=False) == (
         f"{name!r} exists only with a split backward: leave split_backward=False out, or use one "
         "of 'naive', 'gpipe', '1f1b', 'interleaved'"

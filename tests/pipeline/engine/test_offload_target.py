@@ -49,7 +49,7 @@ def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_cut_short_is_lost(tmp_path: Path) -> None:
+def test_tensors_of_a_truncated_file_are_lost(tmp_path: Path) -> None:
     store = OffloadFile(tmp_path)
     ticket = store.put(_bytes(1000, 1))
     os.ftruncate(store._file, 400)

@@ -192,7 +192,7 @@ def test_a_rate_that_is_raised_later_draws_anew_in_each_step() -> None:
     assert len({tuple(item.tolist()) for item in state}) == 4
 
 
-def test_what_may_draw() -> None:
+def test_operators_that_may_draw() -> None:
     def node(op: Any, *given: Any) -> torch.fx.Node:
         return torch.fx.Graph().call_function(op, given)
 

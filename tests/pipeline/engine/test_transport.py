@@ -119,7 +119,7 @@ def test_gradients_that_were_agreed_on_come_back_one_missing_in_a_microbatch_as_
         (I0, [], "stage 1 returned 0 input gradients for microbatch 0; expected one for each of"),
     ],
 )
-def test_what_was_not_agreed_on_is_refused(
+def test_tensors_unlike_the_agreed_ones_are_refused(
     result: Action, tensors: list[Tensor | None], text: str
 ) -> None:
     transport = _transport(_meta(2))

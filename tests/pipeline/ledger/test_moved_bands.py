@@ -36,12 +36,12 @@ def test_all_that_leaves_and_comes_is_gone_at_the_end(steps: Steps) -> None:
             assert abs(step.left(rank)) <= 2 * workers.LARGEST  # buffers of messages
 
 
-def test_what_is_offloaded_is_not_held_meanwhile(steps: Steps) -> None:
+def test_offloaded_activations_take_no_memory(steps: Steps) -> None:
     plain, offloaded = (step.peak_activations for step in steps)
     assert all(less < earlier for less, earlier in zip(offloaded, plain, strict=True))
 
 
-def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> None:
+def test_transfers_of_other_threads_add_to_an_action() -> None:
     """Also where it has gone again by the end of the action."""
     cpu, moved = torch.device("cpu"), TransferredBytes()
     kept = [torch.zeros(300, dtype=torch.uint8)]
@@ -69,7 +69,7 @@ def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> 
 
 
 @pytest.mark.parametrize("call", ["put", "take"])
-def test_what_is_on_its_way_is_in_transit_until_it_is_there(
+def test_storages_are_in_transit_until_they_arrive(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     moves: list[Moves] = []

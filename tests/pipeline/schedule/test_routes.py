@@ -128,7 +128,7 @@ class Cut:
         return nn.Linear(index + 1, 1)
 
 
-def test_what_may_be_given_as_a_model() -> None:
+def test_accepted_forms_of_a_model() -> None:
     layers = [nn.Linear(1, 1), nn.Linear(1, 2)]
     for model in (layers, nn.ModuleList(layers)):
         assert StageSource.of(model).build(1) is layers[1]
@@ -141,7 +141,7 @@ def test_what_may_be_given_as_a_model() -> None:
     assert isinstance(stages.build(1), nn.Linear)
 
 
-def test_what_may_not() -> None:
+def test_refused_forms_of_a_model() -> None:
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     with pytest.raises(PipelineError, match=r"a Sequential is one module.*list, \[\*model\]"):
         trainer(layers, ranks=1)

@@ -86,7 +86,7 @@ def test_deferred_tensors_travel_too() -> None:
     assert any(move.deferred for move in find_moves(balanced))
 
 
-def test_what_evicts_is_not_balanced_again() -> None:
+def test_a_schedule_that_evicts_is_not_balanced_again() -> None:
     balanced = balance(build("1f1b", 4, 8, split_backward=False))
     with pytest.raises(ScheduleError, match="evicts already"):
         balance(balanced)

@@ -64,7 +64,7 @@ def test_measures_are_taken_only_where_they_are_needed() -> None:
     assert all(action.kind.is_compute for row in free.ranks for action in row)
 
 
-def test_what_is_fixed_counts() -> None:
+def test_fixed_memory_counts() -> None:
     costs, microbatches, _ = small(0)
     ranks = len(costs.times)
     with pytest.raises(LimitError, match="no schedule within a limit of 10 was found"):

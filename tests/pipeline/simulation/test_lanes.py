@@ -39,7 +39,7 @@ def test_a_slow_link_keeps_the_backward_waiting() -> None:
     assert times["0B0"][0] == 9.0
 
 
-def test_who_is_to_hold_more_waits_for_what_was_sent_away_before_the_last_action() -> None:
+def test_an_action_waits_for_offloads_begun_before_the_previous_action() -> None:
     schedule = schedule_of("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0B0 0B1 0B2", stages=1, microbatches=3)
     schedule = replace(schedule, split_backward=False)
     links = Transfer(host=Link(0.0, 0.2))

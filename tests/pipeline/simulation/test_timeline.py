@@ -55,7 +55,7 @@ def test_an_unknown_rank_is_refused(rank: int) -> None:
 # --- what a rank keeps, over an order -----------------------------------------------
 
 
-def test_what_is_deferred_may_be_larger_than_what_was_saved() -> None:
+def test_deferred_memory_may_exceed_saved_memory() -> None:
     """It is there while I makes it, so it counts from the start of I."""
     schedule = schedule_of("0F0 0I0 0W0", stages=1, microbatches=1)
     sizes = [StageMemory(saved=2.0, deferred=5.0)]

@@ -165,7 +165,7 @@ def test_messages_that_cross_on_one_communicator_are_refused() -> None:
         (("sum", (0, 1)), ("gather", (0, 1)), "sum of rank 1, which comes to gather"),
     ],
 )
-def test_what_never_comes_is_named(first: Any, second: Any, said: str) -> None:
+def test_an_operation_without_a_partner_is_named(first: Any, second: Any, said: str) -> None:
     program = {0: [("op", "0", *first)], 1: [("op", "0", *second)] if second else []}
     assert said in str(stuck(of_items(program, {"0": ((0, 1), True)})))
 

@@ -97,7 +97,7 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
         ),
     ],
 )
-def test_what_moves_wrongly_is_refused(first: str, second: str, fault: str) -> None:
+def test_invalid_moves_are_refused(first: str, second: str, fault: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         validate(paired(first, second))
     assert fault in str(caught.value)

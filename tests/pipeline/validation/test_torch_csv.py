@@ -92,7 +92,7 @@ def test_we_take_torchs(kind: str, per_rank: int, form: str, tmp_path: Path) -> 
     assert busy <= simulate(schedule, seconds(1, 1, 1)).makespan <= busy + 6
 
 
-def test_where_torch_gathers_and_reduces_is_kept(tmp_path: Path) -> None:
+def test_gathers_and_reductions_of_torch_are_kept(tmp_path: Path) -> None:
     built = torch_schedules.ScheduleInterleaved1F1B(stages_of(0, 2, 4), 4)
     for form in ("compute_comms", "compute_only"):
         built._dump_csv(str(tmp_path / f"{form}.csv"), format=form)

@@ -103,7 +103,7 @@ def _(x: Tensor) -> Tensor:
 doubled.register_autograd(lambda ctx, grad: sum(grad.chunk(2)))
 
 
-def test_what_cannot_be_traced_for_any_size_is_traced_for_each() -> None:
+def test_models_that_need_fixed_sizes_are_captured_for_each() -> None:
     rows = [leaves(count, 4, count=1)[0] for count in (3, 5, 8, 5)]
     split = assert_equals_autograd(layered(lambda m, x: m.linear(doubled(x))), rows)
     assert len(split.functions) == 3

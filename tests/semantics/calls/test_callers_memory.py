@@ -135,7 +135,7 @@ def test_copies_lie_as_the_input_does() -> None:
     assert_alike(nn.Linear(4, 3), drive, fullgraph=True)
 
 
-def test_what_an_earlier_module_computed_is_not_copied() -> None:
+def test_an_input_that_an_earlier_module_computed_is_not_copied() -> None:
     split = autosplit.split(nn.Linear(8, 4))
     hidden = torch.randn(6, 8, requires_grad=True) * 2
     split(hidden).square().sum().backward()

@@ -304,7 +304,7 @@ def test_kernel_with_other_strides_than_its_fake_is_refused(
 
 
 @pytest.mark.parametrize("make", [own_strides, windows])
-def test_what_the_error_advises(make: Callable[[Tensor], Tensor]) -> None:
+def test_the_advice_of_the_error_works(make: Callable[[Tensor], Tensor]) -> None:
     model = Addressing(lambda h: make(h.contiguous()))
     batch = leaves(2, 6, 4)
     assert_equals_autograd(model, batch)

@@ -63,7 +63,7 @@ def test_raises_as_in_eager_mode(name: str, backend: str) -> None:
     assert str(ours.value) == str(theirs.value)
 
 
-def test_what_the_backward_checks_stays_in_the_backward() -> None:
+def test_checks_of_the_backward_stay_in_the_backward() -> None:
     split = autosplit.split(algebra("eig"), fullgraph=True)
     graphs = split.capture(torch.randn(4, 4)).graphs.graphs()
     check = torch.ops.aten._linalg_check_errors.default
@@ -124,7 +124,7 @@ def test_equals_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OTHERWISE)
-def test_what_torch_traces_as_something_else(kind: str) -> None:
+def test_recurrent_layers_that_torch_traces_otherwise(kind: str) -> None:
     layer = layers("GRU", **OTHERWISE[kind])
     batch = [(torch.randn(2, 2, 4, dtype=layer.weight_hh_l0.dtype),) for _ in range(2)]
     assert_equals_autograd(Followed(layer), batch)

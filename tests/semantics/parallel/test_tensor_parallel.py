@@ -263,7 +263,7 @@ def test_trains_as_in_eager(name: str) -> None:
 
 
 @ranks(2)
-def test_where_i_hides_collectives() -> None:
+def test_i_hides_collectives() -> None:
     mesh = tensor_parallel()
     assert whole(mesh, "sequence parallel", {})[0]
     assert compiled(mesh, "sequence parallel")
