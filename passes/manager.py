@@ -21,6 +21,7 @@ from .lowering.accumulate import accumulate_gradients
 from .lowering.forms import Changed, GraphForm, donate, propagate_strides
 from .lowering.join import join_microbatches
 from .lowering.missing_tangents import without_tangents
+from .lowering.slices import slice_backward
 from .lowering.state_writes import write_state
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.collectives import overlap_collectives
@@ -65,6 +66,7 @@ class When(enum.Enum):
 
     MISSING_GRADIENTS = "before I, W and B are compiled for outputs that have no gradient"
     JOINING = "before W is compiled for several microbatches in one call"
+    SLICING = "before B is compiled as slices, whose gradients are used as they are computed"
     WRITING = "before I, W or B is compiled, if it returns the new value of state"
     ACCUMULATING = "before I, W or B is compiled in the form that adds into accumulators"
     COMPILED = "after a graph is compiled, on the graphs that read its results"
@@ -83,6 +85,7 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
     GraphPass("without_tangents", When.MISSING_GRADIENTS, without_tangents),
     GraphPass("join", When.JOINING, join_microbatches),
     GraphPass("write_in_place", When.WRITING, write_state),
+    GraphPass("slice", When.SLICING, slice_backward),
     GraphPass("accumulate", When.ACCUMULATING, accumulate_gradients),
     GraphPass("propagate_strides", When.COMPILED, propagate_strides),
     GraphPass("donate", When.COMPILED, donate),

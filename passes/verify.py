@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,9 +57,14 @@ _MAY_LEAVE = {
     "backward_input": GRADIENT | BACKWARD_WRITE | {Kind.DEFERRED},
     "backward_weight": WEIGHT_OUTPUT,
 }
+_MAY_ENTER["backward_slice"] = _MAY_ENTER["backward"]
+_MAY_LEAVE["backward_slice"] = _MAY_LEAVE["backward"] | {Kind.SAVED}
 for _name in [name for name in _MAY_ENTER if name.startswith("backward")]:
     _MAY_ENTER[f"{_name}_accumulating"] = _MAY_ENTER[_name] | {Kind.ACCUMULATOR}
     _MAY_LEAVE[f"{_name}_accumulating"] = _MAY_LEAVE[_name] - {Kind.PARAMETER_GRAD}
+
+
+_NUMBER = re.compile(r"(?<=_slice)_\d+$")
 
 
 def verify(program: SplitGraphs, after: str = "the pipeline") -> None:
@@ -115,6 +121,7 @@ def _values_known(name: str, module: fx.GraphModule) -> Iterator[str]:
 
 
 def _roles_allowed(name: str, module: fx.GraphModule) -> Iterator[str]:
+    name = _NUMBER.sub("", name)
     for role, node in inputs(module.graph).items():
         if role.kind not in _MAY_ENTER[name]:
             yield _at(name, node, f"{role} must not enter this graph")

@@ -28,6 +28,7 @@ from autosplit.torch_internals.autograd import (
     Leaves,
     LeavesCache,
     at_end_of_backward,
+    checks_nan,
     current_backward,
     direct_apply,
     graph_is_kept,
@@ -46,6 +47,7 @@ from autosplit.torch_internals.distributed import called_by_stage_backward
 from .delivery import weight_gradients
 from .late_hooks import weights_for_late_hooks
 from .pending import PendingQueue, PendingWork
+from .slices import BackwardSlices
 
 if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule
@@ -111,10 +113,20 @@ def run_split(
     sentinel_parameters: Sequence[Tensor] = parameters
     if not fused_backward:
         sentinel_parameters = () if in_data_parallel else functions.sentinel_parameters(parameters)
+    leaf, slices = anchor.leaf, None
+    if in_data_parallel and fused_backward and _is_sliced(anchor, functions):
+        slices = BackwardSlices(functions, state)
+        leaf, sentinel_parameters = slices.anchor(leaf, leaves), slices.parameters[0]
     call = _Call(
-        functions, state, anchor, parameter_leaves, fused_backward, len(sentinel_parameters)
+        functions, state, anchor, parameter_leaves, fused_backward, len(sentinel_parameters), slices
     )
-    return list(_apply(call, anchor.leaf, *leaves, *sentinel_parameters))
+    return list(_apply(call, leaf, *leaves, *sentinel_parameters))
+
+
+def _is_sliced(anchor: WeightAnchor, functions: SplitFunctions) -> bool:
+    """Whether autograd runs the backward in slices."""
+    plain = anchor.sharded is None and not functions.capture.shardings and not checks_nan()
+    return plain and len(functions.sliced.parameters) > 1
 
 
 class _Call(NamedTuple):
@@ -127,6 +139,7 @@ class _Call(NamedTuple):
         parameter_leaves: the parameters and their hooks.
         fused_backward: whether the backward is I and W.
         sentinel_count: number of parameters at the end of the node's inputs.
+        slices: the nodes that run the backward in slices; None if this node runs all of it.
     """
 
     functions: SplitFunctions
@@ -135,6 +148,7 @@ class _Call(NamedTuple):
     parameter_leaves: Leaves
     fused_backward: bool
     sentinel_count: int
+    slices: BackwardSlices | None
 
 
 class Split(torch.autograd.Function):
@@ -210,6 +224,12 @@ class Split(torch.autograd.Function):
             saved.restore_tensors(ctx.saved_tensors)
         if anchor.sharded is not None:
             anchor.sharded.check_writes(ctx.writes)
+        if call.slices is not None:
+            skipped |= _frozen(call)
+            remaining = functions.backward_slices(saved, arrived)
+            call.slices.start(remaining, functions.dependence.borrowed, skipped, idle)
+            input_grads = [None] * len(functions.capture.inputs)  # the last slice has them
+            return (None, call.slices.zero, *input_grads, *call.slices.weights(0))
         with without_autocast():
             grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
@@ -251,10 +271,8 @@ def _queue_or_run_weights(
     Returns:
         gradients of the sentinel parameters; empty if W is queued.
     """
-    _, state, anchor, parameter_leaves, fused_backward, _ = ctx.call
-    if not all(map(_NEEDS_GRAD, parameter_leaves.parameters)):
-        # Parameters were frozen since the forward: autograd drops their gradients.
-        skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}
+    _, state, anchor, parameter_leaves, fused_backward, _, _ = ctx.call
+    skipped |= _frozen(ctx.call)
     if skipped.issuperset(functions.parameter_names) and not functions.sums:
         return ()
     work = PendingWork(functions, deferred, state, skipped, early)
@@ -282,6 +300,14 @@ def _queue_or_run_weights(
         # A hook waits for gradients of sharded parameters: an optimizer may step in it.
         at_end_of_backward(anchor.queue.compute)
     return ()
+
+
+def _frozen(call: _Call) -> frozenset[str]:
+    """Parameters that were frozen since the forward: autograd drops their gradients."""
+    if all(map(_NEEDS_GRAD, call.parameter_leaves.parameters)):
+        return frozenset()
+    names, state = call.functions.parameter_names, call.state
+    return frozenset([name for name in names if not state[name].requires_grad])
 
 
 def _is_batch(value: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -44,6 +45,7 @@ from .compiled_graph import Accumulators, GradientGraph, compile_graph, position
 from .gradient_dependence import GradientDependence, Missing
 from .input_overlap import refuse_state_overlap
 from .refusals import AutocastGuard
+from .sliced_backward import SlicedBackward
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 
 _MAX_SPECIALIZED = 3  # sets of outputs without a gradient that get their own graphs
 _SENTINELS_PER_END = 2
+_SLICES, _COMPILED_SLICES = 16, 4
+_SLICE_BYTES = 2**20
 
 
 class ForwardResult(NamedTuple):
@@ -695,6 +699,32 @@ class SplitFunctions:
         with own_writes(saved.live):
             pool = self._backward_pool(saved.take_arguments(), output_grads)
             return self._fused.run(pool, gradients, dtype)
+
+    def backward_slices(
+        self, saved: Residuals, output_grads: list[Tensor | None]
+    ) -> Iterator[dict[Role, Any]]:
+        """B in slices: each item that is asked for runs one of ``sliced``.
+
+        Arguments and errors are those of ``backward_input``.
+
+        Returns:
+            an iterator over the gradients that each slice completes, by role.
+        """
+        pool = self._backward_pool(saved.take_arguments(), output_grads)
+        return self.sliced.run(dict(zip(self._backward_roles, pool, strict=True)))
+
+    @cached_property
+    def sliced(self) -> SlicedBackward:
+        """B in slices of at least a MiB of weight gradients."""
+        parameters = self.dependence.gradient_specs.values()
+        size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in parameters)
+        most = _COMPILED_SLICES if self._backend.compiles else _SLICES
+        form = GraphForm("backward", count=max(1, min(most, size // _SLICE_BYTES)))
+        program, graphs = self._graphs, dict[str, Any]()
+        graphs |= run_graph_passes(When.WRITING, program, form)
+        program = dataclasses.replace(program, **graphs)
+        modules = run_graph_passes(When.SLICING, program, form)
+        return SlicedBackward([*modules.values()], self._backend)
 
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
         """The arguments of I or B, in the only list that refers to them, so that the graph can free

@@ -11,14 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autosplit
 from autosplit.errors import ShardedError, SplitError
 from autosplit.pipeline import PipelineTrainer
 from tests.autograd.faces import Compiled
 from tests.kept_ranks import ranks
+from tests.semantics.against_autograd import assert_same
 from tests.zoo import mlp
 
 # --- DistributedDataParallel around a split module: a backward that synchronises is a whole one ---
@@ -179,6 +182,74 @@ def differences(option: str) -> list[float]:
             optimizer.step()
         trained.append([parameter.detach() for parameter in wrapped.parameters()])
     return [(a - b).abs().max().item() for a, b in zip(*trained, strict=True)]
+
+
+class Wide(nn.Module):
+    """Layers of a MiB each, repeated and not, of which some calls leave out the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 512)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512)) for _ in range(3)))
+
+    def forward(self, x: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
+        h = self.blocks(self.first(x).relu())
+        return h, self.last(h.relu()) if last else h.detach()
+
+
+class Products(TorchDispatchMode):
+    """Notes each product in ``events``."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@ranks(2)
+def test_buckets_are_reduced_while_gradients_are_computed(option: str) -> list[str]:
+    """In steps that use all layers or, where unused parameters are found, also not the last."""
+    torch.manual_seed(0)
+    model = Wide()
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {option.partition(",")[0]: True} if option else {}
+    problems: list[str] = []
+    events: list[str] = []
+
+    split, reference = (
+        DistributedDataParallel(module, bucket_cap_mb=1, **options)
+        for module in (autosplit.split(model), plain)
+    )
+    split.register_comm_hook(
+        None,
+        lambda _, bucket: events.append("bucket") or allreduce_hook(dist.group.WORLD, bucket),
+    )
+    for step, batch in enumerate(torch.randn(4, 3, 8) + dist.get_rank()):
+        last = option != "find_unused_parameters" or step != 2
+        for module in (split, reference):
+            module.zero_grad()
+            with module.no_sync() if "no_sync" in option and step else nullcontext():
+                _loss(module, batch, last).backward()
+            events.clear()
+            loss = _loss(module, batch, last)
+            with Products(events):
+                loss.backward()
+            if module is split and (step or "static_graph" not in option):  # torch records it
+                counts = events[: events.index("bucket")].count("product"), events.count("product")
+                problems += [f"{step}: {counts}"] if counts[0] > counts[1] - 2 else []
+        gradients = ([p.grad for p in module.parameters()] for module in (model, plain))
+        assert_same(f"gradients of step {step}", *gradients)
+    return problems
+
+
+def _loss(module: nn.Module, batch: Tensor, last: bool) -> Tensor:
+    hidden, output = module(batch, last)
+    return hidden.square().mean() + output.square().mean()
 
 
 # --- FSDP that cannot be taken apart: refused, with advice that works -----------------------------

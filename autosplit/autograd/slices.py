@@ -1,0 +1,131 @@
+"""A backward that hands over weight gradients as it computes them, for data parallelism.
+
+Autograd runs the slices of the fused backward as nodes of its own, each with the parameters whose
+gradients it completes. So hooks of a reducer fire as early as in the unsplit model::
+
+    outputs ── Split: slice 0 ── Slice 1 ── ... ── Slice n ── Inputs ── inputs, anchor
+                    │               │                 │
+               parameters       parameters        parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.passes import Kind, Role
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.residuals import State
+from autosplit.torch_internals.autograd import untraced, without_autocast
+
+
+class BackwardSlices:
+    """The slices of one call's backward.
+
+    Args:
+        functions: the graphs of the call.
+        state: parameters and buffers by name.
+
+    Attributes:
+        parameters: the parameters of each slice.
+        zero: the gradient between two of the nodes, on the device of the parameters.
+    """
+
+    def __init__(self, functions: SplitFunctions, state: State) -> None:
+        self._names = functions.sliced.parameters
+        self._inputs = functions.capture.inputs
+        self.parameters = [[*map(state.__getitem__, names)] for names in self._names]
+        with torch.no_grad():
+            self.zero = next(filter(None.__ne__, self.parameters))[0].new_zeros(())
+
+    def anchor(self, leaf: Tensor, leaves: Sequence[Any]) -> Tensor:
+        """The input of the node ``Split`` that stands for all slices but the first.
+
+        Args:
+            leaf: the leaf of the weight anchor.
+            leaves: the inputs of the graph.
+        """
+        token: Tensor = _Inputs.apply(self, leaf, *leaves)  # type: ignore[no-untyped-call]
+        for at in reversed(range(1, len(self.parameters))):
+            token = _Slice.apply(self, at, token, *self.parameters[at])  # type: ignore[no-untyped-call]
+        return token
+
+    def start(
+        self,
+        slices: Iterator[dict[Role, Any]],
+        borrowed: Collection[str],
+        skipped: Collection[str],
+        idle: Collection[int],
+    ) -> None:
+        """Begin a backward.
+
+        Args:
+            slices: yields the gradients of each slice.
+            borrowed: parameters whose gradients are copied, because they share memory.
+            skipped: parameters without a gradient.
+            idle: positions of inputs without a gradient.
+        """
+        self._slices, self._borrowed, self._skipped, self._idle = slices, borrowed, skipped, idle
+        self._gradients: dict[Role, Tensor] = {}
+
+    def weights(self, at: int) -> list[Tensor | None]:
+        """Run one slice; the gradients of its parameters. A graph without some of the outputs'
+        gradients may complete them in another order, and then runs more slices at once.
+        """
+        roles = [Role(Kind.PARAMETER_GRAD, name) for name in self._names[at]]
+        self._run_until(roles)
+        return [self._weight(role) for role in roles]
+
+    def inputs(self) -> list[Tensor | None]:
+        """Run the remaining slices; the gradients of inputs."""
+        roles = [Role(Kind.INPUT_GRAD, name) for name in self._inputs]
+        self._run_until(None)
+        grads = [self._gradients.pop(role, None) for role in roles]
+        return [None if at in self._idle else grad for at, grad in enumerate(grads)]
+
+    def _run_until(self, roles: Sequence[Role] | None) -> None:
+        with without_autocast():
+            while roles is None or not self._gradients.keys() >= {*roles}:
+                gradients = next(self._slices, None)
+                if gradients is None:
+                    return
+                self._gradients |= gradients
+
+    def _weight(self, role: Role) -> Tensor | None:
+        gradient = self._gradients.pop(role, None)
+        if gradient is None or role.name in self._skipped:
+            return None
+        return gradient.clone() if role.name in self._borrowed else gradient
+
+
+class _Slice(torch.autograd.Function):
+    """One slice after the first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, slices: BackwardSlices, at: int, _token: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.slices, ctx.at = slices, at
+        return slices.zero.clone()
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, grad, *ctx.slices.weights(ctx.at))
+
+
+class _Inputs(torch.autograd.Function):
+    """The end of the chain, with the inputs of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: BackwardSlices, leaf: Tensor, *leaves: Any) -> Tensor:
+        ctx.slices = slices
+        return slices.zero.clone()
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.slices.inputs())

@@ -1,0 +1,89 @@
+"""The fused backward in slices, so that gradients are reduced while later ones are computed.
+
+    slice 0   gradients of the last layers' parameters, and the values that later slices read
+    slice 1   gradients of the layers before them, ...
+    slice n   the remaining ones, and the gradients of inputs
+
+Operators keep their order, and each runs in one slice; views are made where they are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from bisect import bisect_left
+from typing import Any
+
+from torch import fx
+
+from ..analysis.aliasing import is_free, storage_bytes
+from ..analysis.operators import is_effect
+from ..graph import Kind, Role, SplitGraphs, calls, outputs, placeholders, role_of
+from ..partition.extract import extract
+from ..partition.regions import walk
+from .accumulate import last_work
+from .forms import Changed, GraphForm
+
+
+def slice_backward(program: SplitGraphs, form: GraphForm) -> Changed:
+    """The slices of the fused backward, at most ``form.count``, in the order in which they run."""
+    module = program.graphs()[form.graph]
+    parts = slices(module, form.count)
+    return {f"{form.graph}_slice_{at}": part for at, part in enumerate(parts)}
+
+
+def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
+    """Cut a graph after operators that complete about equal parts of the weight gradients' bytes.
+
+    Args:
+        module: a graph that returns gradients; not changed.
+        count: the most slices.
+
+    Returns:
+        graphs whose inputs and results have the roles of ``module``; values that cross have the
+        kind SAVED.
+    """
+    graph = module.graph
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    ends = _ends(graph, order, count)
+    place = {node: bisect_left(ends, at) for node, at in order.items()}
+    results: list[list[tuple[Role, Any]]] = [[] for _ in range(len(ends) + 1)]
+    for role, value in outputs(graph):
+        last = last_work(value, order) if role.kind is Kind.PARAMETER_GRAD else None
+        results[-1 if last is None else place[last]].append((role, value))
+    parts, later = [], set[fx.Node]()
+    for at in reversed(range(len(results))):
+        passed_on = [node for node in order if node in later and place[node] == at]
+        effects = [node for node in calls(graph) if place[node] == at and is_effect(node)]
+        wanted = [value for _, value in results[at] if isinstance(value, fx.Node)]
+        computed = {node for node in order if place[node] < at and not is_free(node)}
+        computed |= {*placeholders(graph)}
+        runs, read = walk([*wanted, *passed_on, *effects], computed)
+        later = {node for node in later | read if node.op != "placeholder" and place[node] < at}
+        carried = [(_role(node), node) for node in order if node in read]
+        returns = [*results[at], *((_role(node), node) for node in passed_on)]
+        name = f"{type(module).__name__}_{at}"
+        parts.append(extract(module, name, carried=carried, compute=runs, returns=returns))
+    return parts[::-1]
+
+
+def _ends(graph: fx.Graph, order: dict[fx.Node, int], count: int) -> list[int]:
+    """The place of the last node of each slice except the last."""
+    nodes, complete = [*order], list[tuple[int, int]]()
+    for role, value in outputs(graph):
+        if role.kind is Kind.PARAMETER_GRAD and (last := last_work(value, order)) is not None:
+            complete.append((order[last], storage_bytes(value)))
+    complete.sort()
+    sums = [*itertools.accumulate(size for _, size in complete)]
+    ends: list[int] = []
+    for (at, _), total in zip(complete, sums, strict=True):
+        if total * count < sums[-1] * (len(ends) + 1) or total == sums[-1]:
+            continue
+        while nodes[at + 1].target is operator.getitem:  # results of one operator stay together
+            at += 1
+        ends.append(at)
+    return ends
+
+
+def _role(node: fx.Node) -> Role:
+    return role_of(node) if node.op == "placeholder" else Role(Kind.SAVED, node.name)
