@@ -82,7 +82,7 @@ def ranks(count: int, *, timeout: float = 150.0) -> Callable[[Callable[..., Any]
 
     def decorated(body: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(body)
-        def test(request: pytest.FixtureRequest, on_ranks: Ranks, **given: Any) -> None:
+        def test(request: pytest.FixtureRequest, on_ranks: Ranks, **_parameters: Any) -> None:
             cases = {
                 item.name: (item.originalname, item.callspec.params if _has(item) else {})
                 for item in request.session.items
@@ -97,7 +97,7 @@ def ranks(count: int, *, timeout: float = 150.0) -> Callable[[Callable[..., Any]
             )
 
         parameters = [*inspect.signature(body).parameters.values()]
-        local = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _ASKED]
+        local = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _FIXTURES]
         test.__signature__ = inspect.Signature([*parameters, *local])  # type: ignore[attr-defined]
         vars(test).update(ranks=count, body=body)
         return test
@@ -105,8 +105,8 @@ def ranks(count: int, *, timeout: float = 150.0) -> Callable[[Callable[..., Any]
     return decorated
 
 
-_ASKED = ("request", "on_ranks")
-_found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+_FIXTURES = ("request", "on_ranks")
+_outcomes: dict[tuple[str, int], list[dict[str, Any]]] = {}
 
 
 def _has(item: pytest.Function) -> bool:
@@ -117,9 +117,9 @@ def _outcomes_of(
     on_ranks: Ranks, module: str, count: int, timeout: float, cases: dict[str, tuple[str, Any]]
 ) -> list[dict[str, Any]]:
     """By rank, what is wrong in each case; launched for the first that asks."""
-    if (module, count) not in _found:
-        _found[module, count] = on_ranks(_run_cases, count, (module, cases), timeout=timeout)
-    return _found[module, count]
+    if (module, count) not in _outcomes:
+        _outcomes[module, count] = on_ranks(_run_cases, count, (module, cases), timeout=timeout)
+    return _outcomes[module, count]
 
 
 def _run_cases(module: str, cases: dict[str, tuple[str, Any]]) -> dict[str, Any]:

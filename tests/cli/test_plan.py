@@ -27,9 +27,9 @@ def costs_of(size: int) -> ModelCosts:
     return ModelCosts(tuple(blocks), tuple(size * item for item in model.crossing))
 
 
-def named(found: list[Configuration], name: str) -> list[Configuration]:
+def named(configurations: list[Configuration], name: str) -> list[Configuration]:
     """The configurations of one schedule."""
-    return [item for item in found if item.request.name == name]
+    return [item for item in configurations if item.request.name == name]
 
 
 def plan_of(one: Configuration) -> Solution:

@@ -287,8 +287,8 @@ STEPS, BAD = 5, 2  # the number of steps, and the one that fails
 def limited_steps(folder: Path, first: int, *, dying: bool = False) -> list[Tensor]:
     """Steps from one on within a limit; a checkpoint is made before the one that goes wrong."""
 
-    def name(stage: int, own: str) -> str:
-        return f"{stage}.{own}"
+    def name(stage: int, parameter: str) -> str:
+        return f"{stage}.{parameter}"
 
     torch.manual_seed(5 + rank())
     options = {**OWN, "memory_limit": "1GiB", "schedule": "gpipe", "timeout": 20.0}
@@ -307,8 +307,8 @@ def limited_steps(folder: Path, first: int, *, dying: bool = False) -> list[Tens
 RECEIVE = Moves._receive
 
 
-def receive_and_die(moves: Moves, left: Any, found: list[Tensor], store: Any) -> None:
-    RECEIVE(moves, left, found, store)
+def receive_and_die(moves: Moves, left: Any, arrived: list[Tensor], store: Any) -> None:
+    RECEIVE(moves, left, arrived, store)
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

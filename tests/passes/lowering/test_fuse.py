@@ -30,7 +30,7 @@ def test_layers_of_all_kinds_have_the_same_sums() -> None:
     counts = {}
     for name in ("linear", "transformer", "encoder_layer", "convolutions"):
         counts[name] = operators_of_fused(CASES[name].build(), CASES[name].batch().double())
-    products = {name: found["addmm_"] for name, found in counts.items()}
+    products = {name: count["addmm_"] for name, count in counts.items()}
     assert products == {"linear": 1, "transformer": 5, "encoder_layer": 4, "convolutions": 1}
 
 
@@ -40,21 +40,21 @@ def test_batched_products_of_permuted_weights() -> None:
         up=nn.Parameter(torch.randn(3, 4, 5)),
         down=nn.Parameter(torch.randn(4, 3, 5)),
     )
-    found = operators_of_fused(experts, batch(3, 2, 4))
-    assert (found["baddbmm_"], found["add_"]) == (2, 0)
+    counts = operators_of_fused(experts, batch(3, 2, 4))
+    assert (counts["baddbmm_"], counts["add_"]) == (2, 0)
 
 
 def test_products_of_one_parameter_are_added_one_by_one() -> None:
-    found = operators_of_fused(RepeatedLayer(), batch(5, 6))
-    assert (found["addmm_"], found["mm"]) == (3, 0)
+    counts = operators_of_fused(RepeatedLayer(), batch(5, 6))
+    assert (counts["addmm_"], counts["mm"]) == (3, 0)
 
 
 @pytest.mark.parametrize("padding", [None, 1])
 def test_embedding_adds_its_rows(padding: int | None) -> None:
     table = nn.Embedding(11, 8, padding_idx=padding)
     padded = Made(lambda m, tokens: m.table(tokens).sin(), table=table)
-    found = operators_of_fused(padded, torch.randint(0, 11, (3, 5)))
-    assert (found["index_add_"], found["embedding_dense_backward"]) == (1, 0)
+    counts = operators_of_fused(padded, torch.randint(0, 11, (3, 5)))
+    assert (counts["index_add_"], counts["embedding_dense_backward"]) == (1, 0)
 
 
 def test_other_gradients_are_left_whole() -> None:
