@@ -95,6 +95,7 @@ class StepReduction:
 
         losses      one for each pipeline and microbatch, from the rank with the last stage
         parts       one for each named part of the loss, pipeline and microbatch, likewise
+        weights     one for each pipeline and microbatch, likewise; only if the step has weights
         batches     one for each pipeline, the sum of ``batch`` over its ranks
         nonfinite   one for each rank: 1 + its last stage with a gradient that is not finite, or 0
         squares     one in all, the sum over all ranks; only if the norm is computed
@@ -106,13 +107,14 @@ class StepReduction:
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        losses: by microbatch, the loss and its parts, as far as this rank has them.
+        losses: by microbatch, the loss, its parts and its weight, as far as this rank has them.
         count: the number of microbatches.
         end: the rank, within each pipeline, that has the last stage.
         squares: the sum of the squares of this rank's gradients, shape [1]; None without a norm.
         nonfinite: the last of this rank's stages with a gradient that is not finite, if any.
         dtype: the dtype of the losses.
         part_names: the names of the parts, in order.
+        weighted: whether the step has weights.
         raises: whether gradients that are not finite are an error.
         window: start of this rank's first recorded action and end of its last one, in seconds of
             ``time.perf_counter()``; zeros if nothing was recorded.
@@ -131,24 +133,25 @@ class StepReduction:
         squares: Tensor | None,
         dtype: torch.dtype,
         part_names: Sequence[str] = (),
+        weighted: bool = False,
         nonfinite: int | None = None,
         raises: bool = False,
         window: tuple[float, float] = (0.0, 0.0),
         batch: int = 0,
     ) -> None:
         self._guard, self._raises = guard, raises
-        self._dtype, self._part_names = dtype, part_names
+        self._dtype, self._part_names, self._weighted = dtype, part_names, weighted
         layout, self._end = groups.layout, end
         self._losses = len(layout.pipelines) * count
         self._layout = layout
         rows = len(layout.pipelines)
-        self._batches = self._losses * (1 + len(part_names))
+        self._batches = self._losses * (1 + len(part_names) + weighted)
         self._stages = self._batches + rows
         self._squares = self._stages + groups.everybody.ranks
         self._windows = self._squares + (squares is not None)
         size = self._windows + 2 * groups.everybody.ranks
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
-        for row, scalars in enumerate(zip(*losses.values(), strict=True)):  # the loss, its parts
+        for row, scalars in enumerate(zip(*losses.values(), strict=True)):
             start = row * self._losses + layout.index * count
             numbers[start:][list(losses)] = torch.stack(scalars).to(numbers)
         if squares is not None:
@@ -186,11 +189,16 @@ class StepReduction:
 
     def means(self) -> dict[str, float]:
         """Return the mean ``"loss"`` and the means of its named parts, over the microbatches of all
-        pipelines. Waits as ``wait`` does.
+        pipelines, by the weights of microbatches. Waits as ``wait`` does.
         """
-        losses, *parts = self._await_reduced()[: self._batches].view(-1, self._losses)
-        means = {"loss": losses.to(self._dtype).mean().item()}
-        return means | {n: p.mean().item() for n, p in zip(self._part_names, parts, strict=True)}
+        rows = self._await_reduced()[: self._batches].view(-1, self._losses)
+        names = "loss", *self._part_names
+        if self._weighted:
+            means = (rows[:-1] * rows[-1]).sum(1) / rows[-1].sum()
+            return dict(zip(names, means.tolist(), strict=True))
+        means = rows.mean(1)
+        means[0] = rows[0].to(self._dtype).mean()
+        return dict(zip(names, means.tolist(), strict=True))
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
         """Check that pipelines that share tensors had one batch and have equal losses.

@@ -32,7 +32,12 @@ _ADVICE_TO_REPLICAS = (
 
 
 def agree_on_batch(
-    refusal: str, tensors: Mapping[str, Tensor], requiring_grad: Iterable[BatchSlot], groups: Groups
+    refusal: str,
+    tensors: Mapping[str, Tensor],
+    requiring_grad: Iterable[BatchSlot],
+    groups: Groups,
+    *,
+    weighted: bool,
 ) -> tuple[Metas, frozenset[BatchSlot]]:
     """Agree with all ranks on the shapes of a batch, or raise on all of them; collective.
 
@@ -45,20 +50,27 @@ def agree_on_batch(
         tensors: the batch on this rank, by path.
         requiring_grad: the tensors of it that need a gradient.
         groups: the trainer's process groups.
+        weighted: whether this rank passes weights of the microbatches.
 
     Returns:
         Shapes and dtypes of all tensors that any rank has, and the slots that need a gradient.
 
     Raises:
         BatchError: on every rank: a rank cannot run its batch, two ranks have different batches,
-            or a tensor needs a gradient on none or several ranks of a pipeline.
+            only some pass weights, or a tensor needs a gradient on none or several ranks of a
+            pipeline.
     """
     metas = {path: TensorMeta.of(tensor) for path, tensor in tensors.items()}
-    rows = groups.everybody.gather((refusal, metas, [*requiring_grad]))
-    refusals, metas_by_rank, slots_by_rank = zip(*rows, strict=True)
+    rows = groups.everybody.gather((refusal, metas, [*requiring_grad], weighted))
+    refusals, metas_by_rank, slots_by_rank, weighted_ranks = zip(*rows, strict=True)
     for rank, text in enumerate(refusals):
         if text:
             raise BatchError(refusal or f"rank {rank} refuses its batch: {text}")
+    if len({*weighted_ranks}) > 1:
+        raise BatchError(
+            f"rank {weighted_ranks.index(True)} passes weight=, and rank "
+            f"{weighted_ranks.index(False)} does not: every rank passes the weights of its pipeline"
+        )
     advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
     if (differing := difference(dict(enumerate(metas_by_rank)))) is not None:
         path, (first_rank, first_meta), (rank, meta) = differing

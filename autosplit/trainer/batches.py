@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -25,6 +26,40 @@ BatchSlot: TypeAlias = "tuple[str, int]"
 
 Microbatches: TypeAlias = "list[list[Any]]"
 """For each microbatch its tensors, in order; None for tensors that this rank does not use."""
+
+Weight: TypeAlias = "float | Sequence[float | Tensor] | Tensor"
+"""The weight of each microbatch, M numbers, or the weight of the batch, one number."""
+
+
+def microbatch_weights(weight: Weight, count: int) -> list[float]:
+    """Return the weight of each microbatch; a single number is cut into equal parts.
+
+    Args:
+        weight: the weights, such as numbers of tokens.
+        count: the number of microbatches.
+
+    Raises:
+        PipelineError: a weight is no positive finite number, or there are not ``count`` of them.
+    """
+    values: Any = weight.tolist() if isinstance(weight, Tensor) else weight
+    is_row = isinstance(values, list | tuple)
+    numbers = values if is_row else [values]
+    if is_row and len(numbers) != count:
+        raise PipelineError(
+            f"weight has {len(numbers)} numbers for {count} microbatches: pass one for each "
+            "microbatch, or a single number for the batch"
+        )
+    for at, number in enumerate(numbers):
+        try:
+            is_valid = not isinstance(number, str | bool) and 0.0 < float(number) < math.inf
+        except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+            is_valid = False
+        if not is_valid:
+            raise PipelineError(
+                f"{f'weight[{at}]' if is_row else 'weight'} is {number!r}: a weight must be a "
+                "positive finite number, such as the number of tokens that count in the loss"
+            )
+    return [float(n) for n in numbers] if is_row else [float(numbers[0]) / count] * count
 
 
 def paired(batch: Any, target: BatchPart | None, named: Mapping[str, Tensor]) -> Batch | None:

@@ -24,6 +24,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.evaluation import forward_only
 from autosplit.pipeline.engine.executor import Executor
@@ -49,7 +50,9 @@ from autosplit.trainer.batches import (
     BatchSlot,
     BatchSplitter,
     Microbatches,
+    Weight,
     deliver_gradients,
+    microbatch_weights,
 )
 from autosplit.trainer.gradient_norms import GradientNorms
 from autosplit.trainer.options import MEMORY, TrainerOptions
@@ -165,18 +168,25 @@ class Runner:
         """Whether the schedule is final: no more steps are measured to find a better one."""
         return self._tuner is None
 
-    def train(self, batch: Batch | None, *, waits: bool = True) -> StepReduction:
+    def train(
+        self, batch: Batch | None, weight: Weight | None = None, *, waits: bool = True
+    ) -> StepReduction:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
 
         Args:
             batch: see ``PipelineTrainer.step``.
+            weight: see there.
             waits: whether to wait for the other ranks first, so that a batch that one rank
                 refuses runs on none.
 
         Returns:
             Losses and norm, being reduced over all ranks.
         """
-        plan, executor, inputs, targets = self._prepare_batch(batch, waits=waits)
+        weights = self._weights_of(weight)
+        plan, executor, inputs, targets = self._prepare_batch(batch, weights, waits=waits)
+        loss_grads = plan.loss_grads
+        if isinstance(weights, list):
+            loss_grads = self._weighted_grads(plan, weights)
         self._grad_tensors = self._splitter.requiring_grad(batch) if plan.grad_slots else {}
         self._batch_gradients = executor.batch_gradients
         model, memory, microbatches = self._model, self.memory, inputs + targets
@@ -192,7 +202,7 @@ class Runner:
             hooked: list[Tensor] = []
             for split_stage in traced(self.stages).values():
                 split_stage.waiting_hooks = hooked
-            losses = executor.run(inputs, targets, recorder, plan.loss_grads)
+            losses = executor.run(inputs, targets, recorder, loss_grads)
             if memory.recorder is not None:
                 memory.recorder.finish(itertools.chain(*losses.values()))
             for stage in self.stages.values():
@@ -204,7 +214,7 @@ class Runner:
             call()
         self.spans = recorder.spans() if recorder is not None else []
         self._tune()
-        return self._start_reduction(plan, losses, microbatches, norms)
+        return self._start_reduction(plan, losses, microbatches, weights, norms)
 
     def _tune(self) -> None:
         """Pass the step's measurements to the tuner, and use the schedule that it decides on."""
@@ -229,21 +239,24 @@ class Runner:
 
         Builds the stages and chooses the schedule, as the step would do.
         """
-        plan, _, inputs, targets = self._prepare_batch(batch)
+        plan, _, inputs, targets = self._prepare_batch(batch, None)
         self.memory.recorder = None
         self.memory.set_step(plan, _tensors(inputs + targets))
         return self.memory
 
     def _prepare_batch(
-        self, batch: Batch | None, *, waits: bool = True
+        self, batch: Batch | None, weights: list[float] | str | None, *, waits: bool = True
     ) -> tuple[StepPlan, Executor, Microbatches, Microbatches]:
         """Return the plan and the executor of a training step, its inputs and its targets."""
         self._model.check_parameters()
-        plan, inputs, targets = self._plans.agree_on_plan(batch, evaluates=False, waits=waits)
+        plan, inputs, targets = self._plans.agree_on_plan(
+            batch, weights, evaluates=False, waits=waits
+        )
         executor = plan.executor
         if executor is None:
             self._rank_stages.build_stages(plan, self.schedule, batch, inputs, targets)
-            plan.loss_grads = self._loss_grads(plan)
+            count = self.schedule.microbatches
+            plan.loss_grads = self._loss_grads(plan, [1.0 / count] * count)
             executor = self._build_executor(plan, self.schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
         if self._tuner is not None and self._tuner.memory_limit is not None and not self._limited:
@@ -253,11 +266,33 @@ class Runner:
             executor = plan.executor or executor
         return plan, executor, inputs, targets
 
-    def _loss_grads(self, plan: StepPlan) -> list[list[Tensor | None]]:
+    def _weights_of(self, weight: Weight | None) -> list[float] | str | None:
+        """Return the weights of the microbatches, if any; or a text, why they are refused."""
+        if weight is None:
+            return None
+        try:
+            return microbatch_weights(weight, self.schedule.microbatches)
+        except PipelineError as error:
+            return str(error)
+
+    def _weighted_grads(
+        self, plan: StepPlan, weights: Sequence[float]
+    ) -> Sequence[list[Tensor | None]]:
+        """Return the gradients of a weighted mean over the microbatches of all replicas.
+
+        Replicas reduce gradients to their mean. So each divides by the mean of their sums.
+        """
+        layout, total = self._groups.layout, sum(weights)
+        if layout.shares > 1:
+            ends = total if self._last in self._model.modules else 0.0  # once for each pipeline
+            numbers = torch.tensor([ends], dtype=torch.float64, device="cpu")
+            total = self._groups.everybody.start_sum(numbers)().item() / len(layout.pipelines)
+        return self._loss_grads(plan, [weight / total for weight in weights])
+
+    def _loss_grads(self, plan: StepPlan, values: Sequence[float]) -> list[list[Tensor | None]]:
         """Return, for each microbatch, the gradients of its loss and of the loss's parts."""
-        count = self.schedule.microbatches
-        loss_grad = torch.full((), 1.0 / count, dtype=plan.dtype, device=self._device)
-        return [[loss_grad, *[None] * len(plan.boundaries.part_names)]] * count
+        loss_grads = torch.tensor(values, dtype=plan.dtype, device=self._device).unbind()
+        return [[loss_grad, *[None] * len(plan.boundaries.part_names)] for loss_grad in loss_grads]
 
     def _build_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
@@ -300,17 +335,24 @@ class Runner:
                 slots |= dict.fromkeys(places, (name, number))
         return arguments
 
-    def evaluate(self, batch: Batch | None, observer: Observer | None = None) -> StepReduction:
+    def evaluate(
+        self,
+        batch: Batch | None,
+        weight: Weight | None = None,
+        observer: Observer | None = None,
+    ) -> StepReduction:
         """Run only forwards, on the modules themselves and without graphs.
 
         Args:
             batch: see ``PipelineTrainer.step``.
+            weight: see ``PipelineTrainer.evaluate``.
             observer: is called with the arguments of the loss, on the rank that computes it.
 
         Returns:
             Losses, being reduced over all ranks.
         """
-        plan, inputs, targets = self._plans.agree_on_plan(batch, evaluates=True)
+        weights = self._weights_of(weight)
+        plan, inputs, targets = self._plans.agree_on_plan(batch, weights, evaluates=True)
         is_first, executor = plan.executor is None, plan.executor
         if executor is None:
             stages = self._rank_stages.for_evaluation(batch)
@@ -331,7 +373,7 @@ class Runner:
             plan.dtype, plan.boundaries.part_names = next(row[:2] for row in rows if row[0])
             if any(drew for *_, drew in rows) and self._seeds.expect_draws():
                 draw_number()
-        return self._start_reduction(plan, losses, inputs + targets)
+        return self._start_reduction(plan, losses, inputs + targets, weights)
 
     def _change_schedule(self, schedule: Schedule) -> None:
         """Use another schedule from the next step on; collective over all ranks."""
@@ -344,14 +386,21 @@ class Runner:
     def _start_reduction(
         self,
         plan: StepPlan,
-        losses: Mapping[int, Sequence[Tensor]],
+        losses: Mapping[int, list[Tensor]],
         batch: Microbatches,
+        weights: list[float] | str | None,
         norms: GradientNorms | None = None,
     ) -> StepReduction:
         """Start the all-reduce of losses, gradient norms and the batch's checksum."""
         nonfinite = None
         if norms is not None and self._checks_finite:
             nonfinite = self._model.nonfinite_stage(norms)
+        tensors = _tensors(batch)
+        if isinstance(weights, list):
+            row = torch.tensor(weights, dtype=torch.float64, device="cpu")
+            tensors.append(row)
+            for microbatch, outputs in losses.items():
+                outputs.append(row[microbatch])
         return StepReduction(
             self._groups,
             self._guard,
@@ -362,9 +411,10 @@ class Runner:
             nonfinite=nonfinite,
             raises=self._raises,
             window=window_of(() if plan.evaluates else self.spans),
-            batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
+            batch=summary_of(tensors) if self._shares_tensors else 0,
             dtype=plan.dtype,
             part_names=plan.boundaries.part_names,
+            weighted=plan.weighted,
         )
 
 

@@ -44,6 +44,7 @@ class StepPlan:
     Attributes:
         metas: shapes and dtypes of the batch's tensors, by path.
         evaluates: whether the step is an evaluation, which only runs forwards.
+        weighted: whether the step has weights of its microbatches.
         grad_slots: the tensors of the batch that need a gradient, on any rank.
         boundaries: shapes and dtypes of the tensors between stages.
         dtype: the dtype of the losses; valid once the first such batch has run.
@@ -54,6 +55,7 @@ class StepPlan:
 
     metas: Metas
     evaluates: bool
+    weighted: bool = False
     grad_slots: frozenset[BatchSlot] = frozenset()
     boundaries: Boundaries = field(default_factory=Boundaries)
     dtype: torch.dtype = torch.float32
@@ -100,7 +102,12 @@ class StepPlans:
         return [p for p in self._plans.values() if p.executor is not None and not p.evaluates]
 
     def agree_on_plan(
-        self, batch: Batch | None, *, evaluates: bool, waits: bool = True
+        self,
+        batch: Batch | None,
+        weights: list[float] | str | None,
+        *,
+        evaluates: bool,
+        waits: bool = True,
     ) -> tuple[StepPlan, Microbatches, Microbatches]:
         """Return the step plan that all ranks agreed on, and the inputs and targets, cut.
 
@@ -108,6 +115,7 @@ class StepPlans:
 
         Args:
             batch: this rank's batch.
+            weights: the weights of its microbatches, if any; or a text, why they are refused.
             evaluates: whether the step is an evaluation.
             waits: whether to wait for the other ranks first.
 
@@ -115,8 +123,9 @@ class StepPlans:
             BatchError: a rank refuses the batch.
             PipelineError: this rank has not waited, and has another batch than the other ranks.
         """
-        key = evaluates, signature(batch)
-        fitting = self._plan_bits.get(key, 0)
+        refusal = weights if isinstance(weights, str) else ""
+        key = evaluates, weights is not None, signature(batch)
+        fitting = 0 if refusal else self._plan_bits.get(key, 0)
         common, *numbers = self._common_plans(fitting, evaluates=evaluates, waits=waits)
         self._seeds.begin_step(*numbers, evaluates=evaluates)
         if common:
@@ -130,7 +139,9 @@ class StepPlans:
                 )
             inputs, targets = self._splitter.split(batch)
         else:
-            bit, inputs, targets = self._agree_on_new_shape(batch, evaluates=evaluates)
+            bit, inputs, targets = self._agree_on_new_shape(
+                batch, refusal, weighted=weights is not None, evaluates=evaluates
+            )
             self._plan_bits[key] = self._plan_bits.get(key, 0) | bit
         plan = self._plans[bit] = self._plans.pop(bit)  # now the most recently used
         return plan, inputs, targets
@@ -147,9 +158,10 @@ class StepPlans:
         return groups.broadcast(numbers, self._source)
 
     def _agree_on_new_shape(
-        self, batch: Batch | None, *, evaluates: bool
+        self, batch: Batch | None, refusal: str, *, weighted: bool, evaluates: bool
     ) -> tuple[int, Microbatches, Microbatches]:
-        """Find or add the plan for a batch whose signature is new to some rank; collective.
+        """Find or add the plan for a batch whose signature is new to some rank, or which a rank
+        refuses; collective.
 
         Returns:
             The plan's bit, the inputs and the targets.
@@ -157,7 +169,7 @@ class StepPlans:
         Raises:
             BatchError: a rank refuses the batch.
         """
-        refusal, tensors, grad_slots = "", dict[str, Tensor](), dict[BatchSlot, Tensor]()
+        tensors, grad_slots = dict[str, Tensor](), dict[BatchSlot, Tensor]()
         inputs: Microbatches = []
         targets: Microbatches = []
         try:
@@ -167,20 +179,20 @@ class StepPlans:
             inputs, targets = self._splitter.split(batch)
             check_inputs(self._modules, self._dataflow, inputs[0] if inputs else ())
         except (PipelineError, PlanError) as error:
-            refusal = str(error)
-        metas, slots = agree_on_batch(refusal, tensors, grad_slots, self._groups)
+            refusal = refusal or str(error)
+        metas, slots = agree_on_batch(refusal, tensors, grad_slots, self._groups, weighted=weighted)
         if not self._contents_compared:
             compare_contents(tensors, self._groups)
             self._contents_compared = True
         for bit, plan in self._plans.items():
             if plan.evaluates != evaluates:
                 continue
-            if (metas, slots) == (plan.metas, plan.grad_slots):
+            if (metas, slots, weighted) == (plan.metas, plan.grad_slots, plan.weighted):
                 return bit, inputs, targets
             if self._static:
                 check_static(metas, plan.metas)
         bit = self._free_bit()
-        self._plans[bit] = StepPlan(metas, evaluates, slots)
+        self._plans[bit] = StepPlan(metas, evaluates, weighted, slots)
         return bit, inputs, targets
 
     def _free_bit(self) -> int:

@@ -21,7 +21,7 @@ from autosplit.ranks.groups import await_device
 from autosplit.ranks.session import choose_device
 from autosplit.text.figures import parse_size
 from autosplit.trainer.agreement import StepReduction, check_unanimous
-from autosplit.trainer.batches import Batch, BatchPart, Inputs, paired
+from autosplit.trainer.batches import Batch, BatchPart, Inputs, Weight, paired
 from autosplit.trainer.options import (
     RunOptions,
     StageOptions,
@@ -233,6 +233,8 @@ class PipelineTrainer(StepReports):
         self,
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
+        *,
+        weight: Weight | None = None,
         **named: Tensor,
     ) -> Tensor:
         """Run one training step: all microbatches, clipping, the optimizer, and clear gradients.
@@ -251,22 +253,26 @@ class PipelineTrainer(StepReports):
                 ``backward()``, on the one rank whose stage takes it. Other ranks pass it detached,
                 or None.
             target: the targets, as in torch's pipelines: ``step(x, target=y)``.
+            weight: the weights of the microbatches, M positive numbers such as counts of tokens;
+                or one number for the batch. The loss of the step is then the mean by weight over
+                the microbatches of all replicas. Every rank passes the weights of its pipeline.
+                None: all are equal.
             named: keyword inputs, for a model that was cut with them: ``step(input_ids=ids,
                 target=y)``.
 
         Returns:
             The loss of each microbatch, shape [M], on the CPU, the same on every rank of the
-            pipeline. The loss of the step, to which the gradients belong, is their mean, averaged
-            over the replicas of the pipeline.
+            pipeline. The loss of the step, to which the gradients belong, is their mean by
+            ``weight``, over the replicas of the pipeline, too.
 
         Raises:
             BatchError: a rank refuses the batch: it cannot be cut into M parts, its tensors have
-                different numbers of samples, or ranks passed different ones. Nothing has run on
-                any rank; the next step may follow.
+                different numbers of samples, ranks passed different ones, or a weight is not a
+                positive finite number. Nothing has run on any rank; the next step may follow.
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
         start = perf_counter()
-        losses = self.forward_backward(batch, target, **named)
+        losses = self.forward_backward(batch, target, weight=weight, **named)
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
                 self._model.step(self._max_norm, self._figures.norm, self._barrier)
@@ -277,6 +283,8 @@ class PipelineTrainer(StepReports):
         self,
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
+        *,
+        weight: Weight | None = None,
         **named: Tensor,
     ) -> StepReduction:
         """Run one training step without waiting for the other ranks at its end.
@@ -294,6 +302,7 @@ class PipelineTrainer(StepReports):
         Args:
             batch: as for ``step``.
             target: as for ``step``.
+            weight: as for ``step``.
             named: as for ``step``.
 
         Returns:
@@ -307,7 +316,7 @@ class PipelineTrainer(StepReports):
         start = perf_counter()
         with self._guard.during("the forward and backward of step_async"):
             self._figures.means = None
-            agreement = self._runner.train(paired(batch, target, named), waits=False)
+            agreement = self._runner.train(paired(batch, target, named), weight, waits=False)
         if self._max_norm is None and not self._drops_nonfinite:
             agreement.check_local()
             self._runner.backward_batch()
@@ -323,6 +332,8 @@ class PipelineTrainer(StepReports):
         self,
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
+        *,
+        weight: Weight | None = None,
         **named: Tensor,
     ) -> Tensor:
         """Run the schedule, and add the gradients of the mean loss to the parameters' ``.grad``.
@@ -331,7 +342,7 @@ class PipelineTrainer(StepReports):
         """
         start = perf_counter()
         with self._guard.during("the forward and backward"):
-            agreement = self._runner.train(paired(batch, target, named))
+            agreement = self._runner.train(paired(batch, target, named), weight)
         losses = self._finish_reduction(agreement)
         self._figures.seconds = perf_counter() - start
         return losses
@@ -357,6 +368,8 @@ class PipelineTrainer(StepReports):
         self,
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
+        *,
+        weight: Weight | None = None,
         **named: Tensor,
     ) -> Tensor:
         """Return the loss of each microbatch in eval mode, shape [M], without gradients.
@@ -365,7 +378,7 @@ class PipelineTrainer(StepReports):
         Arguments, result and errors are those of ``step``. ``evaluation`` has the means.
         """
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
-            agreement = self._runner.evaluate(paired(batch, target, named))
+            agreement = self._runner.evaluate(paired(batch, target, named), weight)
         return self._finish_evaluation(agreement)
 
     def measure(self, batch: Batch | None, metric_fn: Callable[[Any, Any], Any]) -> list[Any]:
@@ -387,7 +400,7 @@ class PipelineTrainer(StepReports):
         rows: list[Any] = []
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(
-                batch, lambda output, targets: rows.append(metric_fn(output, targets))
+                batch, observer=lambda output, targets: rows.append(metric_fn(output, targets))
             )
             metrics: list[Any] = next(filter(None, self._groups.gather(rows)))
         self._finish_evaluation(agreement)

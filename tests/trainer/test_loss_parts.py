@@ -61,6 +61,9 @@ def test_all_ranks_know_the_means_of_all_parts_from_the_message_with_the_losses(
         engine.evaluation = {}
         engine.measure(batch, lambda output, _: output.sum().item())
         assert engine.evaluation == pytest.approx(means)
+        weighted = (losses * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().item() / 10.0
+        engine.evaluate(batch, weight=[1.0, 2.0, 3.0, 4.0])
+        assert engine.evaluation["loss"] == pytest.approx(weighted)
         assert engine.step_async(batch).means() == pytest.approx(means)
 
 
