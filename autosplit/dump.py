@@ -15,6 +15,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import fx
 
+from autosplit.graph_picture import draw_graphs
 from autosplit.passes.analysis.aliasing import distinct_bytes, is_view
 from autosplit.passes.analysis.boundary import BoundaryTensor, boundary_tensors, total_bytes
 from autosplit.passes.analysis.operator_cost import graph_flops, weight_flops
@@ -223,7 +224,8 @@ def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) 
     """Write ``joint.py``, ``forward.py``, ``backward_input.py``, ``backward_weight.py``,
     ``backward.py`` and ``boundary.md``; and for a backend that generates code, the code of every
     graph that is compiled so far, as ``forward.generated.py``. Each kind of repeated block has a
-    folder of its own, with F, I and W.
+    folder of its own, with F, I and W. With matplotlib, ``graphs.svg`` shows F, I and W beside each
+    other, with the bytes that cross, where they are small enough to be read.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -241,6 +243,8 @@ def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) 
             (root / kind).mkdir(exist_ok=True)
             for half, module in halves.items():
                 (root / kind / f"{half}.py").write_text(_source(half, module, kind, {}))
+            draw_graphs(halves, root / kind / "graphs.svg", kind)
+        draw_graphs(calling, root / "graphs.svg", title)
         (root / "boundary.md").write_text(_boundary(functions, title))
 
 
