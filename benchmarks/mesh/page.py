@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import beside, collectives, experts
+from . import beside, buckets, collectives, experts
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -56,6 +56,14 @@ PARTS: dict[str, Part[Settings]] = {
         "over which nothing of such a size would hide.",
         lambda settings: collectives.measure(settings.steps, experts.MIXTURE),
         collectives.render,
+    ),
+    "buckets": Part(
+        "Buckets of DistributedDataParallel",
+        "When buckets are reduced, as shares of the backward, on two ranks that average the "
+        "gradients of eight MLP blocks in buckets of 3 MiB. Medians of steps in turns, after "
+        "three. Shares more than ten points from those of the plain model are bold.",
+        lambda settings: buckets.measure(settings.steps),
+        buckets.render,
     ),
     "beside": Part(
         "Beside torch's stages",
