@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.autograd.module_proxy import refuse_proxies
+from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     InFlightMicrobatches,
@@ -173,6 +174,16 @@ class Stage:
                 sums have another.
         """
         self._weights.sums.memory_for = memory_for
+
+    def report_completion(self, microbatch: int, report: CompletionReport | None) -> None:
+        """Let the last W (or B) of a step report which sums of gradients are complete.
+
+        Args:
+            microbatch: the microbatch whose W (or B) is the last of a step.
+            report: sets of parameters, and the function that is called with the number of a set
+                when all of its sums are complete, during that W or at its end; None: no report.
+        """
+        self._weights.last = None if report is None else (microbatch, report)
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
@@ -416,6 +427,7 @@ class Stage:
             self._weights.backward_weight(microbatch, *later)
         if self._sharded:
             self._accumulate_sharded()
+        self._report_end((microbatch, *later)[-1])
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W as one graph. Arguments and result are those of ``backward_input``.
@@ -425,12 +437,14 @@ class Stage:
         """
         state = self._take(microbatch)
         if not state.functions.has_backward:
+            self._report_end(microbatch)
             return self._no_gradients(output_grads)
         with without_grad(), without_autocast():
             tangents = self._output_grads(state.functions, output_grads)
-            grads = self._weights.backward(state, tangents)
+            grads = self._weights.backward(microbatch, state, tangents)
         if self._sharded:
             self._accumulate_sharded()
+        self._report_end(microbatch)
         return grads
 
     def source(self, call: str, *, adds: bool = False) -> fx.GraphModule:
@@ -456,8 +470,9 @@ class Stage:
             SplitError: an unknown call; lists the known ones.
             BackendError: the backend cannot compile a graph.
         """
-        sums = self._weights.sums
-        self.functions.compile_calls(calls, sums.dtype, overwrites=sums.has_memory)
+        sums, last = self._weights.sums, self._weights.last
+        parts = () if last is None else last[1].parts
+        self.functions.compile_calls(calls, sums.dtype, overwrites=sums.has_memory, parts=parts)
 
     def publish(self) -> None:
         """Add ``gradients`` to the parameters' ``.grad``, forget them, and call the hooks of
@@ -478,6 +493,11 @@ class Stage:
         self._inputs.clear()
         self._saved.clear()
         self._weights.clear()
+
+    def _report_end(self, microbatch: int) -> None:
+        """Report all sums as complete, if this microbatch is the last of a step."""
+        if (report := self._weights.report_of(microbatch)) is not None:
+            report.report_all()
 
     def _no_gradients(self, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """The result of a backward if nothing needs a gradient: None for each input."""

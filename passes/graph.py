@@ -39,6 +39,7 @@ class Kind(enum.Enum):
     DEFERRED = "deferred"  # passed from backward_input to backward_weight
     ACCUMULATOR = "accumulator"  # sum of a parameter's gradients, written in place
     WRITTEN = "written"  # state that the backward writes, at its value when I or W runs
+    REPORT = "report"  # a function that is called when accumulators are complete
     OUTPUT = "output"
     UPDATE = "update"  # new value of a mutated buffer or input
     INPUT_GRAD = "input_grad"

@@ -22,7 +22,7 @@ from torch import fx
 
 from .analysis.aliasing import is_free, storage_root
 from .analysis.operator_cost import duration
-from .analysis.operators import is_random
+from .analysis.operators import is_random, is_report
 from .graph import (
     ORIGIN,
     SUBGRAPH,
@@ -308,9 +308,10 @@ class _Outlining:
         graph.
         """
         for node in self._module.graph.nodes:
-            if SUBGRAPH in node.meta:
+            reports = is_report(node)
+            if SUBGRAPH in node.meta or reports:
                 self._end_run()
-            if subgraph_of(node) is not None:
+            if subgraph_of(node) is not None or reports:
                 self._copy(node)
             elif node.op not in {"placeholder", "output"}:
                 self._run.append(node)

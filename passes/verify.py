@@ -19,6 +19,7 @@ from .analysis.operators import (
     is_effect,
     is_random,
     is_recomputed,
+    is_report,
     writes_in_backward,
 )
 from .errors import PassError
@@ -60,7 +61,10 @@ _MAY_LEAVE = {
 _MAY_ENTER["backward_slice"] = _MAY_ENTER["backward"]
 _MAY_LEAVE["backward_slice"] = _MAY_LEAVE["backward"] | {Kind.SAVED}
 for _name in [name for name in _MAY_ENTER if name.startswith("backward")]:
-    _MAY_ENTER[f"{_name}_accumulating"] = _MAY_ENTER[_name] | {Kind.ACCUMULATOR}
+    _MAY_ENTER[f"{_name}_accumulating"] = _MAY_ENTER[_name] | {
+        Kind.ACCUMULATOR,
+        Kind.REPORT,
+    }
     _MAY_LEAVE[f"{_name}_accumulating"] = _MAY_LEAVE[_name] - {Kind.PARAMETER_GRAD}
 
 
@@ -138,7 +142,7 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
             yield _at(name, node, f"{node.target} may draw random numbers in a backward")
         elif is_attention(node) and not is_recomputed(node):
             yield _at(name, node, f"{node.target} runs attention's forward in a backward")
-        elif is_check(node):
+        elif is_check(node) or is_report(node):
             continue
         elif is_effect(node) and not _only_adds(node) and not _writes_state(node):
             yield _at(name, node, f"{node.target} has a side effect in a backward")

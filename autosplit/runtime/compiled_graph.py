@@ -22,10 +22,11 @@ from autosplit.backends.backend import (
 from autosplit.errors import BackendError, SplitError
 from autosplit.passes import Kind, PassError, Role, SplitGraphs
 from autosplit.passes.graph import STATE, inputs, outputs
-from autosplit.passes.lowering.accumulate import completion_order
+from autosplit.passes.lowering.accumulate import REPORT, completion_order
 from autosplit.passes.lowering.forms import Changed, Fuses, GraphForm, Strides
 from autosplit.passes.lowering.join import gains_by_joining, joined_role
 from autosplit.passes.manager import When, run_graph_passes
+from autosplit.passes.subgraph import subgraphs
 from autosplit.torch_internals.autograd import add_together, checks_nan, zero_together
 
 from .accumulation import MOST_JOINED, Accumulation
@@ -135,6 +136,25 @@ _SMALL = 2**20  # bytes of all weight gradients of a microbatch
 
 AddingForm: TypeAlias = "Literal['returns', 'adds', 'overwrites']"
 """How a graph leaves gradients: as new tensors, added to accumulators, or written into them."""
+Parts: TypeAlias = "tuple[frozenset[str], ...]"
+"""Sets of parameters, each reported when its gradients are complete."""
+
+
+class CompletionReport(NamedTuple):
+    """A function that is called when the sums of some parameters are complete.
+
+    Attributes:
+        parts: sets of parameters.
+        function: called with the number of a part, maybe more than once.
+    """
+
+    parts: Parts
+    function: Callable[[int], None]
+
+    def report_all(self) -> None:
+        """Report that all parts are complete."""
+        for number in range(len(self.parts)):
+            self.function(number)
 
 
 class Accumulators(NamedTuple):
@@ -144,10 +164,12 @@ class Accumulators(NamedTuple):
         tensors: in the order of the graph's parameters.
         overwrites: whether the gradients are the first, and overwrite memory that is not
             initialized.
+        report: the gradients are the last, and the graph may report parts before its end.
     """
 
     tensors: Sequence[Tensor]
     overwrites: bool = False
+    report: CompletionReport | None = None
 
 
 class GradientGraph:
@@ -185,7 +207,7 @@ class GradientGraph:
         self._results = results
         self._backend = backend
         self._accumulation = accumulation
-        self._variants: dict[tuple[torch.dtype | None, AddingForm, int], Boxed] = {}
+        self._variants: dict[tuple[torch.dtype | None, AddingForm, int, Parts], Boxed] = {}
 
     def most_joined(self, dtype: torch.dtype | None) -> int:
         """The most microbatches that one call runs: 1 if it would join no products.
@@ -248,11 +270,15 @@ class GradientGraph:
         count: int,
     ) -> tuple[list[Any], Sequence[Tensor]]:
         form: AddingForm = "returns"
+        parts: Parts = ()
         if gradients is not None:
             form = self._form_for(gradients)
             if form != "returns":
                 pool += gradients.tensors
-        key = dtype, form, count
+                if gradients.report is not None and self._reports_inside:
+                    parts = gradients.report.parts
+                    pool.append(gradients.report.function)
+        key = dtype, form, count, parts
         call = self._variants.get(key) or self._variant(*key)
         results = call(pool)
         if gradients is not None and form != "returns":
@@ -278,6 +304,7 @@ class GradientGraph:
         adds: bool,
         overwrites: bool = False,
         count: int = 1,
+        parts: Parts = (),
     ) -> None:
         """Compile one form of the graph, unless it is compiled.
 
@@ -286,9 +313,12 @@ class GradientGraph:
             adds: whether it is the form that adds into accumulators.
             overwrites: whether the first gradients are written into accumulators, too.
             count: the number of microbatches that it runs.
+            parts: sets of parameters that are reported when their gradients are complete.
         """
         first: AddingForm = self._first_form if overwrites else "returns"
-        self._variant(dtype, self._adding_form if adds else first, count)
+        form = self._adding_form if adds else first
+        is_reported = form != "returns" and self._reports_inside
+        self._variant(dtype, form, count, parts if is_reported else ())
 
     def completion_order(self) -> list[str]:
         """Names of the parameters in the order in which their gradients are complete."""
@@ -332,8 +362,15 @@ class GradientGraph:
     def _is_dense(self) -> bool:
         return all(value.layout is torch.strided for value in self._gradients)
 
-    def _variant(self, dtype: torch.dtype | None, form: AddingForm, count: int) -> Boxed:
-        key = dtype, form, count
+    @cached_property
+    def _reports_inside(self) -> bool:
+        """Whether generated code calls functions: a compiler takes operators only."""
+        return not self._backend.compiles or bool(subgraphs(self._module.graph))
+
+    def _variant(
+        self, dtype: torch.dtype | None, form: AddingForm, count: int, parts: Parts
+    ) -> Boxed:
+        key = dtype, form, count, parts
         if key not in self._variants:
             with collecting_new_objects_only():
                 self._variants[key] = self._compile_form(*key)
@@ -347,7 +384,9 @@ class GradientGraph:
         """
         return self._source(dtype, self._adding_form if adds else "returns", count)
 
-    def _source(self, dtype: torch.dtype | None, form: AddingForm, count: int) -> fx.GraphModule:
+    def _source(
+        self, dtype: torch.dtype | None, form: AddingForm, count: int, parts: Parts = ()
+    ) -> fx.GraphModule:
         program, graphs = self._program, dict[str, Any]()
         if count > 1:
             joins = GraphForm(self._graph, count=count, rows=self._accumulation.joined_rows)
@@ -357,8 +396,13 @@ class GradientGraph:
         program = dataclasses.replace(program, **graphs)
         if form == "returns":
             return program.graphs()[self._graph]
-        is_first = form == "overwrites"
-        adds = GraphForm(self._graph, dtype=dtype, writes_first=is_first, fuses=self._fuses)
+        adds = GraphForm(
+            self._graph,
+            dtype=dtype,
+            writes_first=form == "overwrites",
+            fuses=self._fuses,
+            reports=parts,
+        )
         (module,) = self._run_passes(When.ACCUMULATING, adds, program).values()
         return module
 
@@ -377,13 +421,15 @@ class GradientGraph:
         except PassError as error:
             raise SplitError(f"{self._name}: {error}") from error
 
-    def _compile_form(self, dtype: torch.dtype | None, form: AddingForm, count: int) -> Boxed:
+    def _compile_form(
+        self, dtype: torch.dtype | None, form: AddingForm, count: int, parts: Parts
+    ) -> Boxed:
         """Compile one form.
 
-        It takes the arguments, then the accumulators if it writes into any; it returns the other
-        results, then new gradients if it returns them.
+        It takes the arguments, then the accumulators if it writes into any, then a function if it
+        reports parts; it returns the other results, then new gradients if it returns them.
         """
-        module = self._source(dtype, form, count)
+        module = self._source(dtype, form, count, parts)
         name, arguments, wanted = self._name, [*self._arguments], [*self._results]
         if count > 1:
             name, arguments = f"{name}_of_{count}", _of_several(arguments, count)
@@ -392,6 +438,7 @@ class GradientGraph:
         else:
             name = f"{name}_{'accumulating' if form == 'adds' else 'writing'}"
             arguments += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
+            arguments += [REPORT] if parts else []
         graph = compile_graph(name, module, self._backend)
         chosen = GraphForm(self._graph, strides=graph.strides)
         self._run_passes(When.COMPILED, chosen, self._program)

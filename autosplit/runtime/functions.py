@@ -41,7 +41,7 @@ from autosplit.runtime.residuals import (
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
 from .accumulation import ACCUMULATION, Accumulation
-from .compiled_graph import Accumulators, GradientGraph, compile_graph, positions
+from .compiled_graph import Accumulators, GradientGraph, Parts, compile_graph, positions
 from .gradient_dependence import GradientDependence, Missing
 from .input_overlap import refuse_state_overlap
 from .refusals import AutocastGuard
@@ -343,6 +343,7 @@ class SplitFunctions:
         dtype: torch.dtype | None = None,
         *,
         overwrites: bool = False,
+        parts: Parts = (),
     ) -> None:
         """Compile the graphs of these calls now, instead of at their first run.
 
@@ -352,6 +353,7 @@ class SplitFunctions:
                 other are one, if it joins products. ``"forward"`` is compiled already.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             overwrites: whether the first call writes into accumulators that are not initialized.
+            parts: sets of parameters whose completion the last call of a step reports.
 
         Raises:
             SplitError: an unknown call.
@@ -363,18 +365,21 @@ class SplitFunctions:
             "backward": self.parameter_names,
         }
         order, with_gradient = [*parameters_of], set[str]()
-        needed: set[tuple[int, bool, int]] = set()
-        for call, count in self._joined_calls(calls, dtype):
+        needed: set[tuple[int, bool, int, Parts]] = set()
+        runs = [*self._joined_calls(calls, dtype)]
+        for number, (call, count) in enumerate(runs, 1):
             if call not in parameters_of:
                 names = ", ".join(map(repr, ("forward", *parameters_of)))
                 raise SplitError(f"unknown call {call!r}; expected one of {names}")
             parameters = parameters_of[call]
             adds = bool(parameters) and with_gradient.issuperset(parameters)
-            needed.add((order.index(call), adds, count))
+            reported = parts if number == len(runs) else ()
+            needed.add((order.index(call), adds, count, reported))
             with_gradient.update(parameters)
-        for index, adds, count in sorted(needed) if self.has_backward else ():
-            graph = self._graph_of(order[index])
-            graph.compile_form(dtype, adds=adds, overwrites=overwrites, count=count)
+        for index, adds, count, reported in sorted(needed) if self.has_backward else ():
+            self._graph_of(order[index]).compile_form(
+                dtype, adds=adds, overwrites=overwrites, count=count, parts=reported
+            )
 
     def _joined_calls(
         self, calls: Iterable[str], dtype: torch.dtype | None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autosplit.device import GeneratorStates
 from autosplit.errors import SplitError, with_code
-from autosplit.runtime.compiled_graph import Accumulators
+from autosplit.runtime.compiled_graph import Accumulators, CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import checks_nan, has_tensor_hooks, without_autocast
@@ -157,7 +157,11 @@ class StageBackward:
     Attributes:
         in_flight: the microbatches between I and W.
         sums: the weight gradients, summed over the microbatches that have run W or B.
+        last: the number of the microbatch whose W or B is the last of a step, and what it reports;
+            None reports nothing.
     """
+
+    last: tuple[int, CompletionReport] | None = None
 
     def __init__(self, owner: str, dtype: torch.dtype | None = None) -> None:
         self.in_flight = InFlightMicrobatches(owner, "backward_input")
@@ -191,7 +195,9 @@ class StageBackward:
         )
         return input_grads
 
-    def backward(self, state: MicrobatchState, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, microbatch: int, state: MicrobatchState, grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
         """Run B of a microbatch: I and W as one graph. Arguments, result and errors are those of
         ``backward_input``.
         """
@@ -199,6 +205,8 @@ class StageBackward:
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.parameter_names, self.sums
         into = self.accumulators(names, module_state, skipped)
+        if into is not None:
+            into = into._replace(report=self.report_of(microbatch))
         input_grads, gradients = functions.backward(saved, grads, into, sums.dtype)
         if into is None:
             sums.add_gradients(names, gradients, functions.dependence.borrowed, skipped)
@@ -221,7 +229,7 @@ class StageBackward:
                 self._run_weight(run)
                 run = []
             run.append(state)
-        self._run_weight(run)
+        self._run_weight(run, self.report_of((microbatch, *later)[-1]))
 
     def _joins(self, run: Sequence[MicrobatchState], state: MicrobatchState) -> bool:
         """Whether W of a microbatch may be one call with those of the microbatches before it."""
@@ -234,19 +242,27 @@ class StageBackward:
         same_state = all(map(is_, state.residuals.state, first.residuals.state))
         return same_state and not has_tensor_hooks(parameters)
 
-    def _run_weight(self, run: Sequence[MicrobatchState]) -> None:
-        """Run W of microbatches as one call."""
+    def _run_weight(
+        self, run: Sequence[MicrobatchState], report: CompletionReport | None = None
+    ) -> None:
+        """Run W of microbatches as one call, the last one with a report."""
         functions, deferred, module_state, _, skipped = run[0]
         if not functions.has_backward:
             return
         names, dtype = functions.late_parameters, self.sums.dtype
         sums = self.accumulators(names, module_state, skipped)
+        if sums is not None:
+            sums = sums._replace(report=report)
         if len(run) == 1:
             gradients = functions.backward_weight(deferred, sums, dtype)
         else:
             gradients = functions.joined_weight([state.residuals for state in run], sums, dtype)
         if sums is None:
             self.sums.add_gradients(names, gradients, functions.dependence.borrowed, skipped)
+
+    def report_of(self, microbatch: int) -> CompletionReport | None:
+        """The report, if this microbatch is the last of a step."""
+        return self.last[1] if self.last is not None and self.last[0] == microbatch else None
 
     def accumulators(
         self, names: Sequence[str], module_state: State, skipped: Collection[str]

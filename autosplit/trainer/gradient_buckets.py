@@ -2,8 +2,12 @@
 
     first W of a step    a bucket's buffer is allocated; W writes gradients into views of it
     later Ws             gradients are added to these views
+    last W of a step     as soon as all gradients of a bucket are added, it is all-reduced in place
     publish              ``.grad`` is the view
-    end of the actions   each bucket is all-reduced in place
+    end of the actions   the other buckets are all-reduced; the rank waits for all
+
+The ranks of a process group start reductions in one order, that of ``GradientBuckets.buckets``: a
+bucket that is complete waits for those before it. So it does not matter which gradients a rank has.
 
 Buffers are new in each step and live as long as a ``.grad`` refers to them. Gradients that the user
 kept from earlier steps therefore stay as they are.
@@ -18,9 +22,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autosplit.ranks.groups import Groups
+from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.torch_internals.dtensor import (
     is_dtensor,
     local_tensor,
@@ -69,7 +74,13 @@ class GradientBucket:
         members: of one process group and one dtype.
         groups: the trainer's process groups.
         synchronize: waits until the device has finished.
+
+    Attributes:
+        members: see above.
+        name: the bucket in words, for errors.
     """
+
+    name = "a bucket"
 
     def __init__(
         self, members: Sequence[LocalCopies], groups: Groups, synchronize: Callable[[], None]
@@ -79,6 +90,7 @@ class GradientBucket:
         self._shapes = [local_tensor(member.copies[0]).shape for member in members]
         self._views: list[Tensor] = []
         self._flat = torch.empty(0)
+        self._written: set[int] = set()
 
     @property
     def flag_bytes(self) -> int:
@@ -96,13 +108,25 @@ class GradientBucket:
             self._views = [*map(Tensor.view, parts, self._shapes)]
         return self._views[number]
 
+    def place_sum(self, number: int) -> Tensor:
+        """Return the place of a member's sum of gradients, which the caller then writes."""
+        self._written.add(number)
+        return self.view(number)
+
     def release(self) -> None:
         """Forget the buffer. Gradients that are views of it keep it alive."""
         self._views, self._flat = [], torch.empty(0)
+        self._written.clear()
 
-    def start(self) -> Wait:
-        """Start the all-reduce. Gradients that are not views of the buffer are copied into it."""
-        has_gradient = [self._fill(number) for number in range(len(self.members))]
+    def start(self, *, is_published: bool = True) -> Wait:
+        """Start the all-reduce.
+
+        Args:
+            is_published: whether gradients are in ``.grad``; those that are not views of the buffer
+                are copied into it. If False, all are sums in the buffer, not yet published.
+        """
+        fill = self._fill if is_published else self._complete
+        has_gradient = [*map(fill, range(len(self.members)))]
         flags = self._flat[-len(self.members) :]
         flags.copy_(flags.new_tensor(has_gradient))
         work, process_group = None, self.members[0].process_group
@@ -113,9 +137,11 @@ class GradientBucket:
         def wait_for_gradients() -> None:
             """Wait for the all-reduce, and set ``.grad`` of all copies."""
             if work is not None:
-                with self._groups.as_lost_peer(PEERS):
-                    work.wait()
-                self._synchronize()
+                activity = self._groups.activity
+                with activity.during(f"the reduction of {self.name}"):
+                    with self._groups.as_lost_peer(f"{PEERS}, for {self.name}"):
+                        work.wait()
+                    self._synchronize()
             has_gradient = flags.tolist()
             if (shares := self._groups.layout.shares) > 1:
                 self._flat.div_(shares)
@@ -125,8 +151,14 @@ class GradientBucket:
 
         return wait_for_gradients
 
+    def _complete(self, number: int) -> bool:
+        """Return whether W has written a gradient; set it to zero if not."""
+        if number not in self._written:
+            self.view(number).zero_()
+        return number in self._written
+
     def _fill(self, number: int) -> bool:
-        """Complete a member's part of the buffer; return whether it has a gradient here."""
+        """Copy a member's gradients into the buffer; return whether it has one here."""
         view, is_filled = self.view(number), False
         for copy in self.members[number].copies:
             redistribute_gradient(copy)
@@ -176,6 +208,7 @@ class GradientBuckets:
         synchronize: Callable[[], None],
     ) -> None:
         self._members, self._groups, self._synchronize = members, groups, synchronize
+        self._stage_of = {id(p): stage for stage, parts in stages.items() for p in parts}
         holders = Counter(map(id, chain.from_iterable(stages.values())))
         self._direct = {
             id(first): member.dtype
@@ -185,20 +218,26 @@ class GradientBuckets:
         }
         self.buckets: list[GradientBucket] = []
         self._places: dict[int, tuple[GradientBucket, int]] = {}
-        self.arrange({})
+        self._writers: list[set[int]] = []  # stages that write into the first buckets
+        self._pending: list[set[int]] = []  # those whose last W has not completed them
+        self._waits: list[Wait] = []  # for reductions that have started
+        self.arrange({}, None)
 
-    def arrange(self, order: Mapping[int, int]) -> None:
+    def arrange(self, order: Mapping[int, int], sum_dtype: torch.dtype | None) -> None:
         """Cut the buffers into buckets.
 
         Args:
             order: by ``id`` of a parameter, its place in the order in which gradients are complete;
                 the same on all ranks of a process group.
+            sum_dtype: the dtype of the sums; None for that of each parameter.
         """
 
         def place(member: LocalCopies) -> tuple[bool, bool, int]:
-            """Tied parameters are last: of these, ranks have different stages, and so orders."""
+            """Tied parameters are last: of these, ranks have different stages, and so orders.
+            Before them come gradients that W does not write into their bucket.
+            """
             (first, *_), is_tied = member.copies, member.is_tied
-            is_direct = is_tied or id(first) in self._direct
+            is_direct = is_tied or self._direct.get(id(first)) is (sum_dtype or first.dtype)
             return is_tied, not is_direct, 0 if is_tied else order.get(id(first), len(order))
 
         kinds: dict[object, list[LocalCopies]] = defaultdict(list)
@@ -210,6 +249,12 @@ class GradientBuckets:
             for part in _cut(kind)
         ]
         self.buckets = sorted(buckets, key=lambda bucket: place(bucket.members[-1]))
+        self._writers = []
+        for number, bucket in enumerate(self.buckets):
+            bucket.name = f"bucket {number + 1} of {len(self.buckets)} of gradients"
+            if not any(place(bucket.members[-1])[:2]):
+                members = [id(member.copies[0]) for member in bucket.members]
+                self._writers.append({*map(self._stage_of.__getitem__, members)})
         self._places = {
             id(member.copies[0]): (bucket, number)
             for bucket in self.buckets
@@ -249,14 +294,52 @@ class GradientBuckets:
         if self._direct.get(id(parameter)) is not dtype or parameter.grad is not None:
             return None
         bucket, number = self._places[id(parameter)]
-        return bucket.view(number)
+        return bucket.place_sum(number)
+
+    def report_for(self, stage: int, module: nn.Module) -> CompletionReport | None:
+        """Return what a stage's last W of a step reports, so that reductions start.
+
+        Args:
+            stage: the stage.
+            module: its module, which names the parameters.
+        """
+        numbers = {
+            id(member.copies[0]): number
+            for number, _ in enumerate(self._writers)
+            for member in self.buckets[number].members
+        }
+        parts: dict[int, set[str]] = defaultdict(set)
+        # A graph may have either name of a parameter that has two.
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) in numbers:
+                parts[numbers[id(parameter)]].add(name)
+        order = sorted(parts)
+
+        def complete(part: int) -> None:
+            self._complete(stage, order[part])
+
+        names = tuple([frozenset(parts[number]) for number in order])
+        return CompletionReport(names, complete) if names else None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.release()
+        self._pending = [{*stages} for stages in self._writers]
+
+    def _complete(self, stage: int, number: int) -> None:
+        """Note that a stage has completed its part of a bucket; start the next reductions."""
+        self._pending[number].discard(stage)
+        while len(self._waits) < len(self._pending) and not self._pending[len(self._waits)]:
+            self._waits.append(self.buckets[len(self._waits)].start(is_published=False))
 
     def start(self) -> list[Wait]:
-        """Start all reductions."""
-        return [bucket.start() for bucket in self.buckets]
+        """Start the reductions that have not started; return all in order."""
+        self._waits += [bucket.start() for bucket in self.buckets[len(self._waits) :]]
+        return self._waits
 
     def release(self) -> None:
         """Forget the buffers of a step."""
+        self._waits = []
         for bucket in self.buckets:
             bucket.release()
 

@@ -126,16 +126,32 @@ class RankModel:
         names = {index: stage.functions.completion_order for index, stage in stages.items()}
         for part in reversed(self._groups.everybody.gather(names)):  # the first rank decides
             names |= {index: part[index] for index in names.keys() & part.keys()}
-        row = [
-            action.stage for action in schedule.ranks[self._groups.rank] if action.kind in BACKWARDS
-        ]
-        last_weights = dict.fromkeys(reversed(row))
         order = [
             stages[index].module.get_parameter(name)
-            for index in reversed(last_weights)
+            for index in self._last_weights(schedule)
             for name in names.get(index, ())
         ]
-        self.buckets.arrange({id(parameter): at for at, parameter in enumerate(order)})
+        sum_dtype = next((stage.grad_dtype for stage in stages.values()), None)
+        self.buckets.arrange({id(p): at for at, p in enumerate(order)}, sum_dtype)
+
+    def report_gradients(self, stages: Mapping[int, Stage], schedule: Schedule) -> None:
+        """Let the last W of each stage start the reductions of the buckets that it completes.
+
+        Args:
+            stages: this rank's stages with graphs.
+            schedule: the schedule of the step.
+        """
+        for index, microbatch in self._last_weights(schedule).items():
+            if index in stages:
+                report = self.buckets.report_for(index, stages[index].module)
+                stages[index].report_completion(microbatch, report)
+
+    def _last_weights(self, schedule: Schedule) -> dict[int, int]:
+        """The microbatch of each stage's last W (or B) in a step, in the order of these actions."""
+        row = schedule.ranks[self._groups.rank]
+        backwards = [action for action in row if action.kind in BACKWARDS]
+        last = {action.stage: action for action in backwards}
+        return {a.stage: a.microbatch for a in backwards if a is last[a.stage]}
 
     def build_optimizer(self, optimizer_fn: OptimizerFunction) -> None:
         """Build the optimizer of the parameters, if any; collective if parameters are tied.
@@ -253,8 +269,8 @@ class RankModel:
         added once, after the reduction, so that steps can accumulate. After an error only these
         remain.
 
-        Reductions start after the rank's last action. Starting them beside the last W actions made
-        steps of replicas no shorter.
+        The reduction of a bucket starts in the last W that adds to it, others after the rank's last
+        action.
 
         Raises:
             LostPeerError: another rank did not take part.
@@ -262,6 +278,7 @@ class RankModel:
         earlier_gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         for parameter, _ in earlier_gradients:
             parameter.grad = None
+        self.buckets.begin()
         try:
             yield
             for wait in [wait for start in self._reductions for wait in start()]:

@@ -85,6 +85,7 @@ class RankStages:
         self._last = schedule.stages - 1
         self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._split_stages: dict[nn.Module, Stage] = {}
+        self._arranged = False
         self.observer: Observer | None = None
 
     def build_stages(
@@ -117,10 +118,13 @@ class RankStages:
                 device=self._device,
             )
         check_part_names(plan.boundaries.part_names)
+        if self._groups.layout.shares > 1 and not self._arranged:
+            # Only once: reports of stages of other shapes name these buckets.
+            self._model.arrange_buckets(traced(plan.stages), schedule)
+            self._arranged = True
+        self._model.report_gradients(traced(plan.stages), schedule)
         with activity.during("compiling its stages", announced=True):
             compile_stages(plan.stages, schedule)
-        if self._groups.layout.shares > 1:
-            self._model.arrange_buckets(traced(plan.stages), schedule)
         plan.dtype = plan.boundaries.outputs[self._last][0].dtype
         stages = plan.stages.values()
         draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)

@@ -380,6 +380,7 @@ class Runner:
         _LOG.info("the schedule from the next step on: %r", schedule)
         self.schedule = schedule
         for plan in self._plans.of_training():
+            self._model.report_gradients(traced(plan.stages), schedule)
             compile_stages(plan.stages, schedule)
             self._build_executor(plan, schedule, plan.stages)
 

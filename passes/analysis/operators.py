@@ -238,7 +238,14 @@ def is_effect(node: fx.Node) -> bool:
     op = overload(node)
     if op is not None and op.namespace == EXCHANGE:
         return False
-    return is_check(node) or node.is_impure(impure_random=False)
+    return is_check(node) or is_report(node) or node.is_impure(impure_random=False)
+
+
+def is_report(node: fx.Node) -> bool:
+    """Whether the node calls a function that is an argument of the graph, which tells the caller
+    that accumulators are complete.
+    """
+    return node.target is operator.call
 
 
 def writes_in_backward(node: fx.Node) -> bool:

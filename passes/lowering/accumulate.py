@@ -8,9 +8,10 @@ step may write ``accumulator.copy_(gradient)`` instead, into memory that is not 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,18 +36,24 @@ from ..subgraph import Subgraph, call_subgraph, operands, subgraph_of
 from .forms import Changed, GraphForm
 from .fuse import JOINED, fuse
 
+REPORT = Role(Kind.REPORT, "complete")
+
 
 def accumulate_gradients(program: SplitGraphs, form: GraphForm) -> Changed:
     """The graph in the form that adds weight gradients into accumulators, see ``accumulate``."""
     module = program.graphs()[form.graph]
-    adding = accumulate(module, form.dtype, overwrites=form.writes_first)
+    adding = accumulate(module, form.dtype, overwrites=form.writes_first, reports=form.reports)
     if form.fuses != "none":
         fuse(adding, lambda node: form.fuses == "all" or JOINED in node.meta)
     return {f"{form.graph}_accumulating": adding}
 
 
 def accumulate(
-    module: fx.GraphModule, dtype: torch.dtype | None = None, *, overwrites: bool = False
+    module: fx.GraphModule,
+    dtype: torch.dtype | None = None,
+    *,
+    overwrites: bool = False,
+    reports: Sequence[frozenset[str]] = (),
 ) -> fx.GraphModule:
     """A graph that takes an accumulator for each parameter's gradient, and adds to it in place
     instead of returning the gradient.
@@ -55,6 +62,8 @@ def accumulate(
         module: a graph that returns gradients of parameters.
         dtype: of the accumulators; None: each has its gradient's dtype.
         overwrites: whether gradients overwrite the accumulators instead.
+        reports: sets of parameters. The graph takes one more input, and calls it with the number of
+            a set as soon as all of the set's gradients are added.
     """
     aten = torch.ops.aten
     write = aten.copy_.default if overwrites else aten.add_.Tensor
@@ -67,6 +76,7 @@ def accumulate(
     items = {sums[role] for roles in adding.values() for role in roles}
     ready = _ready(module.graph, {role: v for role, v in sums.items() if v not in items})
     variants: dict[Subgraph, Subgraph] = {}
+    pending = _Reports(graph, reports, {role.name for role in sums})
     for node in [None, *module.graph.nodes]:
         if node in adding:
             block = node.meta[SUBGRAPH]
@@ -78,6 +88,7 @@ def accumulate(
         for role in ready[node]:
             copy_behind(graph, sums[role], copies)
             _write_gradient(graph, write, totals[role], copies[sums[role]])
+        pending.remove(role.name for role in (*adding.get(node, ()), *ready[node]))
     kept = [(role, value) for role, value in results if role not in sums]
     set_outputs(graph, kept, copies)
     return module_like(module, graph, "accumulating")
@@ -91,6 +102,29 @@ def completion_order(module: fx.GraphModule) -> list[str]:
     accumulators = inputs(module.graph, Kind.ACCUMULATOR).items()
     last = {role.name: max(map(order.__getitem__, node.users)) for role, node in accumulators}
     return sorted(last, key=last.__getitem__)
+
+
+class _Reports:
+    """Adds the calls that report complete sets of parameters."""
+
+    def __init__(
+        self, graph: fx.Graph, reports: Sequence[frozenset[str]], names: Collection[str]
+    ) -> None:
+        self._graph = graph
+        self._pending = {number: {*part}.intersection(names) for number, part in enumerate(reports)}
+        if reports:
+            self._function = graph.placeholder("report")
+            self._function.meta = {"val": None, "role": REPORT}
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove parameters whose gradients are complete; report sets of which none is left."""
+        complete = {*names}
+        for number, part in [*self._pending.items()]:
+            part -= complete
+            if not part:
+                del self._pending[number]
+                node = self._graph.call_function(operator.call, (self._function, number))
+                node.meta = {"val": None}
 
 
 def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[Role]]:

@@ -42,6 +42,7 @@ class GraphForm:
         strides: the strides that the backend chose for results that the next graphs read.
         overwrites: whether the backend may overwrite donated inputs.
         writes_first: whether gradients are the first of a step, and overwrite the accumulators.
+        reports: sets of parameters; the graph reports when the gradients of a set are complete.
     """
 
     graph: str = "backward"
@@ -53,6 +54,7 @@ class GraphForm:
     strides: Mapping[Role, Strides] = field(default_factory=dict)
     overwrites: bool = False
     writes_first: bool = False
+    reports: tuple[frozenset[str], ...] = ()
 
 
 def _readers(program: SplitGraphs, form: GraphForm) -> Changed:

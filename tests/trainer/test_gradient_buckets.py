@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autosplit.stage import Stage
 from autosplit.trainer import gradient_buckets
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.kept_ranks import ranks
@@ -106,6 +108,31 @@ def test_a_step_has_one_buffer_for_each_bucket_in_the_order_in_which_w_ends() ->
         ["0.0.bias"],
     ]
     assert len(storages) == len(order)
+
+
+@pytest.mark.parametrize("accumulation", ["exact", "fused"])
+@ranks(2)
+def test_reductions_start_in_the_last_w_that_adds_to_their_bucket(accumulation: str) -> None:
+    """Buckets 3 to 5 start in the W of stage 0, whose parameters are the last to be complete."""
+    log: list[str] = []
+    start, weight = gradient_buckets.GradientBucket.start, Stage.backward_weight
+
+    def logged_start(bucket: gradient_buckets.GradientBucket, **options: Any) -> Any:
+        log.append(bucket.name.split()[1])
+        return start(bucket, **options)
+
+    def logged_weight(stage: Stage, *microbatches: int) -> None:
+        weight(stage, *microbatches)
+        log.append(f"{stage.index}W{microbatches[-1]}")
+
+    with (
+        mock.patch.object(gradient_buckets, "_BUCKET_BYTES", WIDTH * 2**15),
+        mock.patch.object(gradient_buckets.GradientBucket, "start", logged_start),
+        mock.patch.object(Stage, "backward_weight", logged_weight),
+        replicas(wide, accumulation=accumulation) as engine,
+    ):
+        engine.forward_backward(share(dist.get_rank()))
+    assert log[-9:] == ["1W2", "0W2", "1", "2", "1W3", "3", "4", "5", "0W3"]
 
 
 @ranks(2)

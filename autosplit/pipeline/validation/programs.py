@@ -25,6 +25,7 @@ from autosplit.pipeline.schedule.routes import (
     sender_and_receiver,
 )
 from autosplit.pipeline.schedule.schedule import (
+    BACKWARDS,
     DEPARTURES,
     LANES,
     SHARDING,
@@ -255,6 +256,10 @@ class _EngineRank(Host):
         self._receives = {peer: deque(messages) for peer, messages in receives.items()}
         self._retired = Counter[int]()
         self._moves: dict[int, int] = {}
+        self._reductions: list[int] = []
+        row = schedule.ranks[rank]
+        self._last_weights = {a.stage: a for a in row if a.kind in BACKWARDS}
+        self._has_replicas = not self._is_sharded and bool({*dimensions} - {TENSOR})
         self._needs = defaultdict(list, waited_departures(schedule.ranks[rank]))
         for move in prepared.moves:
             if move.rank == rank:
@@ -280,10 +285,7 @@ class _EngineRank(Host):
                 self.enqueue(action)
         self.hold("moves", self._moves.values())
         self.settle()
-        if {*self._dimensions} - {TENSOR} and not self._is_sharded:  # means of replicas
-            for stage in sorted(self._schedule.stages_on(self._rank), reverse=True):
-                self.enqueue(Action(stage, ActionKind.REDUCE_GRAD, 0))
-        self.settle()
+        self.hold("gradients", self._reductions)
         self.hold("losses", (), everyone)
         return self.operations
 
@@ -297,10 +299,22 @@ class _EngineRank(Host):
             for sent in routes.sends.get(sender, ())[self._retired[sender] : acked]:
                 self._wait(sent.send)
                 self._retired[sender] += 1
+        reduces = self._has_replicas and self._last_weights.get(action.stage) == action
+        if reduces:
+            self.compute(f"{action} begins", *self._exchanges)
+            self._reduce(f"{action} reduces")
         self.enqueue(action)
+        if reduces:
+            self._reduce(f"{action} reduces the rest")
         for message in outgoing_messages(result_of(action), routes.dataflow):
             if sender_and_receiver(message, schedule)[1] != self._rank:
                 self.enqueue(message.send)
+
+    def _reduce(self, text: str) -> None:
+        """Enqueue reductions of gradients, for which nothing waits before the end of the row."""
+        name = f"gradients of rank {self._rank}"
+        part = Part(name, text, (self._rank,))
+        self._reductions.append(self.enqueue_operation(text, name, [part]))
 
     def _move(self, action: Action, over: Sequence[int]) -> int:
         """Enqueue a move in its lane, whose own thread waits for the operations in ``over``."""
