@@ -75,8 +75,12 @@ class RankLayout:
     inner: str = ""
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> RankLayout:
+    def of(cls, mesh: DeviceMesh, *, shards_replicas: bool = False) -> RankLayout:
         """The layout that a mesh describes.
+
+        Args:
+            mesh: of all ranks.
+            shards_replicas: whether parameters are sharded along "dp_replicate".
 
         Raises:
             PipelineError: no mesh, dimensions without names, with unknown ones or with such as are
@@ -94,7 +98,10 @@ class RankLayout:
             next((name for name in several if name in names), "")
             for several in ((SHARD, EXPERT_SHARD), (EXPERT, CONTEXT))
         )
-        along = REPLICATE, shard, TENSOR, inner
+        replicate = REPLICATE
+        if shards_replicas:
+            replicate, shard = "", REPLICATE
+        along = replicate, shard, TENSOR, inner
         places = tuple(Place(*(at.get(name, 0) for name in along)) for at in coordinates)
         rank = dist.get_rank()
         index = next(number for number, row in enumerate(pipelines) if rank in row)

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError, ScheduleError, with_code
-from autosplit.mesh.dimensions import RankLayout
+from autosplit.mesh.dimensions import REPLICATE, RankLayout
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
 from autosplit.pipeline.engine.stage_builder import SplitStage
@@ -23,6 +23,7 @@ from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.default_group import is_positive, process_count, wait_limit
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
+from autosplit.trainer.sharded_optimizer import check_mesh
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.tuning import first_schedule, usual_times
 
@@ -123,6 +124,8 @@ class RunOptions:
             in ``metrics()``. With both, no optimizer moves on any rank. ``"ignore"``: do not check.
             Only gradients are checked: a loss may be NaN if all gradients are finite, as for a
             microbatch without targets.
+        shard_optimizer: divide the optimizer's state, and parameters between steps, among the
+            replicas of the pipeline along "dp_replicate" (ZeRO-1).
     """
 
     split_backward: bool = True
@@ -131,6 +134,7 @@ class RunOptions:
     store: str | os.PathLike[str] | None = None
     record: Record = False
     nonfinite: NonFinite = "raise"
+    shard_optimizer: bool = False
 
 
 def _is_path(store: object) -> bool:
@@ -164,6 +168,8 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
         choices = ", ".join(map(repr, get_args(NonFinite)))
         yield f"nonfinite must be one of {choices}; got {o.run.nonfinite!r}"
     wait_limit(o.run.timeout)
+    if o.run.shard_optimizer:
+        check_mesh(o.mesh)
     if o.stages.stage_factory is not None and o.stages.options is not None:
         arguments = o.stages.changes or {"options": o.stages.options}
         names = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
@@ -174,8 +180,9 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
         return
     if o.mesh_layout is not None and o.mesh_layout.shards > 1:
         yield (
-            "memory_limit counts parameters as each rank holds them between steps, but parameters "
-            "sharded along 'dp_shard' are gathered in a step: leave one of the two out"
+            "memory_limit counts parameters as each rank holds them between steps, but sharded "
+            "parameters ('dp_shard', shard_optimizer) are gathered in a step: leave one of the two "
+            "out"
         )
     if schedule is not None and (not schedule.split_backward or has_moves(schedule)):
         yield (
@@ -252,7 +259,22 @@ class TrainerOptions:
     @cached_property
     def mesh_layout(self) -> RankLayout | None:
         """The layout of the mesh's ranks; None without a mesh."""
-        return None if self.mesh is None else RankLayout.of(self.mesh)
+        if self.mesh is None:
+            return None
+        return RankLayout.of(self.mesh, shards_replicas=self.run.shard_optimizer)
+
+    @property
+    def optimizer_mesh(self) -> DeviceMesh | None:
+        """The replicas that have a part of the optimizer's state each, if they divide it."""
+        layout = self.mesh_layout
+        if (
+            self.mesh is None
+            or not self.run.shard_optimizer
+            or layout is None
+            or layout.shards == 1
+        ):
+            return None
+        return self.mesh[REPLICATE]
 
     def layout(self, stages: int) -> RankLayout:
         """The layout of the ranks that hold ``stages`` stages.
@@ -321,6 +343,7 @@ class TrainerOptions:
             "autocast": self.stages.autocast,
             "max_grad_norm": self.max_grad_norm,
             "nonfinite": self.run.nonfinite,
+            "shard_optimizer": self.run.shard_optimizer,
             "shared_parameters": [*map(list, shared_parameters)],
             "wiring": stages.wiring,
             "stage_factory": None if isinstance(factory, SplitStage) else "given",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
@@ -18,6 +19,7 @@ from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistri
 from autosplit.trainer.gradient_buckets import GradientBuckets, Wait
 from autosplit.trainer.gradient_norms import GradientNorms
 from autosplit.trainer.replicated_parameters import ReplicatedParameters
+from autosplit.trainer.sharded_optimizer import shard_stages
 from autosplit.trainer.sharded_stages import ShardedStages
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.stage_start import agree_on_start, build_seeded_modules
@@ -49,6 +51,7 @@ class RankModel:
         groups: the trainer's process groups.
         device: the device of the modules.
         synchronize: waits until the device has finished.
+        optimizer_mesh: the replicas among which the optimizer's state is divided; None: it is not.
 
     Attributes:
         modules: this rank's modules by stage.
@@ -72,6 +75,7 @@ class RankModel:
         groups: Groups,
         device: torch.device,
         synchronize: Callable[[], None],
+        optimizer_mesh: DeviceMesh | None = None,
     ) -> None:
         modules, drew = build_seeded_modules(stages.build, schedule.stages_on(groups.rank), device)
         self.modules, self._has_model_names = modules, stages.wiring is not None
@@ -84,8 +88,11 @@ class RankModel:
             _check_tied(index, module, shared)
             modules[index] = module.to(device)
         agree_on_start(modules, shared, groups, drew=drew)
-        self.sharded = sharded = ShardedStages(modules, groups, synchronize)
-        if sharded.parameters and shared:
+        whole: frozenset[int] = frozenset()
+        if optimizer_mesh is not None:
+            whole = shard_stages(modules, shared, optimizer_mesh, groups)
+        self.sharded = sharded = ShardedStages(modules, groups, synchronize, whole)
+        if sharded.parameters and shared and optimizer_mesh is None:
             raise PipelineError(
                 "parameters that fully_shard has sharded are shared by several stages "
                 "(shared_parameters), and gradients cannot be summed over shards and stages "

@@ -51,6 +51,7 @@ class ShardedStages:
         modules: this rank's stages by index.
         groups: the trainer's process groups.
         synchronize: waits until the device has finished.
+        whole: the ``id`` of trained parameters that each rank has whole.
 
     Attributes:
         parameters: all sharded parameters.
@@ -65,7 +66,11 @@ class ShardedStages:
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], groups: Groups, synchronize: Callable[[], None]
+        self,
+        modules: Mapping[int, nn.Module],
+        groups: Groups,
+        synchronize: Callable[[], None],
+        whole: Collection[int] = (),
     ) -> None:
         self._groups, self._synchronize = groups, synchronize
         self._stages = {
@@ -86,7 +91,7 @@ class ShardedStages:
             for group in stage.groups:
                 _check_shard_ranks(index, group, groups)
         if groups.layout.shards > 1:
-            _check_all_sharded(modules, self.gathered_shardings)
+            _check_all_sharded(modules, {*self.gathered_shardings, *whole})
         self._restore = contextlib.ExitStack()
         indices = groups.everybody.gather([*self._stages])
         self.indices = frozenset(itertools.chain.from_iterable(indices))

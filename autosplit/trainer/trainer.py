@@ -197,7 +197,13 @@ class PipelineTrainer(StepReports):
         with self._guard.during("building the model"):
             store = store_for(options, schedule, self.device)
             self._model = rank_model = RankModel(
-                source, self.shared_parameters, schedule, self._groups, self.device, synchronize
+                source,
+                self.shared_parameters,
+                schedule,
+                self._groups,
+                self.device,
+                synchronize,
+                options.optimizer_mesh,
             )
             self._releases.append(rank_model.restore_process_groups)
             if not isinstance(factory, SplitStage):

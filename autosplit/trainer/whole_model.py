@@ -81,7 +81,8 @@ def cut_whole_model(
                 "                stages=2, example=inputs[: len(inputs) // 4])",
             )
         )
-    if options.mesh_layout is not None and options.mesh_layout.shards > 1:
+    has_shards = options.mesh_layout is not None and options.mesh_layout.shards > 1
+    if has_shards and not options.run.shard_optimizer:
         raise ShardedError(
             "the mesh has 'dp_shard', but the trainer does not shard a whole model that it cuts: "
             "pass a function that builds stage number index and calls fully_shard(stage, "

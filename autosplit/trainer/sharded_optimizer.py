@@ -1,0 +1,125 @@
+"""ZeRO-1: each replica of a stage has the optimizer state of a part of its parameters only.
+
+    F, I, W        a stage's parameters are gathered once a step, as with ``dp_shard``
+    end of a step  gradients are reduce-scattered; the optimizer updates this rank's part
+    next step      the updated parts are gathered, one action ahead of the stage's first
+
+The trainer calls FSDP2's ``fully_shard(reshard_after_forward=False)`` for its stages, over the
+ranks along "dp_replicate", which are then the ranks along "dp_shard" to all that follows. Frozen
+parameters, scalars and parameters that several stages share stay whole on each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autosplit.errors import PipelineError
+from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, REPLICATE, SHARD
+from autosplit.ranks.groups import Groups
+from autosplit.torch_internals.distributed import fsdp_part
+from autosplit.trainer.copy_checks import check_built_alike, form_of
+from autosplit.trainer.replicated_parameters import broadcast_from
+from autosplit.trainer.stage_modules import Holder
+
+
+def check_mesh(mesh: DeviceMesh | None) -> None:
+    """Check that a mesh has replicas that can share an optimizer's state.
+
+    Raises:
+        PipelineError: it has none, or other dimensions say already how parameters are sharded.
+    """
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if REPLICATE not in names:
+        raise PipelineError(
+            "shard_optimizer divides the optimizer's state among replicas of the pipeline, and "
+            f"there are none: pass mesh=init_device_mesh(..., mesh_dim_names=('pp', {REPLICATE!r})"
+            "), or leave it out"
+        )
+    for name in (SHARD, EXPERT_SHARD, EXPERT, CONTEXT):
+        if name in names:
+            raise PipelineError(
+                f"shard_optimizer cannot be combined with the mesh dimension {name!r}: call "
+                f"fully_shard in the function that builds stages, over {SHARD!r} or "
+                f"{EXPERT_SHARD!r}, which shards optimizer state as well, and leave "
+                "shard_optimizer out"
+            )
+
+
+def shard_stages(
+    modules: Mapping[int, nn.Module],
+    shared: Sequence[Sequence[Holder]],
+    mesh: DeviceMesh,
+    groups: Groups,
+) -> frozenset[int]:
+    """Shard this rank's stages over the replicas; collective over all ranks.
+
+    Args:
+        modules: this rank's stages by index.
+        shared: groups of (stage, parameter name); each group is one tied parameter.
+        mesh: the replicas of these stages.
+        groups: the trainer's process groups.
+
+    Returns:
+        The ``id`` of each trained parameter that stays whole.
+
+    Raises:
+        PipelineError: a stage is sharded already, or its parameters cannot be sharded together.
+    """
+    from torch.distributed.fsdp import fully_shard  # takes long to import
+
+    _check_built_alike(modules, groups)
+    tied = {holder for holders in shared for holder in map(tuple, holders)}
+    whole: set[int] = set()
+    first, replicas = groups.root_and_group(groups.layout.shard_groups())
+    for index, module in modules.items():
+        if fsdp_part(module) is not None:
+            raise PipelineError(
+                f"stage {index} is sharded by fully_shard already, which shards optimizer state as "
+                "well: name the mesh dimension 'dp_shard', and leave shard_optimizer out"
+            )
+        broadcast_from(module.parameters(), first, replicas, groups)
+        named = [*module.named_parameters(remove_duplicate=False)]
+        kept = {p for name, p in named if p.ndim == 0 or (index, name) in tied}
+        whole.update(map(id, kept))
+        kept.update(p for _, p in named if not p.requires_grad)
+        sharded = {name: p for name, p in named if p not in kept}
+        _check_parameters(index, module, sharded)
+        if sharded:
+            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=kept)
+    return frozenset(whole)
+
+
+def _check_built_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
+    """Check that replicas can take each other's parameters; collective."""
+    everybody = groups.everybody
+    forms = [
+        f"stage {index}'s {name}: {form_of(parameter)}"
+        for index, module in modules.items()
+        for name, parameter in module.named_parameters()
+    ]
+    rows = dict(zip(everybody.members, everybody.gather(forms), strict=True))
+    check_built_alike(rows, groups.layout.peers, "replicas of the same stages")
+
+
+def _check_parameters(stage: int, module: nn.Module, sharded: dict[str, nn.Parameter]) -> None:
+    """Check that one reduce-scatter can carry the gradients of a stage.
+
+    Raises:
+        PipelineError: they have several dtypes, or are sparse.
+    """
+    names = {parameter.dtype: name for name, parameter in reversed(sharded.items())}
+    if len(names) > 1:
+        dtypes = " and ".join(f"{name!r} {dtype}" for dtype, name in reversed(names.items()))
+        raise PipelineError(
+            f"shard_optimizer needs one dtype for the trained parameters of a stage; in stage "
+            f"{stage} are {dtypes}: convert them, or leave shard_optimizer out"
+        )
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True:
+            raise PipelineError(
+                f"stage {stage}: shard_optimizer cannot reduce the sparse gradients of {name!r}: "
+                "build it with sparse=False, or leave shard_optimizer out"
+            )

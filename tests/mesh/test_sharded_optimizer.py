@@ -1,0 +1,147 @@
+"""Replicas that divide the optimizer's state among them (ZeRO-1), over four Gloo processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.kept_ranks import ranks
+from tests.mesh.workers import (
+    REFERENCE,
+    WIDTH,
+    assert_refused,
+    assert_round_trip,
+    assert_skipped,
+    block,
+    mesh_of,
+    share,
+    trainer,
+    whole,
+)
+from tests.zoo import Made
+
+MESH = {"pp": 2, "dp_replicate": 2}
+ZERO1: dict[str, Any] = {"shard_optimizer": True}
+
+
+def own_share(mesh: Any, step: int = 0) -> tuple[Tensor, Tensor]:
+    return share(mesh.get_local_rank("dp_replicate"), step)
+
+
+def uneven(index: int) -> nn.Sequential:
+    """A stage with shapes that two ranks cannot divide, and a scalar."""
+    torch.manual_seed(index)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 5),
+        nn.Tanh(),
+        nn.Linear(5, WIDTH),
+        Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.tensor(1.5))),
+    )
+
+
+def frozen(index: int) -> nn.Module:
+    module = uneven(index)
+    module[0].requires_grad_(False)
+    return module
+
+
+def tied(index: int) -> nn.Module:
+    """A stage with a parameter that all stages share."""
+    local = uneven(index)
+    torch.manual_seed(7)
+    return Made(
+        lambda m, x: m.block(x) * m.tied, block=local, tied=nn.Parameter(torch.randn(WIDTH))
+    )
+
+
+def trained(mesh: Any, build: Any, **options: Any) -> tuple[list[Any], dict[str, Tensor], int]:
+    """Losses, whole parameters and this rank's numbers of optimizer state after three steps."""
+    if not callable(build):  # which the trainer would train further
+        build, options = uneven_model(), {**options, "example": torch.zeros(2, WIDTH)}
+    waits = options.pop("waits", True)
+    with trainer(mesh, build, **options) as engine:
+        step = engine.step if waits else lambda batch: engine.step_async(batch).wait()
+        losses = [step(own_share(mesh, at)).tolist() for at in range(3)]
+        losses.append(engine.evaluate(own_share(mesh)).tolist())
+        states: Any = engine.optimizer.state.values()
+        sizes = [
+            (value.to_local() if isinstance(value, DTensor) else value).numel()
+            for state in states
+            for value in state.values()
+        ]
+        named = [item for m in engine.modules.values() for item in m.named_parameters()]
+        return losses, {name: whole(p.detach()) for name, p in named}, sum(sizes)
+
+
+def uneven_model() -> nn.Module:
+    return nn.Sequential(*map(uneven, range(4)))
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (block, {"max_grad_norm": 1.0, "schedule": "zb-h1"}),
+        (frozen, {"waits": False, "grad_dtype": torch.float64}),
+        (tied, {"max_grad_norm": 1.0, "shared_parameters": [((0, "tied"), (1, "tied"))]}),
+        ("whole", {}),
+    ],
+    ids=["even", "frozen", "tied", "cut"],
+)
+def test_training_is_that_of_replicas(build: Any, options: dict[str, Any]) -> None:
+    """Bit for bit, with less optimizer state on each rank."""
+    mesh = mesh_of(**MESH)
+    losses, parameters, size = trained(mesh, build, **options)
+    same_losses, same_parameters, smaller_size = trained(mesh, build, **options, **ZERO1)
+    assert same_losses == losses
+    assert all(torch.equal(p, same_parameters[name]) for name, p in parameters.items())
+    assert smaller_size < 0.7 * size
+
+
+@ranks(4)
+def test_checkpoints_load_under_any_number_of_replicas() -> None:
+    mesh, line = mesh_of(**MESH), mesh_of(pp=4)
+    assert_round_trip(
+        lambda: trainer(mesh, uneven, 4, schedule="zb-v", **ZERO1),
+        lambda: trainer(build=uneven, stages=4, ranks=1, **REFERENCE),
+        lambda step: own_share(mesh, step),
+        line=lambda: trainer(line, uneven, 4),
+    )
+
+
+@ranks(4)
+def test_a_step_with_an_infinite_gradient_moves_no_replica() -> None:
+    mesh = mesh_of(**MESH)
+    with trainer(mesh, uneven, nonfinite="skip", **ZERO1) as engine:
+        assert_skipped(engine, own_share(mesh), bad=mesh.get_local_rank("dp_replicate") == 1)
+
+
+@ranks(4)
+def test_what_cannot_be_sharded_is_refused() -> None:
+    mesh = mesh_of(**MESH)
+
+    def built(mesh: Any, build: Callable[[int], nn.Module] = block, **options: Any) -> Any:
+        return lambda: trainer(mesh, build, **ZERO1, **options)
+
+    def mixed(index: int) -> nn.Module:
+        return nn.Sequential(block(index), block(index).bfloat16())
+
+    def sparse(index: int) -> nn.Module:
+        return nn.Sequential(nn.Embedding(4, WIDTH, sparse=True), block(index))
+
+    assert_refused(
+        [
+            ("among replicas of the pipeline, and there are none: pass", built(None, stages=4)),
+            ("cannot be combined with the mesh dimension 'dp_shard': call fully_shard",
+             built(mesh_of(pp=1, dp_replicate=2, dp_shard=2))),
+            ("and '1.0.weight' torch.bfloat16: convert them", built(mesh, mixed)),
+            ("sparse gradients of '0': build it with sparse=False", built(mesh, sparse)),
+            ("memory_limit counts parameters as each rank holds", built(mesh, memory_limit="1GiB")),
+            ("and stage_factory=ReferenceStage would build it", built(mesh, **REFERENCE)),
+        ]
+    )  # fmt: skip
