@@ -129,7 +129,8 @@ output_merge_spec loss_kwargs BlockMask associative_scan fullgraph_capture Conte
 _load_csv sSEND_Fm sRECV_Fm no_sync BatchNorm CUDA_DEVICE_MAX_CONNECTIONS TiedLayerSpec
 SummaryWriter AveragedModel ChainMap DeviceMesh GLOO_SOCKET_IFNAME OrderedDict
 PipeliningMetadataError Trainer a loss nn padding_idx pickle self
-state param_groups PARAMETER KEY add_scalar
+state param_groups PARAMETER KEY add_scalar ModelParallelStrategy ThroughputMonitor TQDMProgressBar
+Profiler ProfileKwargs ModelCheckpoint DDP DCP
 """
 """Words of other projects, and of examples."""
 
