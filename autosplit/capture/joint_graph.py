@@ -87,7 +87,7 @@ def trace_joint(
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
-    with tracing(context), _refuse_values_read(module, exported):
+    with tracing(context), _refuse_plain_state(module, exported):
         joint = export_joint(exported, *inputs, decompositions)
     refuse_mixed_dtypes(joint.graph_module.graph)
     infos = joint._aot_state.fw_metadata.output_info
@@ -117,19 +117,32 @@ def export_joint(
 
 
 @contextlib.contextmanager
-def _refuse_values_read(module: nn.Module, exported: fx.GraphModule) -> Iterator[None]:
-    """Refuse forwards that read the value of a one-element tensor that is neither a parameter nor a
-    buffer (``self.scale.item()``): tracing records it as a constant.
+def _refuse_plain_state(module: nn.Module, exported: fx.GraphModule) -> Iterator[None]:
+    """Refuse forwards that write into a tensor that is neither a parameter nor a buffer
+    (``self.steps += 1``), or read the value of one with one element (``self.scale.item()``).
+
+    Such tensors are real while others are fake: tracing would run the write, and record the value
+    as a constant.
 
     Raises:
-        CaptureError: the forward reads such a value.
+        CaptureError: the forward writes into such a tensor, or reads such a value.
     """
-    if not any(map(_is_kept_number, placeholders(exported.graph))):
+    kept = [node for node in placeholders(exported.graph) if _is_kept_tensor(node)]
+    if not kept:
         yield
         return
-    with _ValuesRead() as values:  # type: ignore[no-untyped-call]
-        yield
-    if values.read:
+    with _RealTensorUse() as use:  # type: ignore[no-untyped-call]
+        try:
+            yield
+        except Exception:
+            if not use.written:
+                raise
+    if use.written:
+        raise CaptureError(
+            f"{forward_of(module)} writes into a tensor that is neither a parameter nor a buffer "
+            "(self.steps += 1), which a graph cannot repeat: register it as a buffer"
+        )
+    if use.value_read and any(map(_is_number, kept)):
         raise CaptureError(
             f"{forward_of(module)} reads the value (.item(), float()) of a tensor that is neither "
             "an input, a parameter nor a buffer, and may change: register it as a buffer, or store "
@@ -137,30 +150,53 @@ def _refuse_values_read(module: nn.Module, exported: fx.GraphModule) -> Iterator
         )
 
 
-def _is_kept_number(node: fx.Node) -> bool:
-    """Whether a one-element tensor is an attribute or a global, but not a parameter or buffer."""
+def _is_kept_tensor(node: fx.Node) -> bool:
+    """Whether a tensor is an attribute or a global, but not a parameter or buffer."""
     value, source = node.meta.get("example_value"), repr(getattr(node, "_dynamo_source", ""))
-    if not isinstance(value, Tensor) or any(size != 1 for size in value.shape):
+    if not isinstance(value, Tensor):
         return False
     kept = "NNModuleSource" in source or "GlobalSource" in source
     return kept and "'_buffers'" not in source and "'_parameters'" not in source
 
 
-class _ValuesRead(TorchDispatchMode):
-    """Dispatch mode that detects reads of real tensors' values while fake tensors are traced.
+def _is_number(node: fx.Node) -> bool:
+    return all(size == 1 for size in node.meta["example_value"].shape)
+
+
+class _RealTensorUse(TorchDispatchMode):
+    """Dispatch mode that detects uses of real tensors while fake tensors are traced. Writes go into
+    copies.
 
     Attributes:
-        read: whether such a value was read.
+        value_read: whether a value was read.
+        written: whether a tensor was to be written.
     """
 
-    read = False
+    value_read = written = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        real = not any(isinstance(arg, FakeTensor) for arg in args)
-        self.read = self.read or (real and torch.Tag.data_dependent_output in func.tags)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not any(isinstance(arg, FakeTensor) for arg in args):
+            self.value_read |= torch.Tag.data_dependent_output in func.tags
+        if func._schema.is_mutable and any(map(_is_real, _written_by(func, args, kwargs))):
+            self.written = True
+            leaves, spec = tree_flatten((args, kwargs))
+            copies = [leaf.clone() if _is_real(leaf) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(copies, spec)
+        return func(*args, **kwargs)
+
+
+def _is_real(value: object) -> bool:
+    return type(value) is Tensor
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operator writes into."""
+    arguments = func._schema.arguments
+    named = {arg.name: value for arg, value in zip(arguments, args, strict=False)} | kwargs
+    return tree_flatten([named.get(arg.name) for arg in arguments if arg.is_write])[0]
 
 
 class _Results:

@@ -188,6 +188,22 @@ def test_inputs_may_share_a_storage_with_a_written_buffer_but_no_element() -> No
     assert model.sum.tolist() == [[1.0] * 4] * 3
 
 
+def writes_tensor(module: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.steps += 1
+    return module.linear(x + module.steps)
+
+
+def test_a_written_tensor_that_is_no_buffer_is_written_once_a_call() -> None:
+    """In parts; a stage refuses it, and leaves the tensor as it was."""
+    assert_equals_autograd(layered(writes_tensor, steps=torch.ones(1)), leaves(2, 4))
+    model = layered(writes_tensor, steps=torch.ones(1))
+    with pytest.raises(CaptureError, match="writes into a tensor that is neither a parameter nor"):
+        Stage(model, torch.zeros(2, 4))
+    assert model.steps.item() == 1
+    assert torch.is_grad_enabled()
+
+
 # --- custom operators that write into their arguments ---------------------------------------------
 
 
