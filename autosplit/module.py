@@ -67,7 +67,8 @@ class SplitModule(ModuleProxy):
     - something reads a lazy gradient: gradient clipping, a ``GradScaler``, an optimizer's step;
     - more than ``max_pending`` microbatches are pending.
 
-    Setting ``.grad`` to None, or replacing it, drops what is pending for that parameter.
+    Setting ``.grad`` to None, replacing it, or zeroing it, drops what is pending for that
+    parameter. Shape, dtype and device of a lazy gradient are known without a computation.
 
     ``backward()`` computes weight gradients, too, if a parameter has a hook (an optimizer may step
     in it; ``report()`` names such parameters), if parameters are computed

@@ -4,7 +4,8 @@
                                           └──> grad: the sum of the computed parts
 
 While weight gradients are pending, ``.grad`` of each parameter is a ``LazyGradient``. Any operator
-on it computes all pending parts of the gradient, and gets the real gradient as its argument. A
+on it computes all pending parts of the gradient, and gets the real gradient as its argument. Its
+shape, dtype and device need no computation, and ``zero_()`` drops the pending parts. A
 ``GradientSlot`` has the state of one parameter's ``.grad`` meanwhile.
 """
 
@@ -23,12 +24,14 @@ from torch import Tensor
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
+    ZEROING,
     add_gradient,
     in_compiler,
     in_transform,
     memoryless_tensor,
     outside_dispatch,
     tensor_users,
+    without_torch_function,
 )
 from autosplit.torch_internals.dtensor import dtensor_class, is_dtensor
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
@@ -37,6 +40,16 @@ if TYPE_CHECKING:
     from .pending import PendingQueue
 
 _CLASS: Any = object.__dict__["__class__"]
+
+_T: Any = Tensor
+_METADATA = {
+    *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cpu")),
+    *(getattr(_T, name).__get__ for name in ("is_cuda", "itemsize", "grad_fn", "requires_grad")),
+    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex),
+}
+"""Functions whose results do not depend on a gradient's values; functions of Tensor are compared by
+equality.
+"""
 
 
 class LazyGradient(Tensor):
@@ -56,7 +69,18 @@ class LazyGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = _with_real_gradients((args, kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _METADATA and args[0]._is_plain:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if func is _T.requires_grad_ and args[1:] == (False,) and args[0]._is_plain:
+            return args[0]
+        if func in ZEROING:
+            for lazy in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                target = pending_slot(lazy) if isinstance(lazy, LazyGradient) else None
+                if target is not None:
+                    target[0].zero(target[1])
+        args, kwargs = _with_real_gradients((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -92,6 +116,15 @@ class LazyGradient(Tensor):
         """The parameter while a part is pending, and the real gradient afterwards."""
         target = pending_slot(self)
         return self._real if target is None else target[1]
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a part is pending, and the earlier sum has no autograd history."""
+        target = pending_slot(self)
+        if target is None:
+            return False
+        earlier = target[0].grad
+        return earlier is None or not earlier.requires_grad
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of a DTensor's gradient only: placements, device mesh, local part."""
@@ -281,6 +314,26 @@ class GradientSlot:
         if parameter is not None or self._is_referenced():
             self.lazy = None
         self.armed, self.grad, self.failure = False, None, None
+
+    def zero(self, parameter: Tensor) -> None:
+        """Drop the pending part, and put zeros into ``.grad``, as ``zero_()`` of the real gradient
+        would. Do nothing if the lazy gradient is no longer there, or a thread computes it.
+        """
+        with _SLOT_LOCK:
+            lazy = self.lazy
+            if (
+                lazy is None
+                or parameter.grad is not lazy
+                or self.computing
+                or is_dtensor(parameter)
+            ):
+                return
+            dtype = lazy.dtype
+            self.drop(parameter)
+            self.queue.drop({self.key})
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            lazy._real = parameter.grad
 
     def _is_referenced(self) -> bool:
         """Whether anything but the slot refers to the lazy gradient, which is not in ``.grad``."""

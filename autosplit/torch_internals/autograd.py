@@ -495,6 +495,12 @@ def memoryless_tensor(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
     return cast(T, wrapper)
 
 
+ZEROING = {Tensor.zero_, torch.zero_, torch._foreach_zero_}
+"""Functions that overwrite their tensors with zeros."""
+
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""Context in which functions of tensors call no ``__torch_function__`` of subclasses."""
+
 tensor_users = Tensor._use_count  # type: ignore[attr-defined]
 """C++ reference count of a tensor, its Python object included."""
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 import autosplit
 from autosplit import SplitError, SplitModule
 from autosplit.dynamo.partial_model import PartialModel
+from autosplit.runtime.functions import SplitFunctions
 from tests.autograd.faces import FACES, Broken, Compiled, Net, model_for
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_alike, within
@@ -244,6 +245,45 @@ def test_dropped_with_grad(face: str) -> None:
             for network in (module, plain):
                 backward(network, *inputs)
             assert_same_gradients(model, plain)
+
+
+def test_shape_dtype_and_device_compute_nothing(captured: SplitModule) -> None:
+    backward(captured, *batches(1))
+    for parameter in captured.parameters():
+        grad = parameter.grad
+        assert grad is not None
+        assert (grad.shape, grad.dtype, grad.device) == (
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+        )
+        assert (grad.dim(), grad.size(), grad.numel()) == (
+            parameter.dim(),
+            parameter.size(),
+            parameter.numel(),
+        )
+    assert captured.pending == 1
+    captured.discard()
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["first", "beside a sum"])
+def test_zeros_in_place_of_pending_gradients_compute_nothing(
+    earlier: bool, captured: SplitModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured.zero_grad()
+    if earlier:
+        backward(captured, *batches(1))
+        captured.backward_weight()
+    backward(captured, *batches(1))
+    kept = [parameter.grad for parameter in captured.parameters()]
+    with monkeypatch.context() as patch:
+        patch.delattr(SplitFunctions, "backward_weight")
+        torch.optim.SGD(captured.parameters()).zero_grad(set_to_none=False)
+        captured.zero_grad(set_to_none=False)
+    assert captured.pending == 0
+    assert not any(grad.any() for grad in kept if grad is not None)
+    backward(captured, torch.ones(3, 4))
+    assert all(p.grad is not None and p.grad.any() for p in captured.parameters())
 
 
 @pytest.mark.parametrize("face", FACES)
