@@ -427,7 +427,8 @@ class Stage:
             self._weights.backward_weight(microbatch, *later)
         if self._sharded:
             self._accumulate_sharded()
-        self._report_end((microbatch, *later)[-1])
+        if self._weights.last is not None:
+            self._report_end((microbatch, *later)[-1])
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W as one graph. Arguments and result are those of ``backward_input``.
@@ -437,14 +438,16 @@ class Stage:
         """
         state = self._take(microbatch)
         if not state.functions.has_backward:
-            self._report_end(microbatch)
+            if self._weights.last is not None:
+                self._report_end(microbatch)
             return self._no_gradients(output_grads)
         with without_grad(), without_autocast():
             tangents = self._output_grads(state.functions, output_grads)
             grads = self._weights.backward(microbatch, state, tangents)
         if self._sharded:
             self._accumulate_sharded()
-        self._report_end(microbatch)
+        if self._weights.last is not None:
+            self._report_end(microbatch)
         return grads
 
     def source(self, call: str, *, adds: bool = False) -> fx.GraphModule:

@@ -6,6 +6,7 @@ Positions of arguments and results are computed once; a call only moves referenc
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 _MAX_SPECIALIZED = 3  # sets of outputs without a gradient that get their own graphs
 _SENTINELS_PER_END = 2
+_NOTHING = contextlib.nullcontext()
 _SLICES, _COMPILED_SLICES = 16, 4
 _SLICE_BYTES = 2**20
 
@@ -627,7 +629,7 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        with own_writes(deferred.live):
+        with own_writes(deferred.live) if deferred.live else _NOTHING:
             return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
 
     def most_joined(self, dtype: torch.dtype | None = None) -> int:
@@ -701,7 +703,7 @@ class SplitFunctions:
         if self._defers_whole_backward:
             grads, deferred, _ = self.backward_input(saved, output_grads)
             return grads, self.backward_weight(deferred, gradients, dtype)
-        with own_writes(saved.live):
+        with own_writes(saved.live) if saved.live else _NOTHING:
             pool = self._backward_pool(saved.take_arguments(), output_grads)
             return self._fused.run(pool, gradients, dtype)
 

@@ -205,7 +205,7 @@ class StageBackward:
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.parameter_names, self.sums
         into = self.accumulators(names, module_state, skipped)
-        if into is not None:
+        if into is not None and self.last is not None:
             into = into._replace(report=self.report_of(microbatch))
         input_grads, gradients = functions.backward(saved, grads, into, sums.dtype)
         if into is None:
@@ -229,7 +229,8 @@ class StageBackward:
                 self._run_weight(run)
                 run = []
             run.append(state)
-        self._run_weight(run, self.report_of((microbatch, *later)[-1]))
+        report = None if self.last is None else self.report_of((microbatch, *later)[-1])
+        self._run_weight(run, report)
 
     def _joins(self, run: Sequence[MicrobatchState], state: MicrobatchState) -> bool:
         """Whether W of a microbatch may be one call with those of the microbatches before it."""
@@ -251,7 +252,7 @@ class StageBackward:
             return
         names, dtype = functions.late_parameters, self.sums.dtype
         sums = self.accumulators(names, module_state, skipped)
-        if sums is not None:
+        if sums is not None and report is not None:
             sums = sums._replace(report=report)
         if len(run) == 1:
             gradients = functions.backward_weight(deferred, sums, dtype)

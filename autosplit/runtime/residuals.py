@@ -255,8 +255,6 @@ class BoundaryLayout:
 
     def protected(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
         """The state, or values for each tensor of it, without what backwards write."""
-        if not self.live:
-            return state
         return tuple([value for at, value in enumerate(state) if at not in self.live])
 
     @property
@@ -311,6 +309,7 @@ class Residuals:
 
     Attributes:
         state: parameters and buffers that the next graph reads.
+        live: those of them that the next graph, or one after it, writes.
         detached: the storages that are detached now.
     """
 
@@ -324,6 +323,7 @@ class Residuals:
         "_tensors",
         "_written_by_users",
         "detached",
+        "live",
         "state",
     )
 
@@ -339,11 +339,15 @@ class Residuals:
         """
         self._layout, self._tensors, self.state = layout, tensors, state
         constants = layout.constants.tensors
-        protected = layout.protected(state)
+        protected = layout.protected(state) if layout.live else state
         self._protected = protected + constants if constants else protected
         self._counts = versions(chain(map(tensors.__getitem__, layout.exposed), self._protected))
         self._identity = tuple(map(_POINTER, self._protected)), tuple(map(_DTYPE, self._protected))
-        self._written_by_users = users_writes(self.live) if layout.live else ()
+        self.live: tuple[Tensor, ...] = ()
+        self._written_by_users: tuple[int, ...] = ()
+        if layout.live:
+            self.live = tuple([state[at] for at in layout.live])
+            self._written_by_users = users_writes(self.live)
         self._stream = stream_under(tensors) if layout.on_streams else None
         self.detached: list[DetachedStorage] = []
         self._storages: Mapping[StorageKey, PlacedStorage] | None = None
@@ -357,11 +361,6 @@ class Residuals:
     def fixed(self) -> tuple[Tensor, ...]:
         """State and constants that the next graph, or one after it, reads."""
         return (*self.state, *self._layout.constants.tensors)
-
-    @property
-    def live(self) -> tuple[Tensor, ...]:
-        """The state that the next graph, or one after it, writes."""
-        return tuple([self.state[at] for at in self._layout.live])
 
     def drop_tensors(self) -> None:
         """Drop the tensors: autograd keeps them, packed by the user's saved-tensor hooks."""
