@@ -225,12 +225,14 @@ def pack_run(
         local["scheduler"] = scheduler.state_dict()
     entries = {f"{_RANK}{ranks.number}": packed(local, "the scheduler's state")}
     if ranks.number == 0:
+        scaler = ranks.trainer.grad_scaler
         run = {
             "step": step,
             "extra": dict(extra or {}),
             "layout": ranks.layout,
             "cut": ranks.cut,
             "planning": ranks.trainer.planning,
+            "grad_scaler": scaler and scaler.state_dict(),
         }
         entries[_ALL] = packed(run, "extra")
     return entries
@@ -244,7 +246,7 @@ class RunState(NamedTuple):
         extra: as given to ``save_checkpoint``.
         generators: how generators are restored.
         groups: the parameter groups of the optimizers of all ranks.
-        restore: functions that set the scheduler and the generators.
+        restore: functions that set the scheduler, the scale of losses and the generators.
     """
 
     step: int | None
@@ -280,6 +282,8 @@ def unpack_run(
     if scheduler is not None:
         state = _scheduler(rows, groups, local)
         restore.append(lambda: scheduler.load_state_dict(state))
+    if (scaler := ranks.trainer.grad_scaler) and run.get("grad_scaler"):
+        restore.append(lambda: scaler.load_state_dict(run["grad_scaler"]))
     device = ranks.trainer.device
     done: Generators = "untouched"
     if generators and device.type in generators_of.get("generators", ()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -26,40 +25,6 @@ BatchSlot: TypeAlias = "tuple[str, int]"
 
 Microbatches: TypeAlias = "list[list[Any]]"
 """For each microbatch its tensors, in order; None for tensors that this rank does not use."""
-
-Weight: TypeAlias = "float | Sequence[float | Tensor] | Tensor"
-"""The weight of each microbatch, M numbers, or the weight of the batch, one number."""
-
-
-def microbatch_weights(weight: Weight, count: int) -> list[float]:
-    """Return the weight of each microbatch; a single number is cut into equal parts.
-
-    Args:
-        weight: the weights, such as numbers of tokens.
-        count: the number of microbatches.
-
-    Raises:
-        PipelineError: a weight is no positive finite number, or there are not ``count`` of them.
-    """
-    values: Any = weight.tolist() if isinstance(weight, Tensor) else weight
-    is_row = isinstance(values, list | tuple)
-    numbers = values if is_row else [values]
-    if is_row and len(numbers) != count:
-        raise PipelineError(
-            f"weight has {len(numbers)} numbers for {count} microbatches: pass one for each "
-            "microbatch, or a single number for the batch"
-        )
-    for at, number in enumerate(numbers):
-        try:
-            is_valid = not isinstance(number, str | bool) and 0.0 < float(number) < math.inf
-        except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
-            is_valid = False
-        if not is_valid:
-            raise PipelineError(
-                f"{f'weight[{at}]' if is_row else 'weight'} is {number!r}: a weight must be a "
-                "positive finite number, such as the number of tokens that count in the loss"
-            )
-    return [float(n) for n in numbers] if is_row else [float(numbers[0]) / count] * count
 
 
 def paired(batch: Any, target: BatchPart | None, named: Mapping[str, Tensor]) -> Batch | None:
@@ -271,7 +236,7 @@ def deliver_gradients(
     tensors: Mapping[BatchSlot, Tensor],
     gradients: Mapping[BatchSlot, Mapping[int, Tensor]],
     count: int,
-    shares: int,
+    divisor: float,
 ) -> None:
     """Run backward from tensors of a batch, as ``backward()`` of the step's loss would do.
 
@@ -280,7 +245,8 @@ def deliver_gradients(
         gradients: by microbatch, the gradients of the mean over microbatches. Microbatches whose
             loss does not depend on the tensor are missing, and have a gradient of zeros.
         count: the number of microbatches.
-        shares: the number of shares of the batch, over which the step's loss is the mean.
+        divisor: the number of shares of the batch, over which the step's loss is the mean, times
+            the scale of the losses.
     """
     roots, totals = [], []
     for slot, tensor in tensors.items():
@@ -289,6 +255,6 @@ def deliver_gradients(
             chunks = [by_microbatch.get(microbatch, zeros) for microbatch in range(count)]
             total = torch.cat(chunks) if tensor.dim() else torch.stack(chunks).sum(0)
             roots.append(tensor)
-            totals.append((total / shares if shares > 1 else total).to(tensor.device))
+            totals.append((total / divisor if divisor != 1 else total).to(tensor.device))
     if roots:
         torch.autograd.backward(roots, totals)

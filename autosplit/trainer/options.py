@@ -45,7 +45,8 @@ class StageOptions:
             passed by name, as in ``StageOptions(backend="inductor")``, and then replace those of
             ``options``. None: the defaults, or the options of the plan.
         changes: the fields passed by name, without ``options``; they replace those of the plan.
-        autocast: ``torch.bfloat16`` runs modules and loss under autocast; None: no autocast.
+        autocast: ``torch.bfloat16`` runs modules and loss under autocast, and ``torch.float16``
+            does with a ``grad_scaler``; None: no autocast.
         shared_parameters: groups of (stage, name) that are one parameter of the model. Each group
             starts with the values of its first holder, and each holder gets the sum of the
             gradients. Parameters that the modules of a list share, or the stages of a model that
@@ -126,6 +127,11 @@ class RunOptions:
             microbatch without targets.
         shard_optimizer: divide the optimizer's state, and parameters between steps, among the
             replicas of the pipeline along "dp_replicate" (ZeRO-1).
+        grad_scaler: a ``torch.amp.GradScaler`` of each rank, with equal options, which scales the
+            losses for float16. A step whose gradients are not finite is dropped on all ranks, as
+            with ``nonfinite="skip"``. Gradients are unscaled after their reduction, before norm and
+            clipping. Each step and each ``forward_backward`` updates the scale, equally on all
+            ranks.
     """
 
     split_backward: bool = True
@@ -135,6 +141,17 @@ class RunOptions:
     record: Record = False
     nonfinite: NonFinite = "raise"
     shard_optimizer: bool = False
+    grad_scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled."""
+        return self.grad_scaler is not None and self.grad_scaler.is_enabled()
+
+    @property
+    def on_nonfinite(self) -> NonFinite:
+        """The treatment of a step whose gradients are not all finite."""
+        return "skip" if self.scales else self.nonfinite
 
 
 def _is_path(store: object) -> bool:
@@ -148,14 +165,22 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
         o: the options.
         schedule: the schedule; None before it is built.
     """
-    if o.stages.autocast not in (None, torch.bfloat16):
-        text = f"autocast must be None or torch.bfloat16; got {o.stages.autocast}"
-        if o.stages.autocast == torch.float16:
-            text += (
-                ", whose small gradients become zeros without loss scaling, which trainers do not "
-                "have: use torch.bfloat16, which has the range of float32"
-            )
-        yield text
+    scaler = o.run.grad_scaler
+    if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
+        yield f"grad_scaler must be a torch.amp.GradScaler or None; got a {type(scaler).__name__}"
+    elif o.run.scales and o.run.nonfinite == "ignore":
+        yield (
+            "nonfinite='ignore' has no effect together with grad_scaler, which drops steps whose "
+            "gradients are not finite: leave one of the two out"
+        )
+    elif o.stages.autocast == torch.float16 and not o.run.scales:
+        yield (
+            "autocast=torch.float16 needs loss scaling, without which small gradients become "
+            "zeros: pass RunOptions(grad_scaler=torch.amp.GradScaler(device)), or use "
+            "torch.bfloat16, which has the range of float32"
+        )
+    elif o.stages.autocast not in (None, torch.bfloat16, torch.float16):
+        yield (f"autocast must be None, torch.bfloat16 or torch.float16; got {o.stages.autocast}")
     norm = o.max_grad_norm
     if norm is not None and not is_positive(norm):
         yield f"max_grad_norm must be a positive number or None; got {norm!r}"
@@ -342,8 +367,9 @@ class TrainerOptions:
             "schedule='auto'": self.tunes,
             "autocast": self.stages.autocast,
             "max_grad_norm": self.max_grad_norm,
-            "nonfinite": self.run.nonfinite,
             "shard_optimizer": self.run.shard_optimizer,
+            "nonfinite": self.run.on_nonfinite,
+            "grad_scaler": self.run.grad_scaler.state_dict() if self.run.grad_scaler else None,
             "shared_parameters": [*map(list, shared_parameters)],
             "wiring": stages.wiring,
             "stage_factory": None if isinstance(factory, SplitStage) else "given",

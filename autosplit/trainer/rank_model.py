@@ -268,16 +268,19 @@ class RankModel:
             parameter.grad = None
 
     @contextlib.contextmanager
-    def reducing_gradients(self) -> Iterator[None]:
+    def reducing_gradients(self, scale: float = 1.0) -> Iterator[None]:
         """Reduce the gradients that are computed inside the context.
 
         Afterwards each copy of a tied parameter has the sum of the gradients of all copies, and
-        each replica of the pipeline has the mean over replicas. Gradients of earlier steps are
-        added once, after the reduction, so that steps can accumulate. After an error only these
-        remain.
+        each replica of the pipeline has the mean over replicas, divided by the scale. Gradients of
+        earlier steps are added once, after the reduction, so that steps can accumulate. After an
+        error only these remain.
 
         The reduction of a bucket starts in the last W that adds to it, others after the rank's last
         action.
+
+        Args:
+            scale: the scale of the losses.
 
         Raises:
             LostPeerError: another rank did not take part.
@@ -299,6 +302,8 @@ class RankModel:
         for parameter, earlier in earlier_gradients:
             if self._has_dtensors:
                 redistribute_gradient(parameter)
+            if scale != 1.0 and parameter.grad is not None:
+                local_tensor(parameter.grad).mul_(1.0 / scale)
             if earlier is not None:
                 parameter.grad = self._add_earlier(parameter, earlier)
 

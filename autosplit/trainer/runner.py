@@ -18,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.evaluation import forward_only
 from autosplit.pipeline.engine.executor import Executor
@@ -50,11 +49,10 @@ from autosplit.trainer.batches import (
     BatchSlot,
     BatchSplitter,
     Microbatches,
-    Weight,
     deliver_gradients,
-    microbatch_weights,
 )
 from autosplit.trainer.gradient_norms import GradientNorms
+from autosplit.trainer.loss_gradients import LossGradients, Weight, microbatch_weights
 from autosplit.trainer.options import MEMORY, TrainerOptions
 from autosplit.trainer.rank_memory import RankMemory
 from autosplit.trainer.rank_model import RankModel
@@ -92,6 +90,7 @@ class Runner:
         record: whether to record ``spans``, and with ``"memory"`` also memory. Steps that
             ``"auto"`` measures always record ``spans``.
         clips: whether to compute the norm of the gradient.
+        losses: the gradients of the losses, with their scale.
     """
 
     def __init__(
@@ -107,8 +106,8 @@ class Runner:
         store: OffloadTarget | None,
     ) -> None:
         self.record, self.clips = options.run.record, options.max_grad_norm is not None
-        self._raises = options.run.nonfinite == "raise"
-        self._checks_finite = options.run.nonfinite != "ignore"
+        self._raises = options.run.on_nonfinite == "raise"
+        self._checks_finite = options.run.on_nonfinite != "ignore"
         self._model, self._groups, self._guard = model, groups, guard
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
@@ -122,6 +121,8 @@ class Runner:
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule, source)
+        self._scales, scaler = options.run.scales, options.run.grad_scaler
+        self.losses = LossGradients(groups, schedule, device, scaler if self._scales else None)
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
         stages_here, wiring = schedule.stages_on(groups.rank), stages.wiring
@@ -182,11 +183,9 @@ class Runner:
         Returns:
             Losses and norm, being reduced over all ranks.
         """
-        weights = self._weights_of(weight)
+        weights = microbatch_weights(weight, self.schedule.microbatches)
         plan, executor, inputs, targets = self._prepare_batch(batch, weights, waits=waits)
-        loss_grads = plan.loss_grads
-        if isinstance(weights, list):
-            loss_grads = self._weighted_grads(plan, weights)
+        loss_grads = self.losses.of_step(plan, _parsed(weights))
         self._grad_tensors = self._splitter.requiring_grad(batch) if plan.grad_slots else {}
         self._batch_gradients = executor.batch_gradients
         model, memory, microbatches = self._model, self.memory, inputs + targets
@@ -197,8 +196,8 @@ class Runner:
             if self.record == MEMORY:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(plan, tensors, self._recorder))
-            if model.reduces:
-                stack.enter_context(model.reducing_gradients())
+            if model.reduces or self._scales:
+                stack.enter_context(model.reducing_gradients(self.losses.scale))
             hooked: list[Tensor] = []
             for split_stage in traced(self.stages).values():
                 split_stage.waiting_hooks = hooked
@@ -229,10 +228,10 @@ class Runner:
         """Run backward from the tensors of the last batch that need a gradient."""
         if not self._grad_tensors:
             return
-        count, shares = self.schedule.microbatches, self._groups.layout.shares
+        count, divisor = self.schedule.microbatches, self._groups.layout.shares * self.losses.scale
         tensors, self._grad_tensors = self._grad_tensors, {}
         with self._guard.during("the backward of the batch's own tensors"):
-            deliver_gradients(tensors, self._batch_gradients, count, shares)
+            deliver_gradients(tensors, self._batch_gradients, count, divisor)
 
     def predict(self, batch: Batch | None) -> RankMemory:
         """Predict this rank's memory in a step with a batch, without running it.
@@ -255,8 +254,6 @@ class Runner:
         executor = plan.executor
         if executor is None:
             self._rank_stages.build_stages(plan, self.schedule, batch, inputs, targets)
-            count = self.schedule.microbatches
-            plan.loss_grads = self._loss_grads(plan, [1.0 / count] * count)
             executor = self._build_executor(plan, self.schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
         if self._tuner is not None and self._tuner.memory_limit is not None and not self._limited:
@@ -265,34 +262,6 @@ class Runner:
             self._change_schedule(self._tuner.search_schedule(self.stages))
             executor = plan.executor or executor
         return plan, executor, inputs, targets
-
-    def _weights_of(self, weight: Weight | None) -> list[float] | str | None:
-        """Return the weights of the microbatches, if any; or a text, why they are refused."""
-        if weight is None:
-            return None
-        try:
-            return microbatch_weights(weight, self.schedule.microbatches)
-        except PipelineError as error:
-            return str(error)
-
-    def _weighted_grads(
-        self, plan: StepPlan, weights: Sequence[float]
-    ) -> Sequence[list[Tensor | None]]:
-        """Return the gradients of a weighted mean over the microbatches of all replicas.
-
-        Replicas reduce gradients to their mean. So each divides by the mean of their sums.
-        """
-        layout, total = self._groups.layout, sum(weights)
-        if layout.shares > 1:
-            ends = total if self._last in self._model.modules else 0.0  # once for each pipeline
-            numbers = torch.tensor([ends], dtype=torch.float64, device="cpu")
-            total = self._groups.everybody.start_sum(numbers)().item() / len(layout.pipelines)
-        return self._loss_grads(plan, [weight / total for weight in weights])
-
-    def _loss_grads(self, plan: StepPlan, values: Sequence[float]) -> list[list[Tensor | None]]:
-        """Return, for each microbatch, the gradients of its loss and of the loss's parts."""
-        loss_grads = torch.tensor(values, dtype=plan.dtype, device=self._device).unbind()
-        return [[loss_grad, *[None] * len(plan.boundaries.part_names)] for loss_grad in loss_grads]
 
     def _build_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
@@ -351,7 +320,7 @@ class Runner:
         Returns:
             Losses, being reduced over all ranks.
         """
-        weights = self._weights_of(weight)
+        weights = microbatch_weights(weight, self.schedule.microbatches)
         plan, inputs, targets = self._plans.agree_on_plan(batch, weights, evaluates=True)
         is_first, executor = plan.executor is None, plan.executor
         if executor is None:
@@ -397,8 +366,8 @@ class Runner:
         if norms is not None and self._checks_finite:
             nonfinite = self._model.nonfinite_stage(norms)
         tensors = _tensors(batch)
-        if isinstance(weights, list):
-            row = torch.tensor(weights, dtype=torch.float64, device="cpu")
+        if (numbers := _parsed(weights)) is not None:
+            row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             tensors.append(row)
             for microbatch, outputs in losses.items():
                 outputs.append(row[microbatch])
@@ -417,6 +386,11 @@ class Runner:
             part_names=plan.boundaries.part_names,
             weighted=plan.weighted,
         )
+
+
+def _parsed(weights: list[float] | str | None) -> list[float] | None:
+    """Weights that no rank has refused."""
+    return None if isinstance(weights, str) else weights
 
 
 def _tensors(batch: Microbatches) -> list[Tensor | None]:

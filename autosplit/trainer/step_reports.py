@@ -48,6 +48,9 @@ class StepReports(RankSession):
         layout: the ranks.
         options: the trainer's options.
         device: the device of this rank.
+
+    Attributes:
+        grad_scaler: scales the losses; None without loss scaling.
     """
 
     _runner: Runner  # set when the modules are built
@@ -56,7 +59,8 @@ class StepReports(RankSession):
 
     def __init__(self, layout: RankLayout, options: TrainerOptions, device: torch.device) -> None:
         self._figures = StepFigures()
-        self._drops_nonfinite = options.run.nonfinite == "skip"
+        self._drops_nonfinite = options.run.on_nonfinite == "skip"
+        self.grad_scaler = options.run.grad_scaler if options.run.scales else None
         super().__init__(layout, options.mesh, device, options.run.timeout)
 
     @property
@@ -123,7 +127,9 @@ class StepReports(RankSession):
             - ``"mfu"``: ``"flops_per_s"`` over ``peak_flops``, the model FLOPs utilisation of PaLM
               (arXiv 2204.02311), Appendix B; only with ``peak_flops``.
             - ``"grad_norm"``: only with ``max_grad_norm``.
-            - ``"skipped"``: the number of steps that ``nonfinite="skip"`` has dropped so far.
+            - ``"skipped"``: the number of steps that ``nonfinite="skip"`` or a ``grad_scaler`` has
+              dropped so far.
+            - ``"scale"``: the scale of the next step's losses; only with ``grad_scaler``.
             - ``"lr"``: the learning rate; ``"lr/0"``, ``"lr/1"`` ... where parameter groups differ.
             - ``"idle"``: the share of forward and backward in which this rank computed nothing,
               equal to ``timeline().bubble_ratio(rank)``; only with ``record``.
@@ -165,6 +171,8 @@ class StepReports(RankSession):
             metrics["grad_norm"] = figures.norm
         if self._drops_nonfinite:
             metrics["skipped"] = float(figures.skipped)
+        if self.grad_scaler is not None:
+            metrics["scale"] = self.grad_scaler.get_scale()
         metrics |= learning_rates(self.optimizer)
         if self._runner.spans:
             spans = tuple(self._runner.spans)

@@ -21,7 +21,8 @@ from autosplit.ranks.groups import await_device
 from autosplit.ranks.session import choose_device
 from autosplit.text.figures import parse_size
 from autosplit.trainer.agreement import StepReduction, check_unanimous
-from autosplit.trainer.batches import Batch, BatchPart, Inputs, Weight, paired
+from autosplit.trainer.batches import Batch, BatchPart, Inputs, paired
+from autosplit.trainer.loss_gradients import Weight
 from autosplit.trainer.options import (
     RunOptions,
     StageOptions,
@@ -361,12 +362,13 @@ class PipelineTrainer(StepReports):
         figures.means = agreement.means
         if self._max_norm is not None:
             figures.norm = agreement.norm()
-        self._optimizer_moves = agreement.finite
+        self._optimizer_moves = is_finite = agreement.finite
         if self._optimizer_moves:
             self._runner.backward_batch()
         else:
             self._model.drop_gradients()
             figures.skipped += 1
+        self._runner.losses.update_scale(finite=is_finite)
         figures.bounds = agreement.bounds()
         return losses
 

@@ -151,7 +151,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer(autocast=torch.float16),
-            r"got torch\.float16, .* without loss scaling, .*: use torch\.bfloat16",
+            r"torch\.float16 needs loss scaling, .*: pass RunOptions\(grad_scaler=.*, or use torch",
         ),
         (
             lambda: trainer().step(X, target={"labels": Y}),

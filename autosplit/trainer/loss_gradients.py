@@ -1,0 +1,129 @@
+"""The gradients of the losses, from which the backward of a step starts: weights and scale.
+
+A step trains the mean by weight over the microbatches of all replicas. With weights w_m and the
+scale s of a ``GradScaler``, the gradient of microbatch m's loss is::
+
+    s * w_m / sum(w)        without weights: s / M
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.ranks.groups import Groups
+from autosplit.trainer.step_plans import StepPlan
+
+Weight: TypeAlias = "float | Sequence[float | Tensor] | Tensor"
+"""The weight of each microbatch, M numbers, or the weight of the batch, one number."""
+
+
+def microbatch_weights(weight: Weight | None, count: int) -> list[float] | str | None:
+    """Return the weight of each microbatch; a single number is cut into equal parts.
+
+    Args:
+        weight: the weights, such as numbers of tokens; None without weights.
+        count: the number of microbatches.
+
+    Returns:
+        The weights, if any; or a text, why they are refused.
+    """
+    if weight is None:
+        return None
+    values: Any = weight.tolist() if isinstance(weight, Tensor) else weight
+    is_row = isinstance(values, list | tuple)
+    numbers = values if is_row else [values]
+    if is_row and len(numbers) != count:
+        return (
+            f"weight has {len(numbers)} numbers for {count} microbatches: pass one for each "
+            "microbatch, or a single number for the batch"
+        )
+    for at, number in enumerate(numbers):
+        if not _is_weight(number):
+            return (
+                f"{f'weight[{at}]' if is_row else 'weight'} is {number!r}: a weight must be a "
+                "positive finite number, such as the number of tokens that count in the loss"
+            )
+    return [float(n) for n in numbers] if is_row else [float(numbers[0]) / count] * count
+
+
+def _is_weight(number: Any) -> bool:
+    try:
+        return not isinstance(number, str | bool) and 0.0 < float(number) < math.inf
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+        return False
+
+
+class LossGradients:
+    """The gradients of a step's losses.
+
+    Args:
+        groups: the trainer's process groups.
+        schedule: its placement says which rank computes the losses.
+        device: the device of the losses.
+        scaler: scales the losses; None: they are not scaled.
+
+    Attributes:
+        scale: the scale of the last step.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        schedule: Schedule,
+        device: torch.device,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._groups, self._device, self._scaler = groups, device, scaler
+        self._count = schedule.microbatches
+        self._has_losses = schedule.placement[schedule.stages - 1] == groups.rank
+        self.scale = 1.0
+        if scaler is not None:
+            # A scaler learns from the gradients of an optimizer whether a step was finite.
+            self._sentinel = nn.Parameter(torch.zeros((), device=device))
+            self._observed = torch.optim.SGD([self._sentinel])
+            scaler.scale(torch.zeros((), device=device))  # creates its tensors
+
+    def of_step(self, plan: StepPlan, weights: Sequence[float] | None) -> Sequence[list[Any]]:
+        """Return, for each microbatch, the gradients of its loss and of the loss's parts, which are
+        None. Collective over replicas if there are weights.
+        """
+        if self._scaler is not None:
+            self.scale = self._scaler.get_scale()
+        elif weights is None and plan.loss_grads:
+            return plan.loss_grads
+        shares = [1.0 / self._count] * self._count if weights is None else self._shares_of(weights)
+        values = [self.scale * share for share in shares]
+        gradients = torch.tensor(values, dtype=plan.dtype, device=self._device).unbind()
+        parts = [None] * len(plan.boundaries.part_names)
+        loss_grads = [[gradient, *parts] for gradient in gradients]
+        if weights is None:
+            plan.loss_grads = loss_grads
+        return loss_grads
+
+    def _shares_of(self, weights: Sequence[float]) -> list[float]:
+        """Divide weights by their sum over all replicas. These reduce gradients to their mean, so
+        each divides by the mean of the sums.
+        """
+        layout, total = self._groups.layout, sum(weights)
+        if layout.shares > 1:
+            number = total if self._has_losses else 0.0  # once for each pipeline
+            numbers = torch.tensor([number], dtype=torch.float64, device="cpu")
+            total = self._groups.everybody.start_sum(numbers)().item() / len(layout.pipelines)
+        return [weight / total for weight in weights]
+
+    def update_scale(self, *, finite: bool) -> None:
+        """Let the scale grow, or shrink after gradients that are not finite.
+
+        Args:
+            finite: whether all gradients of the step are finite, on all ranks.
+        """
+        if self._scaler is not None:
+            self._sentinel.grad = torch.full_like(self._sentinel, 0.0 if finite else math.inf)
+            self._scaler.unscale_(self._observed)
+            self._scaler.update()
