@@ -369,4 +369,4 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return node.op == "placeholder" and role_of(node).kind is Kind.ACCUMULATOR
+    return node.op == "placeholder" and role_of(node).kind in {Kind.ACCUMULATOR, Kind.WRITTEN}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autosplit.passes.analysis.operators import SUMS
 from autosplit.passes.graph import (
     STATE,
     SUBGRAPH,
@@ -151,8 +152,8 @@ def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
     for node in module.graph.nodes:
         if node.op == "get_attr" and node.target in entered:
             copies[node] = entered[node.target]
-        elif node.target is aten.add_.Tensor:
-            copies[node] = _accumulate(graph, copies[node.args[0]], copies[node.args[1]])
+        elif node.target in _RETURNS_SUM:
+            copies[node] = _accumulate(graph, node, copies)
         elif node.op not in {"placeholder", "output"}:
             copies[node] = _copy_without_name(graph, node, copies)
     results = [value for _, value in outputs(module.graph) if isinstance(value, fx.Node)]
@@ -174,9 +175,14 @@ def _copy_without_name(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.
     return copy
 
 
-def _accumulate(graph: fx.Graph, total: fx.Node, gradient: fx.Node) -> fx.Node:
+_RETURNS_SUM = {adds: returns for returns, adds in SUMS.items()}
+
+
+def _accumulate(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     """Add in place as a new value that is copied back, which Inductor compiles to one kernel."""
-    new = graph.call_function(aten.add.Tensor, (total, gradient))
+    arguments: Any = fx.node.map_arg(node.args, copies.__getitem__)
+    total, *rest = arguments
+    new = graph.call_function(_RETURNS_SUM[node.target], (total, *rest), dict(node.kwargs))
     written = graph.call_function(aten.copy_.default, (total, new))
     for node in (new, written):
         node.meta["val"] = total.meta["val"]

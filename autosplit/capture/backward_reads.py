@@ -172,7 +172,7 @@ def _constant(function: type, name: str, value: Any, *, is_global: bool) -> Capt
         cure = "Compute with it, instead of a branch"
     else:
         cure = "Set it to a number or a tensor before the first forward"
-    # A context cannot keep a tensor of a class, but needs to keep none.
+    # A context cannot keep a tensor of a class in a function, but needs to keep none.
     if not isinstance(value, Tensor):
         cure += (
             f", or read it in the function's forward (ctx.{name} = {attribute}), where each new "

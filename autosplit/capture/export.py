@@ -25,6 +25,7 @@ from autosplit.capture.side_effects import record_writes, refuse_drawn, setters
 from autosplit.capture.workarounds.custom_functions import (
     refuse_absent_gradients,
     return_tensors_once,
+    track_global_tensors,
 )
 from autosplit.capture.workarounds.dynamo import (
     decide_masks_statically,
@@ -125,6 +126,7 @@ def _export(
             exported = create_fx_graph_from_captured_output(captured, module, *examples)
         inline_compile_regions(exported)
         return_tensors_once(exported)
+        track_global_tensors(exported)
         refuse_absent_gradients(exported, output.traced_code)
         refuse_written(exported)
     _find_class_tensors(module, exported)

@@ -255,7 +255,9 @@ class SplitFunctions:
         if not missing.outputs:
             return self, missing
         variants = self._specialized
-        if missing.outputs not in variants and len(variants) < _MAX_SPECIALIZED:
+        # Zeros in place of gradients would be written as if they were gradients.
+        is_free = self.written or len(variants) < _MAX_SPECIALIZED
+        if missing.outputs not in variants and is_free:
             variants[missing.outputs] = self._without(missing.outputs)
         functions = variants.get(missing.outputs) or self
         if functions._key != self._key:

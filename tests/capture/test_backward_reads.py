@@ -224,3 +224,39 @@ def test_a_value_of_another_kind_in_the_backward_is_refused() -> None:
     NumberScaler.scale = torch.ones(2)
     with pytest.raises(SplitError, match=r"reads NumberScaler\.scale.*shape \[\].*now tensor"):
         y.sum().backward()
+
+
+class Held(torch.autograd.Function):
+    """Its forward keeps a tensor of the class for the backward."""
+
+    scale = torch.tensor(2.0)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.scale = Held.scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        result: Tensor = grad * ctx.scale
+        return result
+
+
+def test_a_tensor_of_a_class_may_be_kept_by_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, requires_grad=True)
+    model = autosplit.split(Applied(), fullgraph=True)
+    for scale, graphs in ((2.0, 1), (3.0, 2)):
+        monkeypatch.setattr(Held, "scale", torch.tensor(scale))
+        (gradient,) = torch.autograd.grad(model(x).sum(), x)
+        assert gradient.tolist() == [scale] * 2
+        assert len(model.functions) == graphs
+    output = model(x)
+    Held.scale.fill_(4.0)
+    with pytest.raises(SplitError, match=r"written in place between .*Held.*scale"):
+        output.sum().backward()
+
+
+class Applied(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Held.apply(x)  # type: ignore[no-untyped-call]
+        return result

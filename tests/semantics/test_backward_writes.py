@@ -205,6 +205,19 @@ def test_split(kind: str, breaks: bool) -> None:
     assert breaks or "Deferred: 100.0 %" in split.report()
 
 
+def test_inductor() -> None:
+    torch._dynamo.reset()
+    model = with_main_grads(Blocks())
+    plain = with_main_grads(copy.deepcopy(model))
+    split = autosplit.split(model, backend="inductor")
+    for batch in batches():
+        for module in (split, plain):
+            module(*batch).square().sum().backward()
+    split.backward_weight()
+    for name, value in written(plain).items():
+        torch.testing.assert_close(written(model)[name], value)
+
+
 def test_lean_memory_moves_no_sum_into_i() -> None:
     split = assert_equals_autograd(Writer("sum"), batches(), memory="lean")
     assert split.functions[-1].sums == ["total"]

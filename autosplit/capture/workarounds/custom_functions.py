@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import source_line
-from autosplit.torch_internals.dynamo import traced_value
+from autosplit.torch_internals.dynamo import source_name, traced_value
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _UNMATERIALISED = FunctionCtx.set_materialize_grads.__code__
@@ -97,6 +97,21 @@ def return_tensors_once(module: fx.GraphModule) -> None:
         for item in list(node.users):
             if item.target is operator.getitem:
                 item.args = (node, places[cast("int", item.args[1])])
+
+
+def track_global_tensors(module: fx.GraphModule) -> None:
+    """Let functions take views of tensors of classes and modules, because AOTAutograd tracks views,
+    and not the tensors themselves.
+    """
+    for node in _calls(module):
+        for operand in [*node.all_input_nodes]:
+            is_global = source_name(getattr(operand, "_dynamo_source", None)).startswith("G[")
+            if is_global and not getattr(traced_value(operand), "requires_grad", True):
+                with node.graph.inserting_before(node):
+                    view = node.graph.call_function(torch.ops.aten.detach.default, (operand,))
+                view.meta = dict(operand.meta)
+                node.replace_input_with(operand, view)
+    module.recompile()
 
 
 def _identity(result: Any) -> int:
