@@ -222,8 +222,11 @@ class Stage:
 
     @property
     def joins_weights(self) -> bool:
-        """Whether ``backward_weight`` of several microbatches may run products once for all."""
-        return self.functions.most_joined(self.grad_dtype) > 1
+        """Whether ``backward_weight`` of several microbatches may run products once for all.
+
+        Gradients of sharded parameters are moved after each microbatch.
+        """
+        return not self._sharded and self.functions.most_joined(self.grad_dtype) > 1
 
     def prepare(self, args: Sequence[Tensor]) -> None:
         """Capture graphs for inputs of these sizes now, instead of at their first forward.

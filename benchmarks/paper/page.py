@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..page import Page, Part
 from ..results import Results
-from . import cells, concatenation, scaling, stages
+from . import cells, scaling, stages
 from .settings import Settings
 
 TEMPLATE = """\
@@ -43,19 +43,10 @@ its optimizer's state among them, of the larger rank.""",
         "F, I and W of a stage",
         """\
 The middle one of three stages that are cut by measured cost, alone on one core. The last column is
-what I hands to W over what F keeps, in bytes.""",
+what I hands to W over what F keeps, in bytes. The paper's concatenated W of several microbatches is
+[`accumulation="joined"`](../accumulation).""",
         stages.measure,
         stages.render,
-    ),
-    "concatenation": Part(
-        "W of several microbatches in one call",
-        """\
-The paper's ablation: W waits for all microbatches, concatenates the factors of each weight's
-product, and multiplies once. Here a pass of 50 lines (`concatenation.py`) makes that W of the stage
-above; one by one is what the trainer runs. Deferred tensors are random. *Distance* is that of the
-gradients over their norm: 0 where the kernels sum in the same blocks.""",
-        concatenation.measure,
-        concatenation.render,
     ),
     "scaling": Part(
         "Scaling with the number of ranks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,14 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         }
 
 
-def middle(family: str, settings: Settings) -> Subject:
+class HasOverrides(Protocol):
+    """Settings of the families."""
+
+    def overrides(self, family: str) -> Mapping[str, object]:
+        """Settings of a family that differ from its defaults."""
+
+
+def middle(family: str, settings: HasOverrides) -> Subject:
     """The stage with the input that the one before it gives, and some output gradient."""
     subject = FAMILIES[family](**settings.overrides(family))
     inputs, _ = subject.batch_fn(0, subject.microbatch_size)

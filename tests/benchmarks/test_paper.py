@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autosplit.compare import run as comparison
-from benchmarks.paper import cells, concatenation, scaling, stages, theory
+from benchmarks.paper import cells, scaling, stages, theory
 from benchmarks.paper.page import PAGE
 from benchmarks.paper.settings import Settings
 from benchmarks.results import Results
@@ -56,12 +56,10 @@ def test_a_family_is_a_factory_with_its_loss() -> None:
 
 def test_parts_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = stages.middle("bert", SMALLEST)  # which takes a plan of the model
-    for part in (stages, concatenation):
-        monkeypatch.setattr(part, "middle", lambda family, settings: subject)
-    monkeypatch.setattr(concatenation, "COUNTS", (2,))
+    monkeypatch.setattr(stages, "middle", lambda family, settings: subject)
     monkeypatch.setattr(cells, "compare", compare_perceptrons)
     results = Results.read(tmp_path / "results.json")
-    parts = {"cells": cells, "stages": stages, "concatenation": concatenation}
+    parts = {"cells": cells, "stages": stages}
     result = {name: part.measure(SMALLEST) for name, part in parts.items()}
     for name, rows in result.items():
         results.update(name, [*rows], "command", "environment")
@@ -70,8 +68,6 @@ def test_parts_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     fused, split = results.rows("cells")
     assert (fused["split"], split["split"]) == (False, True)
     assert max(split["max_grad_diff"], fused["max_grad_diff"]) < 1e-5
-    gaps = [row["gap"] for row in results.rows("concatenation")]
-    assert 0.0 < min(gaps) <= max(gaps) < 1e-6  # the same gradients, rounded otherwise
     text = PAGE.render(results)
     for words in (f"{split['speedup']:.3f}x", "of 1 cells", "| 2   | 1F1B-1     | split"):
         assert words in text

@@ -1,0 +1,1 @@
+"""How W adds weight gradients: exact, fused and joined products, beside each other."""

@@ -1,0 +1,47 @@
+"""The parts, and ``results.json`` as a page."""
+
+from __future__ import annotations
+
+from ..page import Page, Part
+from . import pipeline, weights
+from .settings import Settings
+
+TEMPLATE = """\
+# How W adds weight gradients
+
+Written by `python -m benchmarks.accumulation`; do not edit. {environment}. The options are those of
+[`accumulation=`](../../docs/memory.md#how-gradients-add-up); *joined* joins products of any number
+of rows, *auto* those of at most 64 a microbatch.
+{sections}
+## To reproduce
+
+```sh
+{commands}
+```
+"""
+
+_COLUMNS = """\
+All Ws of a step run directly after each other, on one thread, whose CPU time is measured. The ways
+take turns in one run; ratios are medians over the rounds. *MiB*: the most that the Ws allocate
+above what the microbatches hold, gradients included. *Largest difference*: of gradients from the
+exact ones, relative to their largest element, over all ways."""
+
+PARTS: dict[str, Part[Settings]] = {
+    "layers": Part("A linear layer", _COLUMNS, weights.measure_layers, weights.render),
+    "models": Part(
+        "Stages of models",
+        f"The middle one of three stages. {_COLUMNS}",
+        weights.measure_models,
+        weights.render,
+    ),
+    "pipeline": Part(
+        "A step of a pipeline",
+        """\
+Two processes with one thread each, eight microbatches of one sample of 64 tokens, three residual
+blocks of width 1024 a stage. A step is forward, backward and SGD until the later rank is done.""",
+        pipeline.measure,
+        pipeline.render,
+    ),
+}
+
+PAGE = Page("accumulation", TEMPLATE, PARTS, Settings, keeping=True)
