@@ -44,7 +44,7 @@ its optimizer's state among them, of the larger rank.""",
         """\
 The middle one of three stages that are cut by measured cost, alone on one core. The last column is
 what I hands to W over what F keeps, in bytes. The paper's concatenated W of several microbatches is
-[`accumulation="joined"`](../accumulation).""",
+[`accumulation="joined"`](../accumulation/README.md).""",
         stages.measure,
         stages.render,
     ),
