@@ -72,7 +72,7 @@ def solve(
     stages: int,
     request: ScheduleRequest,
     *,
-    cap: float = math.inf,
+    cap: float | Sequence[float] = math.inf,
     optimizer_state: float = 2.0,
     links: Transfer | None = None,
     firsts: Sequence[int] | None = None,
@@ -87,7 +87,7 @@ def solve(
         costs: of the model's blocks, for one microbatch.
         stages: N.
         request: the schedule.
-        cap: the most bytes of a rank.
+        cap: the most bytes of a rank: one number, or one for each rank.
         optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
         links: latency and bandwidth between ranks; message bytes are those of the cuts. None:
             transfers take no time.
@@ -118,7 +118,7 @@ class _Search:
         costs: ModelCosts,
         stages: int,
         request: ScheduleRequest,
-        cap: float,
+        cap: float | Sequence[float],
         factor: float,
         links: Transfer,
     ) -> None:
@@ -129,7 +129,8 @@ class _Search:
                 f"{self._blocks} stages"
             )
         self._costs, self._count, self._request = costs, stages, request
-        self._cap, self._links = cap, links
+        self._caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * stages
+        self._links = links
         # Bytes of parameters, gradients and optimizer state over bytes of parameters.
         self._factor = factor
         self._stage = functools.cache(costs.stage)
@@ -174,15 +175,17 @@ class _Search:
         if self._overflow(solution) > 0.0:
             raise CapError(
                 f"no cuts into {self._count} stages for {self._request.name!r} with "
-                f"{self._request.microbatches} microbatches fit under a cap of {self._cap:,.0f} "
-                f"bytes a rank; the least cap that works is {least:,.0f}: raise it, or use more "
-                "ranks, smaller microbatches, or a schedule that keeps fewer of them",
+                f"{self._request.microbatches} microbatches fit under a cap of "
+                f"{min(self._caps):,.0f} bytes a rank; the least cap that works is {least:,.0f}: "
+                "raise it, or use more ranks, smaller microbatches, or a schedule that keeps fewer "
+                "of them",
                 least,
             )
 
     def _overflow(self, solution: Solution) -> float:
         """Bytes above the cap, over all ranks."""
-        return math.fsum(peak - self._cap for peak in solution.peaks if peak > self._cap * _SAME)
+        pairs = zip(solution.peaks, self._caps, strict=False)  # fewer ranks than stages
+        return math.fsum(peak - cap for peak, cap in pairs if peak > cap * _SAME)
 
     def key(self, solution: Solution) -> tuple[float, float]:
         """Sort key: the best solution has the least."""
@@ -195,7 +198,7 @@ class _Search:
         memory = _shares(
             [self._factor * block.parameters + under_way * block.saved for block in blocks]
         )
-        for share in _MEMORY if math.isfinite(self._cap) else _MEMORY[:1]:
+        for share in _MEMORY if math.isfinite(min(self._caps)) else _MEMORY[:1]:
             both = zip(times, memory, strict=True)
             sums = [*itertools.accumulate((1 - share) * t + share * h for t, h in both)]
             firsts = [0]

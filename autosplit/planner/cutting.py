@@ -269,7 +269,7 @@ def cut_model(
     costs: str | ModelCosts | Mapping[str, Any] = "profile",
     seconds: float = 10.0,
     cut_at: Sequence[str] | None = None,
-    memory_limit: float = math.inf,
+    memory_limit: float | Sequence[float] = math.inf,
 ) -> tuple[WholeModel, Solution]:
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
@@ -283,7 +283,8 @@ def cut_model(
         costs: see ``partition``.
         seconds: see ``partition``.
         cut_at: see ``partition``.
-        memory_limit: the most bytes of a rank; ignored if no cuts keep it.
+        memory_limit: the most bytes of a rank, one number or one for each; ignored if no cuts keep
+            it.
 
     Returns:
         the captured model, and the best cuts with their schedule.

@@ -23,6 +23,7 @@ from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.default_group import is_positive, process_count, wait_limit
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
+from autosplit.text.figures import parse_size
 from autosplit.trainer.sharded_optimizer import check_mesh
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.tuning import first_schedule, usual_times
@@ -209,12 +210,34 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
             "parameters ('dp_shard', shard_optimizer) are gathered in a step: leave one of the two "
             "out"
         )
+    limits = o.memory_limit
+    if schedule is not None and isinstance(limits, tuple) and len(limits) != len(schedule.ranks):
+        yield (
+            f"memory_limit has {len(limits)} limits for {len(schedule.ranks)} ranks of the "
+            "pipeline: pass one size, or one for each rank"
+        )
     if schedule is not None and (not schedule.split_backward or has_moves(schedule)):
         yield (
             "memory_limit searches a schedule with separate I and W, and chooses its moves itself; "
             f"{schedule.name!r} has {'moves' if schedule.split_backward else 'full backwards'}: "
             "pass a schedule such as '1f1b'"
         )
+
+
+MemoryLimit: TypeAlias = int | str | Sequence[int | str]
+"""A size of ``parse_size``, or one for each rank of the pipeline."""
+
+
+def parse_limit(limit: MemoryLimit) -> int | tuple[int, ...]:
+    """The bytes of a memory limit, or of each rank's.
+
+    Raises:
+        PipelineError: it is no size, and no sequence of sizes.
+    """
+    if isinstance(limit, Sequence) and not isinstance(limit, str):
+        sizes: Sequence[int | str] = limit
+        return tuple([parse_size(size, "memory_limit", PipelineError) for size in sizes])
+    return parse_size(limit, "memory_limit", PipelineError)
 
 
 def check_arguments(
@@ -260,7 +283,7 @@ class TrainerOptions:
         stages: how stages are built.
         run: how steps run.
         max_grad_norm: the largest norm of the gradient; None: gradients are not clipped.
-        memory_limit: the most bytes of a rank; None: no limit.
+        memory_limit: the most bytes of a rank, or of each rank; None: no limit.
         mesh: the mesh of the ranks; None: one pipeline.
 
     Raises:
@@ -271,7 +294,7 @@ class TrainerOptions:
     stages: StageOptions = StageOptions()
     run: RunOptions = RunOptions()
     max_grad_norm: float | None = None
-    memory_limit: int | None = None
+    memory_limit: int | tuple[int, ...] | None = None
     mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
@@ -343,6 +366,12 @@ class TrainerOptions:
             schedule = prepare_schedule(request, stages, usual_times(stages)).schedule
         self._refuse(schedule)
         return schedule
+
+    def limits(self, ranks: int) -> tuple[int, ...]:
+        """The memory limit of each rank of a pipeline; empty without a limit."""
+        if isinstance(self.memory_limit, tuple):
+            return self.memory_limit
+        return () if self.memory_limit is None else (self.memory_limit,) * ranks
 
     def shared_settings(
         self,

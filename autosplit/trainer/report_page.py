@@ -99,7 +99,12 @@ def largest(tensors: Iterable[LargeTensor]) -> list[LargeTensor]:
     return heapq.nlargest(_LARGEST, tensors, key=lambda tensor: tensor.bytes)
 
 
-def page(schedule: Schedule, dataflow: StageDataflow, rows: Sequence[RankReport]) -> str:
+def page(
+    schedule: Schedule,
+    dataflow: StageDataflow,
+    rows: Sequence[RankReport],
+    limits: Sequence[int] = (),
+) -> str:
     """Return the tables of all ranks of a pipeline."""
     form = "split backward" if schedule.split_backward else "fused backward"
     title = (
@@ -107,6 +112,9 @@ def page(schedule: Schedule, dataflow: StageDataflow, rows: Sequence[RankReport]
         f"schedule {schedule.name!r}, {schedule.microbatches} microbatches, {form}"
     )
     parts = [title, _bytes_table(rows), _largest_table(rows)]
+    if limits and all(row.peak is not None for row in rows):
+        above = [rank for rank, row in enumerate(rows) if (row.peak or 0) > limits[rank]]
+        parts.insert(2, f"memory_limit: {f'exceeded by rank {above[0]}' if above else 'kept'}")
     if all(row.spans for row in rows):
         spans = tuple(span for row in rows for span in row.spans)
         parts.append(_waits_table(Timeline(len(rows), spans), dataflow))

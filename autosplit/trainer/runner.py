@@ -114,9 +114,10 @@ class Runner:
         self.dataflow = StageDataflow(stages.count, stages.wiring)
         grad_dtype = options.stages.split.grad_dtype
         self.memory = RankMemory(model, groups, self.dataflow, device, store, grad_dtype)
+        self.limits = options.limits(len(schedule.ranks))
         self._tuner: Tuner | None = None
         if options.tunes:
-            self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, options.memory_limit)
+            self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, self.limits)
         self.schedule = schedule
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
@@ -256,7 +257,7 @@ class Runner:
             self._rank_stages.build_stages(plan, self.schedule, batch, inputs, targets)
             executor = self._build_executor(plan, self.schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
-        if self._tuner is not None and self._tuner.memory_limit is not None and not self._limited:
+        if self._tuner is not None and self._tuner.limits and not self._limited:
             self._limited = True
             self.memory.set_step(plan, _tensors(inputs + targets))
             self._change_schedule(self._tuner.search_schedule(self.stages))

@@ -240,7 +240,7 @@ class StepReports(RankSession):
         )
         with self._guard.during("gathering a report"):
             rows = self._groups.gather(row)
-        return page(self.schedule, self._runner.dataflow, rows)
+        return page(self.schedule, self._runner.dataflow, rows, self._runner.limits)
 
     def timeline(self) -> Timeline:
         """The timeline of all ranks' actions in the last step; collective.
@@ -273,6 +273,8 @@ class StepReports(RankSession):
         """The bytes that each rank held in the last step, and its predicted peak; collective.
 
         The step must have run with ``record="memory"``. It counts the forward and the backward.
+        ``limit_kept`` of the result says whether every rank kept to ``memory_limit``, and ``str``
+        of it has a line for each rank.
 
         Raises:
             PipelineError: the memory was not recorded.
@@ -285,7 +287,7 @@ class StepReports(RankSession):
                     "step, then call memory(); predict_memory(batch) predicts it without a step"
                 )
             rows = self._groups.gather((memory.recorder.bands(), memory.predicted()))
-        return StepMemory.of(rows)
+        return StepMemory.of(rows, self._runner.limits)
 
     def predict_memory(self, batch: Batch | None) -> StepMemory:
         """Predict the bytes that each rank holds in a step with this batch; collective.
@@ -303,4 +305,4 @@ class StepReports(RankSession):
             memory = self._runner.predict(batch)
             rows = self._groups.gather((memory.predicted(), memory.fixed_bytes()))
         peaks, fixed_by_rank = zip(*rows, strict=True)
-        return StepMemory((), peaks, fixed_by_rank, ())
+        return StepMemory((), peaks, fixed_by_rank, (), self._runner.limits)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.engine.evaluation import eval_mode
 from autosplit.pipeline.engine.stage_builder import SplitStage
@@ -19,17 +18,18 @@ from autosplit.pipeline.engine.stage_protocols import StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import await_device
 from autosplit.ranks.session import choose_device
-from autosplit.text.figures import parse_size
 from autosplit.trainer.agreement import StepReduction, check_unanimous
 from autosplit.trainer.batches import Batch, BatchPart, Inputs, paired
 from autosplit.trainer.loss_gradients import Weight
 from autosplit.trainer.options import (
+    MemoryLimit,
     RunOptions,
     StageOptions,
     TrainerOptions,
     as_pipeline_error,
     check_arguments,
     check_record,
+    parse_limit,
     store_for,
 )
 from autosplit.trainer.rank_model import OptimizerFunction, RankModel
@@ -103,13 +103,14 @@ class PipelineTrainer(StepReports):
             ``mesh["dp_shard"]``, or over ``mesh["dp_replicate", "dp_shard"]``. Parameters are
             gathered for a step and sharded between steps. Stages become tensor parallel by torch's
             ``parallelize_module`` over ``mesh["tp"]``; the ranks along it take the same batch.
-        memory_limit: the most bytes that a rank may hold, or a text such as ``"12GiB"``. It counts
-            parameters, gradients, optimizer state, the batch, microbatches, messages and the
-            temporary memory of operators. The trainer searches the shortest step within the limit,
-            with the placement of ``schedule``: before the first step by usual times, after three
-            steps by measured ones. The schedule may offload microbatches to the host, move them to
-            a partner rank, or recompute forwards. If no schedule is found, a step raises a
-            PipelineError with the least limit that was found to work.
+        memory_limit: the most bytes that a rank may hold, or a text such as ``"12GiB"``; or a
+            sequence of these, one for each rank of the pipeline. It counts parameters, gradients,
+            optimizer state, the batch, microbatches, messages and the temporary memory of
+            operators. The trainer searches the shortest step within the limit, with the placement
+            of ``schedule``: before the first step by usual times, after three steps by measured
+            ones. The schedule may offload microbatches to the host, move them to a partner rank,
+            or recompute forwards. If no schedule is found, a step raises a PipelineError with the
+            least limit that was found to work. ``memory()`` says whether it was kept.
         stage_options: how stages are built and compiled.
         run_options: how steps run.
 
@@ -148,7 +149,7 @@ class PipelineTrainer(StepReports):
         device: torch.device | str | None = None,
         ranks: int | None = None,
         mesh: DeviceMesh | None = None,
-        memory_limit: int | str | None = None,
+        memory_limit: MemoryLimit | None = None,
         stage_options: StageOptions | None = None,
         run_options: RunOptions | None = None,
     ) -> None:
@@ -158,11 +159,8 @@ class PipelineTrainer(StepReports):
             request = ScheduleRequest(
                 schedule, microbatches, ranks, run_options.split_backward, run_options.weights
             )
-        if memory_limit is not None:
-            memory_limit = parse_size(memory_limit, "memory_limit", PipelineError)
-        options = TrainerOptions(
-            request, stage_options, run_options, max_grad_norm, memory_limit, mesh
-        )
+        limit = None if memory_limit is None else parse_limit(memory_limit)
+        options = TrainerOptions(request, stage_options, run_options, max_grad_norm, limit, mesh)
         if is_whole(model):
             source, schedule = cut_whole_model(model, stages, example, options)
             layout = options.layout(source.count)

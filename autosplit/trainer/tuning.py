@@ -60,10 +60,10 @@ class Tuner:
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
         memory: the memory of this rank.
-        memory_limit: the most bytes that a rank may hold; None: no limit.
+        limits: the most bytes that each rank may hold; empty: no limit.
 
     Attributes:
-        memory_limit: see Args.
+        limits: see Args.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Tuner:
         groups: Groups,
         dataflow: StageDataflow,
         memory: RankMemory,
-        memory_limit: int | None,
+        limits: Sequence[int],
     ) -> None:
         self._schedule = self._running = schedule
         self._groups, self._dataflow = groups, dataflow
-        self._memory, self.memory_limit = memory, memory_limit
+        self._memory, self.limits = memory, limits
         self._steps: list[list[Span]] = []
 
     def after_step(
@@ -102,9 +102,9 @@ class Tuner:
                 that was found to work, and the bytes that it is needed for.
         """
         costs = self._costs(stages)
-        if self.memory_limit is not None:
-            with working(f"searching a schedule within {self.memory_limit:,} bytes"):
-                self._running = self._shortest(costs, self.memory_limit)
+        if self.limits:
+            with working(f"searching a schedule within {_limit_text(self.limits)} bytes"):
+                self._running = self._shortest(costs, self.limits)
             return self._running
         try:
             with working("searching a schedule for the times of the first steps"):
@@ -119,13 +119,16 @@ class Tuner:
         except ScheduleError:  # no other order keeps as little memory
             return self._schedule
 
-    def _shortest(self, costs: Costs, limit: int) -> Schedule:
+    def _shortest(self, costs: Costs, limits: Sequence[int]) -> Schedule:
+        def excess(peaks: Sequence[int]) -> int:
+            return max(peak - limit for peak, limit in zip(peaks, limits, strict=True))
+
         fixed = self._maxima(self._memory.fixed_bytes() + self._memory.batch_bytes)
         reserved = [0.0] * len(fixed)
         for _ in range(_TRIES):
-            schedule = self._search_within(costs, limit, fixed, reserved)
+            schedule = self._search_within(costs, limits, fixed, reserved)
             peaks = self._peaks(schedule, costs)
-            if max(peaks) <= limit:
+            if excess(peaks) <= 0:
                 return schedule
             kept = peak_memory(schedule, costs.memory)
             further = [peaks[rank] - fixed[rank] - kept[rank] for rank in range(len(fixed))]
@@ -138,19 +141,22 @@ class Tuner:
         frugal = self._search_within(costs, 1, fixed, [0.0] * len(fixed))
         candidates = [self._running, self._schedule, frugal]
         pairs = [(self._peaks(candidate, costs), candidate) for candidate in candidates]
-        peaks, schedule = min(pairs, key=lambda pair: max(pair[0]))
-        least = max(peaks)
-        if least <= limit:
+        peaks, schedule = min(pairs, key=lambda pair: excess(pair[0]))
+        most = excess(peaks)
+        if most <= 0:
             return schedule
-        rank = peaks.index(least)
-        microbatches = least - fixed[rank]
+        rank = next(at for at, peak in enumerate(peaks) if peak - limits[at] == most)
+        needed = [*map(max, peaks, limits)]
+        least = str(max(peaks) if len({*limits}) == 1 else needed)
+        microbatches = peaks[rank] - fixed[rank]
         advice = (
             "use more ranks, or an optimizer with less state"
             if fixed[rank] > microbatches
             else "cut the batch into more and smaller microbatches"
         )
         raise PipelineError(
-            f"memory_limit: no schedule was found within {limit:,} bytes; the most frugal one "
+            f"memory_limit: no schedule was found within {_limit_text(limits)} bytes; the most "
+            "frugal one "
             f"needs memory_limit={least}: on rank {rank} {fixed[rank]:,} bytes of parameters, "
             f"gradients, optimizer state and batch, and {microbatches:,} bytes of microbatches and "
             f"messages. Use that limit, or {advice}"
@@ -172,7 +178,11 @@ class Tuner:
         return [max(gathered[rank] for rank in ranks) for ranks in self._groups.layout.columns]
 
     def _search_within(
-        self, costs: Costs, limit: float, fixed: Sequence[float], reserved: Sequence[float]
+        self,
+        costs: Costs,
+        limit: float | Sequence[float],
+        fixed: Sequence[float],
+        reserved: Sequence[float],
     ) -> Schedule:
         """The schedule that the search finds within the limit, or the one closest to it."""
         schedule = self._schedule
@@ -196,7 +206,7 @@ class Tuner:
         takes the time of a move to the store.
         """
         links = Transfer()
-        if self.memory_limit is not None:
+        if self.limits:
             host = self._memory.host_link()
             links = Transfer(host.latency, host.bandwidth, host=host)
         measured = (
@@ -217,6 +227,11 @@ class Tuner:
             links,
             wiring=self._dataflow.wiring,
         )
+
+
+def _limit_text(limits: Sequence[int]) -> str:
+    """``12,000``; ``12,000 / 8,000`` if ranks have different limits."""
+    return " / ".join(f"{limit:,}" for limit in (limits if len({*limits}) > 1 else limits[:1]))
 
 
 def _times(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> StageTimes:

@@ -105,7 +105,7 @@ def cut_whole_model(
         count,
         _request_for_cut(request, first),
         BlockOptions(split, options.stages.autocast),
-        memory_limit=math.inf if options.memory_limit is None else float(options.memory_limit),
+        memory_limit=options.limits(len(first.ranks)) or math.inf,
         **planning,
     )
     parts = Partition(whole, solution.firsts)

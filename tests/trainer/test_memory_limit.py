@@ -32,9 +32,12 @@ def test_the_limit_that_a_refusal_advises_is_kept() -> None:
         for step in range(SETTLED):
             engine.record = "memory" if step == SETTLED - 1 else False
             engine.step(workers.batch())
-        memory = engine.memory()
+        memory, report = engine.memory(), engine.report()
     kept = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
     assert max(kept) <= advised
+    assert memory.limit_kept
+    assert str(memory).endswith("memory_limit: kept")
+    assert "memory_limit: kept" in report
 
 
 @pytest.mark.parametrize("store", [5, "", b"/tmp"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import signal
@@ -185,7 +186,7 @@ def test_the_link_to_the_store_is_measured() -> None:
             engine.store_link()
 
 
-def weighed(limit: int | None, microbatches: int = 4) -> tuple[list[Tensor], Any]:
+def weighed(limit: int | list[int] | None, microbatches: int = 4) -> tuple[list[Tensor], Any]:
     """Losses of some steps, and the memory of the last."""
     torch.manual_seed(rank())
     options = {"schedule": "gpipe", "memory_limit": limit, "record": "memory", **OWN}
@@ -209,9 +210,27 @@ def test_a_limit_of_memory_changes_no_result() -> None:
     assert max(kept) <= limit + 32 * 3 * WIDTH * 4
 
 
+@ranks(2)
+def test_each_rank_keeps_to_its_own_limit() -> None:
+    _, plain = weighed(None)
+    peaks = [*map(sum, zip(plain.predicted, plain.fixed, strict=True))]
+    limits = [2 * peaks[0], int(0.8 * peaks[1])]
+    _, memory = weighed(limits)
+    predicted = [*map(sum, zip(memory.predicted, memory.fixed, strict=True))]
+    assert all(map(operator.le, predicted, limits))
+    assert memory.limits == tuple(limits)
+    assert memory.limit_kept == all(map(operator.le, memory.peaks, limits))
+    assert str(memory).startswith("rank 0: ")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"memory_limit": ["1GiB"] * 3}, "memory_limit has 3 limits for 2 ranks of the pipeline"),
+        (
+            {"memory_limit": ["1GiB", 1024]},
+            r"within 1,073,741,824 / 1,024 bytes; the most frugal .* memory_limit=\[1073741824, ",
+        ),
         ({"memory_limit": "1 KiB"}, "memory_limit: no schedule was found within 1,024 bytes; the"),
         ({"memory_limit": "12 GiBs"}, "expected memory_limit such as 80GiB"),
         (
@@ -224,7 +243,15 @@ def test_a_limit_of_memory_changes_no_result() -> None:
             "no file for offloaded tensors can be created in .*missing",
         ),
     ],
-    ids=["too little", "no bytes", "whole backwards", "nothing to store", "no folder"],
+    ids=[
+        "three limits",
+        "little for one rank",
+        "too little",
+        "no bytes",
+        "whole backwards",
+        "nothing to store",
+        "no folder",
+    ],
 )
 @ranks(2)
 def test_limits_and_stores_of_no_use_are_refused(options: dict[str, Any], said: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import Span
+from autosplit.text.figures import size_text
 from autosplit.torch_internals.allocations import Stretch, allocations_on
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -61,22 +62,55 @@ class StepMemory:
             stage whose memory cannot be predicted.
         fixed: parameters, buffers, gradients and optimizer state.
         bands: the rank's bands, in order of time; empty likewise.
+        limits: the trainer's ``memory_limit`` of each rank; empty without one.
     """
 
     peak_activations: tuple[int, ...]
     predicted: tuple[int | None, ...]
     fixed: tuple[int, ...]
     bands: tuple[tuple[Band, ...], ...]
+    limits: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[Sequence[Band], int | None]]) -> StepMemory:
+    def of(
+        cls, rows: Sequence[tuple[Sequence[Band], int | None]], limits: tuple[int, ...] = ()
+    ) -> StepMemory:
         """From each rank's bands and its predicted peak."""
         return cls(
             tuple(max(band.activations for band in bands) for bands, _ in rows),
             tuple(predicted for _, predicted in rows),
             tuple(bands[-1].fixed for bands, _ in rows),
             tuple(tuple(bands) for bands, _ in rows),
+            limits,
         )
+
+    def __str__(self) -> str:
+        """A line for each rank, and whether the limit was kept."""
+        lines = []
+        for rank, peak in enumerate(self.peaks):
+            text = "unknown" if peak is None else size_text(peak)
+            limit = f" of at most {size_text(self.limits[rank])}" if self.limits else ""
+            lines.append(f"rank {rank}: {text}{limit}")
+        if self.limit_kept is not None:
+            lines.append(f"memory_limit: {'kept' if self.limit_kept else 'not kept'}")
+        return "\n".join(lines)
+
+    @property
+    def peaks(self) -> tuple[int | None, ...]:
+        """The most bytes that each rank held at once; predicted for a step that has not run."""
+        if self.bands:
+            return tuple(max(band.total for band in bands) for bands in self.bands)
+        pairs = zip(self.predicted, self.fixed, strict=True)
+        return tuple(None if peak is None else peak + fixed for peak, fixed in pairs)
+
+    @property
+    def limit_kept(self) -> bool | None:
+        """Whether no rank held more than its limit; None without a limit, or if a peak is not
+        known.
+        """
+        if not self.limits or None in self.peaks:
+            return None
+        return all(peak <= limit for peak, limit in zip(self.peaks, self.limits, strict=True))  # type: ignore[operator]
 
     def left(self, rank: int) -> int:
         """Bytes of activations at the end of the step minus those at its beginning. If they are
