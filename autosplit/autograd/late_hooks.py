@@ -68,7 +68,8 @@ def _groups(late: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[in
         parameters: all parameters of the graph.
 
     Raises:
-        SplitError: a hook also waits for tensors that are not parameters of the graph.
+        SplitError: a hook also waits for tensors of this backward that are not parameters of the
+            graph.
     """
     groups: dict[int, GroupHook] = {}
     nodes = None
@@ -76,7 +77,8 @@ def _groups(late: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[in
         for group in group_hooks(parameter):
             if nodes is None:
                 nodes = {get_gradient_edge(p).node for p in parameters if p.requires_grad}
-            if group.nodes is not None and not nodes.issuperset(group.nodes):
+            outside = [node for node in group.nodes or () if node not in nodes]
+            if any(map(will_run, outside)):  # unused parameters do not
                 _refuse_group(name)
             groups[group.key] = group
     return groups
@@ -141,9 +143,9 @@ def _deliver_late(
             pairs.append((hooks.parameter, hooks.gradient))
     if any(group.ran.get(backward) for group in groups.values()):
         raise SplitError(
-            'a hook of register_multi_grad_hook(..., mode="any") was put on parameters between the '
-            "forward and the backward, and also waits for tensors outside of the graph that uses "
-            "them: it would be called more than once. Register it before the forward"
+            "a hook of register_multi_grad_hook was put on parameters between the forward and the "
+            "backward, and also waits for tensors outside of the graph that uses them: it would be "
+            "called more than once. Register it before the forward"
         )
     if pairs:
         leaves, grads = zip(*pairs, strict=True)

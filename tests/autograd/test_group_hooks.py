@@ -73,6 +73,23 @@ def test_any_is_called_once_in_each_backward(face: str, layers: tuple[int, ...])
     assert_same_gradients(model, plain, exact=False)
 
 
+def test_over_an_unused_parameter_is_called_once_with_none() -> None:
+    x = torch.randn(3, 4)
+
+    def drive(call: Any, model: Any) -> Any:
+        loss, seen = call(x).square().sum(), list[list[Tensor | None]]()
+        parameters = [*model.parameters()]
+        handle = register_multi_grad_hook(parameters, lambda grads: seen.append([*grads]))
+        loss.backward()
+        handle.remove()
+        assert [grads.count(None) for grads in seen] == [1]
+        return [gradient for gradient in seen[0] if gradient is not None]
+
+    model = deep()
+    model.register_parameter("unused", nn.Parameter(torch.randn(4)))
+    assert_alike(model, drive)
+
+
 class Halves(nn.Module):
     """Two graphs, each with more parameters than autograd's graph has edges to."""
 
