@@ -226,7 +226,7 @@ def test_of_two_open_sizes_only_their_product_crosses() -> None:
 
 def test_compiling_for_a_call_that_there_is_not() -> None:
     stage = Stage(Residual(12), [torch.randn(5, 12, requires_grad=True)])
-    with pytest.raises(SplitError, match="unknown call 'weight'; expected one of 'backward_input'"):
+    with pytest.raises(SplitError, match="unknown call 'weight'; expected one of 'forward'"):
         stage.compile(["weight"])
 
 
