@@ -140,16 +140,19 @@ class ShardedModule:
     def start_unshard(self) -> None:
         """Start the all-gathers of groups that stay gathered after a forward; ``unshard`` waits."""
         self._make_ready()
-        with self.waiting():
-            for group in self.groups:
-                if not (group.reshards_after_forward or group.is_unsharded):
-                    group.start_unshard()
+        self.start_gather([group for group in self.groups if not group.reshards_after_forward])
+
+    def start_gather(self, groups: Iterable[ParameterGroup]) -> None:
+        """Start the all-gathers of groups that are not gathered."""
+        missing = [group for group in groups if not group.is_unsharded]
+        with self.waiting() if missing else contextlib.nullcontext():
+            for group in missing:
+                group.start_unshard()
 
     def gather(self, groups: Sequence[ParameterGroup]) -> None:
         """Gather these groups: one all-gather per group, all started at once."""
+        self.start_gather(groups)
         with self.waiting() if groups else contextlib.nullcontext():
-            for group in groups:
-                group.start_unshard()
             for group in groups:
                 group.finish_unshard()
 
@@ -265,6 +268,44 @@ class ShardedModule:
                 group.forget(key)
 
 
+class GatherOrder:
+    """The order in which the calls of a step gather groups, known from the step before.
+
+        call of a block     0        1        2
+        all-gather for     0 1       2        3
+        gathered           0 (1)    1 (2)    2 (3)
+
+    While a call runs, the all-gather for the next call is under way. A group that the next call
+    reads as well stays gathered. So at most the groups of two calls are gathered at a time, as by
+    FSDP2's prefetching.
+
+    Attributes:
+        kept: the groups that stay gathered for the next call.
+    """
+
+    def __init__(self) -> None:
+        self._expected: list[Sequence[ParameterGroup]] = []
+        self._calls: list[Sequence[ParameterGroup]] = []
+        self.kept: set[ParameterGroup] = set()
+
+    def begin_step(self) -> None:
+        """Expect the order of the last step. All groups must have been freed."""
+        if self._calls:
+            self._expected, self._calls = self._calls, []
+        self.kept.clear()
+
+    def next_after(self, groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
+        """Record a call that gathers these groups.
+
+        Returns:
+            The groups of the next call; empty if the step differs from the one before.
+        """
+        place = len(self._calls)
+        self._calls.append(groups)
+        expected = self._expected[place : place + 2]
+        return expected[1] if len(expected) == 2 and expected[0] == groups else ()
+
+
 class Gathering:
     """Gathers parameters for the graphs of one module, and frees them by ``fully_shard``'s options.
 
@@ -275,10 +316,14 @@ class Gathering:
 
     Args:
         sharded: the module.
+
+    Attributes:
+        order: the order of calls, which modules may share; None gathers nothing ahead.
     """
 
     def __init__(self, sharded: ShardedModule) -> None:
         self._sharded = sharded
+        self.order: GatherOrder | None = None
         self._gathered_by_forward: set[ParameterGroup] = set()
 
     def graph(self, name: str, module: fx.GraphModule, call: Boxed) -> Boxed:
@@ -326,9 +371,16 @@ class Gathering:
 
         A group that a forward gathered and left gathered is freed by the backward.
         """
-        missing = [group for group in groups if not group.is_unsharded]
+        kept = set() if self.order is None else self.order.kept
+        missing = [group for group in groups if group in kept or not group.is_unsharded]
         self._gathered_by_forward.difference_update(missing)
         self._sharded.gather(missing)
+        if self.order is not None and missing:
+            following = self.order.next_after(missing)
+            self._sharded.start_gather(following)
+            kept.clear()
+            kept.update(group for group in missing if group in following)
+            missing = [group for group in missing if group not in kept]
         try:
             return call(args)
         finally:

@@ -161,7 +161,7 @@ class RankStages:
         if isinstance(new_stage, Stage):
             self._check_buffers(index, module, new_stage)
             new_stage.seed = partial(self._seeds.seed, index)
-            self._model.sharded.guard_waits(new_stage.sharding)
+            self._model.sharded.connect(new_stage.sharding)
             if self._model.buckets.buckets:
                 new_stage.place_gradients(self._model.buckets.memory_for)
             self._split_stages[module] = new_stage

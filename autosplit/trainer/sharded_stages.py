@@ -1,8 +1,9 @@
 """Stages that ``fully_shard`` has sharded: gathered, freed and reduced where the schedule says.
 
 UNSHARD        starts the all-gather of parameters that a forward leaves gathered
-F, I, W, B     the first of the stage waits for it; parameters with ``reshard_after_forward``
-               are gathered for the call of each block; gradients are accumulated unreduced
+F, I, W, B     the first of the stage waits for it; parameters with ``reshard_after_forward`` are
+               gathered for the call of each block, one call ahead; gradients are accumulated
+               unreduced
 RESHARD        frees what is gathered
 REDUCE_GRAD    starts one reduce-scatter for each parameter group, into ``.grad`` of the shards
 end of a step  waits for the reduce-scatters
@@ -21,7 +22,7 @@ from torch import nn
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
 from autosplit.ranks.groups import Groups
-from autosplit.sharded import ShardedModule
+from autosplit.sharded import GatherOrder, ShardedModule
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.trainer.copy_checks import is_expert
 from autosplit.trainer.gradient_buckets import Wait
@@ -73,13 +74,14 @@ class ShardedStages:
         whole: Collection[int] = (),
     ) -> None:
         self._groups, self._synchronize = groups, synchronize
+        self._order = GatherOrder()
         self._stages = {
             index: ShardedModule(module)
             for index, module in modules.items()
             if fsdp_part(module) is not None
         }
         for stage in self._stages.values():
-            self.guard_waits(stage)
+            self.connect(stage)
         parameter_groups = [group for stage in self._stages.values() for group in stage.groups]
         self.parameters = [p for group in parameter_groups for p in group.sharded_parameters]
         self.gathered_shardings = {
@@ -120,9 +122,11 @@ class ShardedStages:
             )
             broadcast_from(group.sharded_parameters, first, replicas, self._groups)
 
-    def guard_waits(self, sharding: ShardedModule) -> None:
-        """Let a module's failed waits for other ranks raise LostPeerError."""
+    def connect(self, sharding: ShardedModule) -> None:
+        """Let a module's failed waits raise LostPeerError, and its blocks be gathered ahead."""
         sharding.waiting = partial(self._groups.as_lost_peer, _SHARD_PEERS)
+        if sharding.gathering is not None:
+            sharding.gathering.order = self._order
 
     def restore_process_groups(self) -> None:
         """Give the modules back the process groups that they had before."""
@@ -175,9 +179,10 @@ class ShardedStages:
                     )
 
     def free_all(self) -> None:
-        """Free the gathered parameters of all sharded stages."""
+        """Free the gathered parameters of all sharded stages, between steps."""
         for sharded in self._stages.values():
             sharded.reshard()
+        self._order.begin_step()
 
     @contextlib.contextmanager
     def gathered(self, stage: int) -> Iterator[None]:

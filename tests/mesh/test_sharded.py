@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from autosplit.pipeline.schedule.schedule import ActionKind
+from benchmarks.mesh.gathers import GatheredBytes
 from tests.kept_ranks import ranks
 from tests.mesh.workers import (
     REFERENCE,
@@ -302,7 +303,7 @@ def test_refusals() -> None:
                 built(sharded(mesh), shared_parameters=tied),
             ),
             (
-                "sharded along 'dp_shard' are gathered in a step: leave one of the two",
+                "shard_optimizer) are gathered in a step: leave one of the two",
                 built(sharded(mesh), memory_limit="1GiB"),
             ),
             (
@@ -319,3 +320,30 @@ def test_refusals() -> None:
             ),
         ]
     )
+
+
+@ranks(4)
+def test_blocks_are_gathered_one_call_ahead() -> None:
+    """With the bits of a process, and the blocks of two calls gathered at most."""
+    mesh = mesh_of(**MESH)
+
+    def blocks(index: int) -> nn.Module:
+        torch.manual_seed(index)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+        return nn.Sequential(*layers)
+
+    def stage(index: int) -> nn.Module:
+        module: Any = blocks(index)
+        for layer in module:
+            fully_shard(layer, mesh=mesh["dp_shard"])
+        return cast("nn.Module", fully_shard(module, mesh=mesh["dp_shard"]))
+
+    losses, *rest = by_hand(blocks, 2, 2)
+    expected = losses[number_of(mesh)], *rest
+    gathered = GatheredBytes()
+    with trainer(mesh, stage, max_grad_norm=1e9) as engine:
+        for is_captured in (False, True, True):
+            engine.optimizer.zero_grad()
+            with gathered.counted() if is_captured else contextlib.nullcontext():
+                assert_step(engine, share_of(mesh), expected)
+    assert gathered.most / (4 * (WIDTH * WIDTH + WIDTH)) == 2
