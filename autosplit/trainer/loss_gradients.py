@@ -10,46 +10,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import Groups
-from autosplit.trainer.step_plans import StepPlan
 
 Weight: TypeAlias = "float | Sequence[float | Tensor] | Tensor"
 """The weight of each microbatch, M numbers, or the weight of the batch, one number."""
 
 
-def microbatch_weights(weight: Weight | None, count: int) -> list[float] | str | None:
+class StepWeights(NamedTuple):
+    """The weights of a step's microbatches.
+
+    Attributes:
+        numbers: one for each microbatch.
+        refusal: why they are refused; empty if they are not.
+    """
+
+    numbers: Sequence[float]
+    refusal: str = ""
+
+
+def microbatch_weights(weight: Weight, count: int) -> StepWeights:
     """Return the weight of each microbatch; a single number is cut into equal parts.
 
     Args:
-        weight: the weights, such as numbers of tokens; None without weights.
+        weight: the weights, such as numbers of tokens.
         count: the number of microbatches.
-
-    Returns:
-        The weights, if any; or a text, why they are refused.
     """
-    if weight is None:
-        return None
     values: Any = weight.tolist() if isinstance(weight, Tensor) else weight
     is_row = isinstance(values, list | tuple)
     numbers = values if is_row else [values]
     if is_row and len(numbers) != count:
-        return (
+        return StepWeights(
+            (),
             f"weight has {len(numbers)} numbers for {count} microbatches: pass one for each "
-            "microbatch, or a single number for the batch"
+            "microbatch, or a single number for the batch",
         )
     for at, number in enumerate(numbers):
         if not _is_weight(number):
-            return (
+            return StepWeights(
+                (),
                 f"{f'weight[{at}]' if is_row else 'weight'} is {number!r}: a weight must be a "
-                "positive finite number, such as the number of tokens that count in the loss"
+                "positive finite number, such as the number of tokens that count in the loss",
             )
-    return [float(n) for n in numbers] if is_row else [float(numbers[0]) / count] * count
+    parts = [float(n) for n in numbers] if is_row else [float(numbers[0]) / count] * count
+    return StepWeights(parts)
 
 
 def _is_weight(number: Any) -> bool:
@@ -89,22 +98,25 @@ class LossGradients:
             self._observed = torch.optim.SGD([self._sentinel])
             scaler.scale(torch.zeros((), device=device))  # creates its tensors
 
-    def of_step(self, plan: StepPlan, weights: Sequence[float] | None) -> Sequence[list[Any]]:
+    def of_step(
+        self, dtype: torch.dtype, part_names: Sequence[str], weights: StepWeights | None = None
+    ) -> list[list[Any]]:
         """Return, for each microbatch, the gradients of its loss and of the loss's parts, which are
         None. Collective over replicas if there are weights.
+
+        Args:
+            dtype: the dtype of the losses.
+            part_names: the names of the parts.
+            weights: the weights of the step, if any.
         """
         if self._scaler is not None:
             self.scale = self._scaler.get_scale()
-        elif weights is None and plan.loss_grads:
-            return plan.loss_grads
-        shares = [1.0 / self._count] * self._count if weights is None else self._shares_of(weights)
+        shares = [1.0 / self._count] * self._count
+        if weights is not None:
+            shares = self._shares_of(weights.numbers)
         values = [self.scale * share for share in shares]
-        gradients = torch.tensor(values, dtype=plan.dtype, device=self._device).unbind()
-        parts = [None] * len(plan.boundaries.part_names)
-        loss_grads = [[gradient, *parts] for gradient in gradients]
-        if weights is None:
-            plan.loss_grads = loss_grads
-        return loss_grads
+        gradients = torch.tensor(values, dtype=dtype, device=self._device).unbind()
+        return [[gradient, *[None] * len(part_names)] for gradient in gradients]
 
     def _shares_of(self, weights: Sequence[float]) -> list[float]:
         """Divide weights by their sum over all replicas. These reduce gradients to their mean, so
@@ -123,7 +135,8 @@ class LossGradients:
         Args:
             finite: whether all gradients of the step are finite, on all ranks.
         """
-        if self._scaler is not None:
-            self._sentinel.grad = torch.full_like(self._sentinel, 0.0 if finite else math.inf)
-            self._scaler.unscale_(self._observed)
-            self._scaler.update()
+        if self._scaler is None:
+            return
+        self._sentinel.grad = torch.full_like(self._sentinel, 0.0 if finite else math.inf)
+        self._scaler.unscale_(self._observed)
+        self._scaler.update()

@@ -52,7 +52,12 @@ from autosplit.trainer.batches import (
     deliver_gradients,
 )
 from autosplit.trainer.gradient_norms import GradientNorms
-from autosplit.trainer.loss_gradients import LossGradients, Weight, microbatch_weights
+from autosplit.trainer.loss_gradients import (
+    LossGradients,
+    StepWeights,
+    Weight,
+    microbatch_weights,
+)
 from autosplit.trainer.options import MEMORY, TrainerOptions
 from autosplit.trainer.rank_memory import RankMemory
 from autosplit.trainer.rank_model import RankModel
@@ -122,6 +127,7 @@ class Runner:
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule, source)
+        self._count = schedule.microbatches
         self._scales, scaler = options.run.scales, options.run.grad_scaler
         self.losses = LossGradients(groups, schedule, device, scaler if self._scales else None)
         self._last = self.schedule.stages - 1
@@ -184,9 +190,12 @@ class Runner:
         Returns:
             Losses and norm, being reduced over all ranks.
         """
-        weights = microbatch_weights(weight, self.schedule.microbatches)
+        weights = None if weight is None else microbatch_weights(weight, self._count)
         plan, executor, inputs, targets = self._prepare_batch(batch, weights, waits=waits)
-        loss_grads = self.losses.of_step(plan, _parsed(weights))
+        loss_grads = plan.loss_grads
+        if weights is not None or self._scales:
+            part_names = plan.boundaries.part_names
+            loss_grads = self.losses.of_step(plan.dtype, part_names, weights)
         self._grad_tensors = self._splitter.requiring_grad(batch) if plan.grad_slots else {}
         self._batch_gradients = executor.batch_gradients
         model, memory, microbatches = self._model, self.memory, inputs + targets
@@ -245,7 +254,7 @@ class Runner:
         return self.memory
 
     def _prepare_batch(
-        self, batch: Batch | None, weights: list[float] | str | None, *, waits: bool = True
+        self, batch: Batch | None, weights: StepWeights | None, *, waits: bool = True
     ) -> tuple[StepPlan, Executor, Microbatches, Microbatches]:
         """Return the plan and the executor of a training step, its inputs and its targets."""
         self._model.check_parameters()
@@ -255,6 +264,7 @@ class Runner:
         executor = plan.executor
         if executor is None:
             self._rank_stages.build_stages(plan, self.schedule, batch, inputs, targets)
+            plan.loss_grads = self.losses.of_step(plan.dtype, plan.boundaries.part_names)
             executor = self._build_executor(plan, self.schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
         if self._tuner is not None and self._tuner.limits and not self._limited:
@@ -321,7 +331,7 @@ class Runner:
         Returns:
             Losses, being reduced over all ranks.
         """
-        weights = microbatch_weights(weight, self.schedule.microbatches)
+        weights = None if weight is None else microbatch_weights(weight, self._count)
         plan, inputs, targets = self._plans.agree_on_plan(batch, weights, evaluates=True)
         is_first, executor = plan.executor is None, plan.executor
         if executor is None:
@@ -359,7 +369,7 @@ class Runner:
         plan: StepPlan,
         losses: Mapping[int, list[Tensor]],
         batch: Microbatches,
-        weights: list[float] | str | None,
+        weights: StepWeights | None,
         norms: GradientNorms | None = None,
     ) -> StepReduction:
         """Start the all-reduce of losses, gradient norms and the batch's checksum."""
@@ -367,8 +377,8 @@ class Runner:
         if norms is not None and self._checks_finite:
             nonfinite = self._model.nonfinite_stage(norms)
         tensors = _tensors(batch)
-        if (numbers := _parsed(weights)) is not None:
-            row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        if weights is not None:
+            row = torch.tensor(weights.numbers, dtype=torch.float64, device="cpu")
             tensors.append(row)
             for microbatch, outputs in losses.items():
                 outputs.append(row[microbatch])
@@ -387,11 +397,6 @@ class Runner:
             part_names=plan.boundaries.part_names,
             weighted=plan.weighted,
         )
-
-
-def _parsed(weights: list[float] | str | None) -> list[float] | None:
-    """Weights that no rank has refused."""
-    return None if isinstance(weights, str) else weights
 
 
 def _tensors(batch: Microbatches) -> list[Tensor | None]:

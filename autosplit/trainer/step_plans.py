@@ -33,6 +33,7 @@ from autosplit.trainer.batch_agreement import (
     compare_contents,
 )
 from autosplit.trainer.batches import Batch, BatchSlot, BatchSplitter, Microbatches, signature
+from autosplit.trainer.loss_gradients import StepWeights
 
 _MAX_PLANS = 63  # the bits of an int64 that is not negative
 
@@ -104,7 +105,7 @@ class StepPlans:
     def agree_on_plan(
         self,
         batch: Batch | None,
-        weights: list[float] | str | None,
+        weights: StepWeights | None,
         *,
         evaluates: bool,
         waits: bool = True,
@@ -115,7 +116,7 @@ class StepPlans:
 
         Args:
             batch: this rank's batch.
-            weights: the weights of its microbatches, if any; or a text, why they are refused.
+            weights: the weights of its microbatches, if any.
             evaluates: whether the step is an evaluation.
             waits: whether to wait for the other ranks first.
 
@@ -123,7 +124,7 @@ class StepPlans:
             BatchError: a rank refuses the batch.
             PipelineError: this rank has not waited, and has another batch than the other ranks.
         """
-        refusal = weights if isinstance(weights, str) else ""
+        refusal = "" if weights is None else weights.refusal
         key = evaluates, weights is not None, signature(batch)
         fitting = 0 if refusal else self._plan_bits.get(key, 0)
         common, *numbers = self._common_plans(fitting, evaluates=evaluates, waits=waits)

@@ -366,7 +366,8 @@ class PipelineTrainer(StepReports):
         else:
             self._model.drop_gradients()
             figures.skipped += 1
-        self._runner.losses.update_scale(finite=is_finite)
+        if self.grad_scaler is not None:
+            self._runner.losses.update_scale(finite=is_finite)
         figures.bounds = agreement.bounds()
         return losses
 

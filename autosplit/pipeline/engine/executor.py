@@ -103,7 +103,7 @@ class Executor:
         self._rank = rank
         self.messages = messages
         self.schedule = schedule
-        self._loss_grads: Sequence[Values] = ()
+        self._loss_grads: list[Values] = [[] for _ in range(schedule.microbatches)]
         self._inputs: list[Values] = [[] for _ in range(schedule.microbatches)]
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, list[Tensor]] = {}
@@ -165,10 +165,12 @@ class Executor:
             ActionError: an action failed; its error is the cause.
             LostPeerError: a peer died or did not answer in time.
         """
-        self._targets, self._losses, self._loss_grads = targets, {}, loss_grads
+        self._targets, self._losses = targets, {}
         self.batch_gradients.clear()
         for kept, microbatch in zip(self._inputs, inputs, strict=False):  # inputs may be empty
             kept[:] = microbatch
+        for kept, gradients in zip(self._loss_grads, loss_grads, strict=False):
+            kept[:] = gradients
         self._recorder = recorder
         action: Action | None = None
         activity, is_profiled = self._activity, profiler_is_enabled()
@@ -211,7 +213,7 @@ class Executor:
         finally:
             activity.set_action(None, waiting=False)
             self._targets, self._losses = (), {}
-            for kept in self._inputs:
+            for kept in (*self._inputs, *self._loss_grads):
                 kept.clear()
 
     # --- binding actions --------------------------------------------------------------------------
@@ -339,13 +341,17 @@ class Executor:
             return self.messages.sender(action)
 
         def keep(outputs: Values) -> None:
-            self._losses[action.microbatch] = [*map(_compact, outputs)]
+            self._losses[action.microbatch] = kept = [*outputs]
+            for place, scalar in enumerate(kept):
+                # Some kernels return the scalar in a storage as large as their input.
+                if scalar.untyped_storage().nbytes() != scalar.nbytes:
+                    kept[place] = scalar.clone()
 
         return keep
 
     def _gradients_of(self, action: Action) -> Callable[[], Values]:
         if action.stage == self._last:
-            return lambda: [*self._loss_grads[action.microbatch]]
+            return self._loss_grads[action.microbatch].copy
         dataflow = self.messages.dataflow
         receives = [
             self.messages.receiver(message) for message in incoming_messages(action, dataflow)
@@ -372,13 +378,7 @@ class Executor:
     def _tensors_of_callers(self, microbatch: int) -> list[Tensor]:
         """Tensors of a microbatch that callers also refer to, so that a move frees no memory."""
         targets = self._targets[microbatch] if self._targets else ()
-        loss_grads = self._loss_grads[microbatch][:1] if self._loss_grads else ()
-        return [*self._inputs[microbatch], *targets, *loss_grads]
-
-
-def _compact(scalar: Tensor) -> Tensor:
-    """The scalar in a storage of its own size. Some kernels use one as large as their input."""
-    return scalar if scalar.untyped_storage().nbytes() == scalar.nbytes else scalar.clone()
+        return [*self._inputs[microbatch], *targets, *self._loss_grads[microbatch][:1]]
 
 
 def _do_nothing() -> None:
