@@ -79,8 +79,6 @@ class Row:
         split: whether input and weight gradients ran apart.
         stages: number of stages.
         microbatches: microbatches in a step.
-        samples: samples in a step.
-        tokens: elements of the step's first integer tensor, such as token ids; None without one.
         median_s: median seconds of a step: forward, backward, optimizer, until all ranks are done.
         spread_s: interquartile range of the same.
         speedup: median over the alternating pairs of fused time / this row's time; 1 for fused.
@@ -92,14 +90,14 @@ class Row:
             model; None where those differ from call to call, as with dropout.
         durations_s: action kind -> median seconds, by stage.
         drawn_step: which of the timed steps the row's timeline shows, from 1.
+        samples: samples in a step; None if unknown.
+        tokens: elements of the step's first integer tensor, such as token ids; None without one.
     """
 
     schedule: str
     split: bool
     stages: int
     microbatches: int
-    samples: int
-    tokens: int | None
     median_s: float
     spread_s: float
     speedup: float
@@ -110,15 +108,17 @@ class Row:
     max_grad_diff: float | None
     durations_s: dict[str, list[float]]
     drawn_step: int = 0
+    samples: int | None = None
+    tokens: int | None = None
 
     @property
     def title(self) -> str:
         return f"{self.schedule} {'split' if self.split else 'fused'}, M={self.microbatches}"
 
     @property
-    def samples_per_s(self) -> float:
-        """Samples per second in the median step."""
-        return self.samples / self.median_s
+    def samples_per_s(self) -> float | None:
+        """Samples per second in the median step; None if their number is unknown."""
+        return None if self.samples is None else self.samples / self.median_s
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -415,11 +415,12 @@ def comparison_table(rows: Sequence[Row], style: str = "simple") -> str:
     """One table row per ``Row``; times are medians, the spread is the interquartile range."""
     align = ["left", "right", "left", *["right"] * 8, "left", "right"]
     table = [[*_HEADERS], *map(_cells, rows)]
-    if all(row.tokens is None for row in rows):
-        column = _HEADERS.index("tokens/s")
-        del align[column]
-        for line in table:
-            del line[column]
+    unknown = {"samples/s": "samples", "tokens/s": "tokens"}
+    for header, attribute in unknown.items():
+        if all(getattr(row, attribute) is None for row in rows):
+            column = table[0].index(header)
+            for line in (align, *table):
+                del line[column]
     headers, *table = table
     return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
@@ -430,7 +431,7 @@ def _cells(row: Row) -> list[str]:
         str(row.microbatches),
         "split" if row.split else "fused",
         f"{'~' * row.is_noise}{row.speedup:.3f}x",
-        f"{row.samples_per_s:,.1f}",
+        "" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         f"{1e3 * row.median_s:.1f}",
         f"{1e3 * row.spread_s:.1f}",
