@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autosplit.errors import SplitError
 
-FEW_ROWS = 64
+FEW_ROWS = 128
 """Products of at most so many rows a microbatch gain by being joined, see benchmarks/accumulation.
 """
 

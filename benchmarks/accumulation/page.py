@@ -11,7 +11,7 @@ TEMPLATE = """\
 
 Written by `python -m benchmarks.accumulation`; do not edit. {environment}. The options are those of
 [`accumulation=`](../../docs/memory.md#how-gradients-add-up); *joined* joins products of any number
-of rows, *auto* those of at most 64 a microbatch.
+of rows, *auto* those of at most a number a microbatch that this page is the source of.
 {sections}
 ## To reproduce
 
