@@ -453,15 +453,16 @@ class Stage:
             self._report_end(microbatch)
         return grads
 
-    def source(self, call: str, *, adds: bool = False) -> fx.GraphModule:
+    def source(self, call: str, *, adds: bool = False, count: int = 1) -> fx.GraphModule:
         """The graph of a call, as the backend gets it.
 
         Args:
             call: ``"forward"``, ``"backward_input"``, ``"backward_weight"`` or ``"backward"``.
             adds: whether it is the form that adds to existing sums of gradients, instead of the
                 one that returns new gradients.
+            count: the number of microbatches of a joined W.
         """
-        return self.functions.source(call, self.grad_dtype, adds=adds)
+        return self.functions.source(call, self.grad_dtype, adds=adds, count=count)
 
     def compile(self, calls: Iterable[str] = ("backward_input", "backward_weight") * 2) -> None:
         """Compile the graphs of these calls now, instead of at their first run.

@@ -397,7 +397,7 @@ class SplitFunctions:
                 left -= min(left, most)
 
     def source(
-        self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False
+        self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False, count: int = 1
     ) -> fx.GraphModule:
         """The graph of a call, as the backend gets it.
 
@@ -405,10 +405,11 @@ class SplitFunctions:
             call: the name of a method.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             adds: whether it is the form that adds into accumulators.
+            count: the number of microbatches of a joined W.
         """
         if call == "forward":
             return self.graphs.forward
-        return inline(self._graph_of(call).source(dtype, adds=adds))
+        return inline(self._graph_of(call).source(dtype, adds=adds, count=count))
 
     @cached_property
     def completion_order(self) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
+from autosplit.pipeline.engine.executor import joined_weights
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget, measure_offload
 from autosplit.pipeline.engine.stage_builder import traced
@@ -136,6 +137,8 @@ class RankMemory:
             is_fresh = action.kind.is_compute and not has_buckets
             saved = sizes[action.stage].fresh.pop(action.kind, 0) if is_fresh else 0
             levels.append(math.ceil(kept) + sent - saved)
+        for at, count in joined_weights(row, stages):
+            levels[at] += sizes[row[at].stage].joined_weight(count)
         return levels
 
     def predicted(self) -> int | None:

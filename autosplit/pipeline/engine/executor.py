@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import incoming_messages, result_of
 from autosplit.pipeline.schedule.schedule import SHARDING, Action, ActionKind, Schedule
 from autosplit.ranks.first_error import ActionError, LostPeerError, RankActivity
+from autosplit.runtime.accumulation import MOST_JOINED
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import profiler_is_enabled
 
@@ -252,13 +254,11 @@ class Executor:
                 and action.kind is last.action.kind is ActionKind.BACKWARD_WEIGHT
                 and action.stage == last.action.stage
                 and not bound.waits
-                and isinstance(stage, Stage)
-                and type(stage).backward_weight is Stage.backward_weight
-                and stage.joins_weights
+                and joins_weights(stage)
             ):
                 actions = (*last.recorded, action)
                 microbatches = [action.microbatch for action in actions]
-                compute = partial(stage.backward_weight, *microbatches)
+                compute = partial(stage.backward_weight, *microbatches)  # type: ignore[union-attr]
                 joined[-1] = last._replace(compute=compute, recorded=actions)
             else:
                 joined.append(bound)
@@ -383,3 +383,22 @@ class Executor:
 
 def _do_nothing() -> None:
     """Compute nothing: for AWAIT, which only waits, and for stages that are not sharded."""
+
+
+def joins_weights(stage: object) -> bool:
+    """Whether a stage runs Ws that follow each other as one call."""
+    if not isinstance(stage, Stage) or type(stage).backward_weight is not Stage.backward_weight:
+        return False
+    return stage.joins_weights
+
+
+def joined_weights(
+    row: Sequence[Action], stages: Mapping[int, ForwardStage]
+) -> Iterator[tuple[int, int]]:
+    """The place in a rank's row of the first of the Ws that run as one call, and their number."""
+    place = 0
+    for (kind, stage), run in groupby(row, key=lambda action: (action.kind, action.stage)):
+        count = len([*run])
+        if kind is ActionKind.BACKWARD_WEIGHT and count > 1 and joins_weights(stages.get(stage)):
+            yield place, min(count, MOST_JOINED)
+        place += count

@@ -136,7 +136,7 @@ def _like(fake: Tensor) -> Tensor:
     )
 
 
-_Call = tuple[str, bool]
+_Call = tuple[str, bool, int]
 
 
 class CallMemory:
@@ -186,19 +186,20 @@ class CallMemory:
         additions = [size for node, size in workspace.items() if is_accumulation(node)]
         return max(additions, default=0)
 
-    def of_call(self, stage: Stage, call: str, *, adds: bool = False) -> LiveBytes:
+    def of_call(self, stage: Stage, call: str, *, adds: bool = False, count: int = 1) -> LiveBytes:
         """The tensors that are alive while a call runs, in bytes.
 
         Args:
             stage: the stage.
             call: the name of one of its methods; W counts as run whole.
             adds: whether the call adds to existing gradients, rather than create them.
+            count: the number of microbatches of a joined W.
         """
         calls = self._calls.setdefault(stage.functions, {})
-        key = call, adds
+        key = call, adds, count
         if key in calls:
             return calls[key]
-        module = stage.source(call, adds=adds)
+        module = stage.source(call, adds=adds, count=count)
         live = LiveBytes(module, self._workspace.of_graph(module.graph))
         if self._workspace.measurable:
             calls[key] = live

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autosplit.passes import Kind, Role
+from autosplit.passes.lowering.join import joined_role
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.schedule.routes import (
     StageDataflow,
@@ -72,6 +73,7 @@ class StageBytes:
         self.borrowed_outputs = {
             at for at, o in enumerate(outputs) if o is None or o in saved.values()
         }
+        self._left: _Memories = {}
         kept, deferred = _bytes(saved), 0
         forward, backward_input, backward_weight, backward = _bytes(inputs) + most - kept, 0, 0, 0
         tangents = {
@@ -84,7 +86,7 @@ class StageBytes:
             left = {
                 role: memory for role, memory in results.items() if role.kind is not Kind.INPUT_GRAD
             }
-            deferred = _bytes(left)
+            self._left, deferred = left, _bytes(left)
             backward_input = kept + arrived + most - max(kept, deferred)
             backward_weight, _ = self._call(ActionKind.BACKWARD_WEIGHT, left)
         if functions.has_backward and ActionKind.BACKWARD in kinds:
@@ -98,6 +100,21 @@ class StageBytes:
             generators=calls.generators,
             workspace=(forward, backward_input, backward_weight, backward),
         )
+
+    def joined_weight(self, count: int) -> int:
+        """By how much the peak of W of several microbatches as one call exceeds that of the first
+        of them, before which all are held.
+        """
+        roles: dict[_Memory, set[Role]] = defaultdict(set)
+        for role, memory in self._left.items():
+            roles[memory].add(role)
+        released = [
+            ({joined_role(role, at) for role in names}, memory.bytes)
+            for at in range(count)
+            for memory, names in roles.items()
+        ]
+        live = self._calls.of_call(self._stage, "backward_weight", adds=True, count=count)
+        return max(0, live.peak(released) - int(self.memory.workspace[2]))
 
     def _call(self, kind: ActionKind, arguments: _Memories) -> tuple[int, dict[Role, _Memory]]:
         """The peak of a call above the bytes before it, and its results. Gradients are fixed memory
