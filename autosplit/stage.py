@@ -479,7 +479,8 @@ class Stage:
         """
         sums, last = self._weights.sums, self._weights.last
         parts = () if last is None else last[1].parts
-        self.functions.compile_calls(calls, sums.dtype, overwrites=sums.has_memory, parts=parts)
+        has_memory = sums.memory_for is not None
+        self.functions.compile_calls(calls, sums.dtype, overwrites=has_memory, parts=parts)
 
     def publish(self) -> None:
         """Add ``gradients`` to the parameters' ``.grad``, forget them, and call the hooks of

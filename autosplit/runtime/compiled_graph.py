@@ -272,7 +272,7 @@ class GradientGraph:
         form: AddingForm = "returns"
         parts: Parts = ()
         if gradients is not None:
-            form = self._form_for(gradients)
+            form = self._form_of_first(gradients) if gradients.overwrites else self._adding_form
             if form != "returns":
                 pool += gradients.tensors
                 if gradients.report is not None and self._reports_inside:
@@ -290,9 +290,7 @@ class GradientGraph:
         add_together(gradients.tensors, new_gradients)
         return results, gradients.tensors
 
-    def _form_for(self, gradients: Accumulators) -> AddingForm:
-        if not gradients.overwrites:
-            return self._adding_form
+    def _form_of_first(self, gradients: Accumulators) -> AddingForm:
         if self._first_form != "overwrites":
             zero_together(gradients.tensors)
         return self._first_form

@@ -29,6 +29,7 @@ class GradientSums:
         tensors: parameter name -> sum.
         memory_for: called with a parameter and a dtype; returns memory for its sum or its ``.grad``
             in that dtype, of the parameter's shape, not initialized; or None for memory of its own.
+            None: all sums have memory of their own.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -36,12 +37,7 @@ class GradientSums:
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
         self._leaves = UncachedLeaves()
-        self.memory_for: Callable[[Tensor, torch.dtype], Tensor | None] = _no_memory
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether ``memory_for`` is set."""
-        return self.memory_for is not _no_memory
+        self.memory_for: Callable[[Tensor, torch.dtype], Tensor | None] | None = None
 
     def into(
         self, names: Sequence[str], parameters: Sequence[Tensor], skipped: Collection[str] = ()
@@ -72,7 +68,7 @@ class GradientSums:
             return None
         if self.tensors.keys() >= {*names}:
             return Accumulators([*map(self.tensors.__getitem__, names)])
-        if not self.has_memory or not self.tensors.keys().isdisjoint(names):
+        if self.memory_for is None or not self.tensors.keys().isdisjoint(names):
             return None
         new = [self.memory_for(p, self.dtype or p.dtype) for p in parameters]
         tensors = [tensor for tensor in new if tensor is not None]
@@ -128,7 +124,8 @@ class GradientSums:
             if (by := divisor(parameter)) != 1:
                 total.div_(by)
             if parameter.grad is None:
-                parameter.grad = self._as_gradient(parameter, total)
+                dtype = parameter.grad_dtype or total.dtype
+                parameter.grad = total if total.dtype is dtype else self._cast(parameter, total)
             else:
                 parameter.grad.add_(total)
         self.clear()
@@ -140,16 +137,16 @@ class GradientSums:
         """Drop the sums."""
         self.tensors, self._parameters = {}, {}
 
-    def _as_gradient(self, parameter: Tensor, total: Tensor) -> Tensor:
+    def _cast(self, parameter: Tensor, total: Tensor) -> Tensor:
         """A sum in the dtype of the parameter's ``.grad``."""
-        dtype = parameter.grad_dtype or total.dtype
-        memory = None if total.dtype is dtype else self.memory_for(parameter, dtype)
+        dtype = parameter.grad_dtype or parameter.dtype
+        memory = None if self.memory_for is None else self.memory_for(parameter, dtype)
         return total.to(dtype) if memory is None else memory.copy_(total)
 
     def _as_sum(self, parameter: Tensor, gradient: Tensor, borrowed: bool) -> Tensor:
         """The first sum: the gradient in the dtype of the sums, copied if it is borrowed."""
         dtype = self.dtype or gradient.dtype
-        memory = self.memory_for(parameter, dtype)
+        memory = None if self.memory_for is None else self.memory_for(parameter, dtype)
         if memory is not None:
             # A sparse gradient can be added to dense memory, but not copied into it.
             is_dense = gradient.layout is torch.strided
@@ -159,7 +156,3 @@ class GradientSums:
         if gradient.layout is not torch.strided:  # of a sparse embedding
             return gradient.to(dtype, copy=True)
         return gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _no_memory(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Give each sum memory of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import beside, buckets, collectives, experts
+from . import beside, buckets, collectives, experts, reductions
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -64,6 +64,27 @@ PARTS: dict[str, Part[Settings]] = {
         "three. Shares more than ten points from those of the plain model are bold.",
         lambda settings: buckets.measure(settings.steps),
         buckets.render,
+    ),
+    "reductions": Part(
+        "Reductions of replicas behind weight gradients",
+        "A step of four microbatches of two stages with two replicas (pp 2 x dp_replicate 2). Each "
+        f"stage has {reductions.LAYERS} layers and as many buckets. Four processes share two "
+        f"cores, so products sleep ({1e3 * reductions.PRODUCT:.0f} ms each in F, I and W), and so "
+        "do waits for a bucket's all-reduce, which ends the given time after it began or after "
+        "the one before. Hidden is all of the reductions' time without that in which the rank "
+        "waited, on the rank that waited most; what Gloo itself takes is not in it. What the last "
+        "W of a stage can hide follows from these times: its last bucket is complete at its end. "
+        "The same trainer with all reductions after the actions takes turns with it. Less than "
+        "90 % where W is long enough, and ratios above 1, are bold.",
+        lambda settings: reductions.measure(settings.steps),
+        reductions.render,
+    ),
+    "gradients": Part(
+        "Bytes of gradients",
+        f"The most bytes that a step of two microbatches allocates, of {reductions.DEEP} layers "
+        "with one sample a microbatch, over the bytes of the gradients; activations are in it.",
+        lambda settings: reductions.measure_bytes(),
+        reductions.render_bytes,
     ),
     "beside": Part(
         "Beside torch's stages",
