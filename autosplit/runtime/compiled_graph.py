@@ -343,14 +343,14 @@ class GradientGraph:
         needs no form that adds.
 
         An interpreting backend does so if all gradients are small and so cheap to hold, unless
-        products add them. A compiling
-        backend, for which a second form takes seconds, does so if there are gradients of norms and
-        biases only, or sparse ones, which it cannot add.
+        products add them. A compiling backend, for which a second form takes seconds, does so if
+        there are gradients of norms and biases only, or sparse ones, which it cannot add.
         """
         if self._backend.compiles:
             return not self._is_dense or all(value.ndim <= 1 for value in self._gradients)
-        is_small = sum(value.nbytes for value in self._gradients) <= _SMALL
-        return self._is_dense and is_small and not self._accumulation.fuses
+        if not self._is_dense or self._accumulation.fuses:
+            return False
+        return sum(value.nbytes for value in self._gradients) <= _SMALL
 
     @cached_property
     def _gradients(self) -> list[Tensor]:
