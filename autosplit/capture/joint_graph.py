@@ -134,9 +134,9 @@ def _refuse_plain_state(module: nn.Module, exported: fx.GraphModule) -> Iterator
     with _RealTensorUse() as use:  # type: ignore[no-untyped-call]
         try:
             yield
-        except Exception:
-            if not use.written:
-                raise
+        except Exception as error:
+            if not use.written or "mutating a non-functional tensor" in str(error):
+                raise  # ``user_errors`` knows its line
     if use.written:
         raise CaptureError(
             f"{forward_of(module)} writes into a tensor that is neither a parameter nor a buffer "
