@@ -24,6 +24,7 @@ from autosplit.passes import Kind, PassError, Role, SplitGraphs
 from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.passes.lowering.accumulate import REPORT, completion_order
 from autosplit.passes.lowering.forms import Changed, Fuses, GraphForm, Strides
+from autosplit.passes.lowering.fuse import gains_by_fusing
 from autosplit.passes.lowering.join import gains_by_joining, joined_role
 from autosplit.passes.manager import When, run_graph_passes
 from autosplit.passes.subgraph import subgraphs
@@ -348,7 +349,8 @@ class GradientGraph:
         """
         if self._backend.compiles:
             return not self._is_dense or all(value.ndim <= 1 for value in self._gradients)
-        if not self._is_dense or self._accumulation.fuses:
+        fuses = self._accumulation.fuses and gains_by_fusing(self._module)
+        if not self._is_dense or fuses:
             return False
         return sum(value.nbytes for value in self._gradients) <= _SMALL
 

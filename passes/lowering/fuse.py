@@ -27,7 +27,7 @@ from torch import fx
 from ..analysis.operators import OPERATORS
 from ..graph import is_like, tensor_of
 from ..rewrites.emit import eliminate_dead_code, emit
-from ..subgraph import subgraphs
+from ..subgraph import inner_calls, subgraphs
 
 aten = torch.ops.aten
 
@@ -63,6 +63,11 @@ def fuse(module: fx.GraphModule, wanted: Wanted = lambda _: True) -> bool:
         eliminate_dead_code(module.graph)
         module.recompile()
     return changed
+
+
+def gains_by_fusing(module: fx.GraphModule) -> bool:
+    """Whether the graph has operators that could add their results."""
+    return any(node.target in _WRITERS for node in inner_calls(module.graph))
 
 
 def _terms(
