@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -98,6 +99,7 @@ class StepReduction:
         weights     one for each pipeline and microbatch, likewise; only if the step has weights
         batches     one for each pipeline, the sum of ``batch`` over its ranks
         nonfinite   one for each rank: 1 + its last stage with a gradient that is not finite, or 0
+        aux         one for each auxiliary loss, the sum over all ranks and microbatches
         squares     one in all, the sum over all ranks; only if the norm is computed
         windows     two for each rank: the start and the end of its recorded actions
 
@@ -115,6 +117,7 @@ class StepReduction:
         dtype: the dtype of the losses.
         part_names: the names of the parts, in order.
         weighted: whether the step has weights.
+        aux: the sums of this rank's auxiliary losses over its stages and microbatches, by name.
         raises: whether gradients that are not finite are an error.
         window: start of this rank's first recorded action and end of its last one, in seconds of
             ``time.perf_counter()``; zeros if nothing was recorded.
@@ -134,6 +137,7 @@ class StepReduction:
         dtype: torch.dtype,
         part_names: Sequence[str] = (),
         weighted: bool = False,
+        aux: Mapping[str, float] = MappingProxyType({}),
         nonfinite: int | None = None,
         raises: bool = False,
         window: tuple[float, float] = (0.0, 0.0),
@@ -147,13 +151,17 @@ class StepReduction:
         rows = len(layout.pipelines)
         self._batches = self._losses * (1 + len(part_names) + weighted)
         self._stages = self._batches + rows
-        self._squares = self._stages + groups.everybody.ranks
+        self._aux, self._aux_names = self._stages + groups.everybody.ranks, tuple(aux)
+        self._squares = self._aux + len(aux)
         self._windows = self._squares + (squares is not None)
         size = self._windows + 2 * groups.everybody.ranks
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         for row, scalars in enumerate(zip(*losses.values(), strict=True)):
             start = row * self._losses + layout.index * count
             numbers[start:][list(losses)] = torch.stack(scalars).to(numbers)
+        if aux:
+            sums = torch.tensor([*aux.values()], dtype=torch.float64, device="cpu")
+            numbers[self._aux : self._squares] = sums
         if squares is not None:
             numbers[self._squares : self._windows] = squares
         at = self._windows + 2 * groups.everybody.rank
@@ -189,16 +197,19 @@ class StepReduction:
 
     def means(self) -> dict[str, float]:
         """Return the mean ``"loss"`` and the means of its named parts, over the microbatches of all
-        pipelines, by the weights of microbatches. Waits as ``wait`` does.
+        pipelines, by the weights of microbatches; and of auxiliary losses, without weights. Waits
+        as ``wait`` does.
         """
-        rows = self._await_reduced()[: self._batches].view(-1, self._losses)
-        names = "loss", *self._part_names
+        numbers = self._await_reduced()
+        rows = numbers[: self._batches].view(-1, self._losses)
         if self._weighted:
             means = (rows[:-1] * rows[-1]).sum(1) / rows[-1].sum()
-            return dict(zip(names, means.tolist(), strict=True))
-        means = rows.mean(1)
-        means[0] = rows[0].to(self._dtype).mean()
-        return dict(zip(names, means.tolist(), strict=True))
+        else:
+            means = rows.mean(1)
+            means[0] = rows[0].to(self._dtype).mean()
+        aux = numbers[self._aux : self._squares] / self._losses
+        names = "loss", *self._part_names, *self._aux_names
+        return dict(zip(names, [*means.tolist(), *aux.tolist()], strict=True))
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
         """Check that pipelines that share tensors had one batch and have equal losses.
@@ -254,7 +265,7 @@ class StepReduction:
     @property
     def finite(self) -> bool:
         """Whether all gradients of the step are finite, on all ranks; waits as ``wait`` does."""
-        return not self._await_reduced()[self._stages : self._squares].any()
+        return not self._await_reduced()[self._stages : self._aux].any()
 
     def _await_reduced(self) -> Tensor:
         """Return the reduced vector; waits for the other ranks the first time only."""
@@ -264,7 +275,7 @@ class StepReduction:
         return self._reduced
 
     def _check_finite(self, numbers: Tensor) -> None:
-        codes = numbers[self._stages : self._squares].tolist()
+        codes = numbers[self._stages : self._aux].tolist()
         nonfinite = sorted(
             ((int(code) - 1, rank) for rank, code in enumerate(codes) if code), reverse=True
         )

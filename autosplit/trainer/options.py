@@ -52,6 +52,10 @@ class StageOptions:
             starts with the values of its first holder, and each holder gets the sum of the
             gradients. Parameters that the modules of a list share, or the stages of a model that
             is cut, are found without this option.
+        aux_losses: weights of auxiliary losses, by the attribute that a forward leaves on modules
+            of any stage, such as ``{"aux_loss": 0.01}`` for the routers of experts: scalar tensors,
+            None in ``__init__``. Their weighted sum, averaged over microbatches, is trained with
+            the loss; ``metrics()`` has each, without its weight, beside the loss.
         planning: further arguments of ``autosplit.partition`` for a whole model, such as
             ``{"costs": "estimate", "cut_at": ["layers.8"]}``. The trainer sets the others.
         stage_factory: builds stages in place of ``autosplit.Stage``; excludes ``options``.
@@ -65,6 +69,7 @@ class StageOptions:
     changes: Mapping[str, Any] = field(init=False)
     autocast: torch.dtype | None
     shared_parameters: Sequence[Sequence[Holder]]
+    aux_losses: Mapping[str, float]
     planning: Mapping[str, Any] | None
     stage_factory: StageFactory | None
 
@@ -74,6 +79,7 @@ class StageOptions:
         options: SplitOptions | None = None,
         autocast: torch.dtype | None = None,
         shared_parameters: Sequence[Sequence[Holder]] = (),
+        aux_losses: Mapping[str, float] | None = None,
         planning: Mapping[str, Any] | None = None,
         stage_factory: StageFactory | None = None,
         **changes: Unpack[SplitArguments],
@@ -81,6 +87,7 @@ class StageOptions:
         values: dict[str, Any] = {
             "autocast": autocast,
             "shared_parameters": shared_parameters,
+            "aux_losses": dict(aux_losses or {}),
             "planning": planning,
             "stage_factory": stage_factory,
         }
@@ -399,6 +406,7 @@ class TrainerOptions:
             "shard_optimizer": self.run.shard_optimizer,
             "nonfinite": self.run.on_nonfinite,
             "grad_scaler": self.run.grad_scaler.state_dict() if self.run.grad_scaler else None,
+            "aux_losses": self.stages.aux_losses,
             "shared_parameters": [*map(list, shared_parameters)],
             "wiring": stages.wiring,
             "stage_factory": None if isinstance(factory, SplitStage) else "given",

@@ -20,6 +20,7 @@ from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import Groups
 from autosplit.stage import Stage
+from autosplit.trainer.aux_losses import WithAuxLosses, check_holders
 from autosplit.trainer.batches import Batch, Microbatches
 from autosplit.trainer.options import TrainerOptions
 from autosplit.trainer.rank_model import RankModel
@@ -40,7 +41,8 @@ class RankStages:
 
     A stage's module is completed first::
 
-        module -> with the loss, in the last stage -> under autocast -> captured as a stage
+        module -> with the loss, in the last stage -> with auxiliary losses, if any
+               -> under autocast -> captured as a stage
 
     Args:
         stages: the source of all stages of the model.
@@ -71,6 +73,7 @@ class RankStages:
         device: torch.device,
     ) -> None:
         self._loss_fn, self._autocast = loss_fn, options.stages.autocast
+        self._aux_losses = options.stages.aux_losses
         self._model, self._groups, self._dataflow = model, groups, dataflow
         self._seeds, self._device = seeds, device
         # Buffers of modules that stages on different ranks share.
@@ -105,10 +108,11 @@ class RankStages:
             inputs: its inputs, by microbatch.
             targets: its targets, by microbatch.
         """
-        activity = self._groups.activity
+        activity, modules = self._groups.activity, self._complete(batch)
+        plan.aux = self._with_aux_losses(modules)
         with activity.during("building its stages", announced=True):
             plan.stages, plan.boundaries = build_stages(
-                self._complete(batch),
+                modules,
                 schedule.stages,
                 self._dataflow,
                 self._groups,
@@ -117,7 +121,7 @@ class RankStages:
                 targets=_examples(plan, "targets", targets),
                 device=self._device,
             )
-        check_part_names(plan.boundaries.part_names)
+        check_part_names([*self._aux_losses, *plan.boundaries.part_names])
         if self._groups.layout.shares > 1 and not self._arranged:
             # Only once: reports of stages of other shapes name these buckets.
             self._model.arrange_buckets(traced(plan.stages), schedule)
@@ -132,11 +136,18 @@ class RankStages:
         if self._groups.everybody.all_reduce_and(0 if draws else -1) == [0]:
             self._seeds.expect_draws()
 
-    def for_evaluation(self, batch: Batch | None) -> dict[int, ModuleStage]:
-        """Return the stages of an evaluation, which call the modules themselves."""
+    def for_evaluation(self, plan: StepPlan, batch: Batch | None) -> dict[int, ModuleStage]:
+        """Return the stages of an evaluation, which call the modules themselves.
+
+        Args:
+            plan: gets the stages with auxiliary losses.
+            batch: this rank's batch.
+        """
+        modules = self._complete(batch, evaluates=True)
+        plan.aux = self._with_aux_losses(modules)
         return {
             index: ModuleStage(module, index, self._dataflow.shared_places(index))
-            for index, module in self._complete(batch, evaluates=True).items()
+            for index, module in modules.items()
         }
 
     def _stage_for(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
@@ -188,7 +199,8 @@ class RankStages:
                 )
 
     def _complete(self, batch: Batch | None, *, evaluates: bool = False) -> Mapping[int, nn.Module]:
-        """Return this rank's modules by stage, with autocast, and the loss in the last stage's.
+        """Return this rank's modules by stage, with autocast and auxiliary losses, and the loss in
+        the last stage's.
 
         The batch says whether the loss takes one target or a tuple, and of how many.
         """
@@ -201,6 +213,11 @@ class RankStages:
                 check_trained(self._loss_fn, modules[last])
                 observer = self._observe if evaluates else None
                 modules[last] = WithLoss(modules[last], self._loss_fn, count, observer)
+            if self._aux_losses:
+                modules = {
+                    stage: WithAuxLosses(module, self._aux_losses, self._device)
+                    for stage, module in modules.items()
+                }
             dtype = self._autocast
             if dtype is not None:
                 modules = {
@@ -209,6 +226,19 @@ class RankStages:
                 }
             self._completed[key] = modules
         return self._completed[key]
+
+    def _with_aux_losses(self, modules: Mapping[int, nn.Module]) -> list[WithAuxLosses]:
+        """Return the stages with auxiliary losses, without autocast; collective if there are any.
+
+        Raises:
+            PipelineError: no module of any stage has one of the losses.
+        """
+        if not self._aux_losses:
+            return []
+        inner = [m.module if isinstance(m, WithAutocast) else m for m in modules.values()]
+        stages = [module for module in inner if isinstance(module, WithAuxLosses)]
+        check_holders(stages, self._aux_losses, self._groups.everybody)
+        return stages
 
     def _observe(self, output: Any, targets: Any) -> None:
         """Pass the arguments of the loss to the observer of this call, if any."""

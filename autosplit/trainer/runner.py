@@ -43,6 +43,7 @@ from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.trainer.agreement import StepReduction
+from autosplit.trainer.aux_losses import aux_sums, start_aux_losses
 from autosplit.trainer.batch_agreement import summary_of
 from autosplit.trainer.batches import (
     Batch,
@@ -211,6 +212,8 @@ class Runner:
             hooked: list[Tensor] = []
             for split_stage in traced(self.stages).values():
                 split_stage.waiting_hooks = hooked
+            if plan.aux:
+                start_aux_losses(plan.aux, self.losses.scale / self._count)
             losses = executor.run(inputs, targets, recorder, loss_grads)
             if memory.recorder is not None:
                 memory.recorder.finish(itertools.chain(*losses.values()))
@@ -335,9 +338,11 @@ class Runner:
         plan, inputs, targets = self._plans.agree_on_plan(batch, weights, evaluates=True)
         is_first, executor = plan.executor is None, plan.executor
         if executor is None:
-            stages = self._rank_stages.for_evaluation(batch)
+            stages = self._rank_stages.for_evaluation(plan, batch)
             executor = self._build_executor(plan, self._forwards, stages)
         self._rank_stages.observer = observer
+        if plan.aux:
+            start_aux_losses(plan.aux, 0.0)
         with self._seeds.restoring():
             losses = executor.run(inputs, targets)
         self._rank_stages.observer = None
@@ -347,7 +352,7 @@ class Runner:
             names = stages[self._last].part_names or () if losses else ()
             for outputs in losses.values():
                 check_loss([TensorMeta(t.shape, t.dtype, True) for t in outputs], names)
-            check_part_names(names)
+            check_part_names([*(plan.aux[0].weights if plan.aux else ()), *names])
             loss_dtype = next((loss.dtype for loss, *_ in losses.values()), None)
             rows = self._groups.everybody.gather((loss_dtype, names, self._seeds.drew))
             plan.dtype, plan.boundaries.part_names = next(row[:2] for row in rows if row[0])
@@ -396,6 +401,7 @@ class Runner:
             dtype=plan.dtype,
             part_names=plan.boundaries.part_names,
             weighted=plan.weighted,
+            aux=aux_sums(plan.aux) if plan.aux else {},
         )
 
 

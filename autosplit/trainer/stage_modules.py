@@ -19,6 +19,7 @@ from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.ranks.fault_store import describe_error
 from autosplit.runtime.refusals import misfit
 from autosplit.torch_internals.dtensor import dtensor_class
+from autosplit.trainer.aux_losses import WithAuxLosses
 
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of a parameter within it."""
@@ -240,7 +241,8 @@ def explain_failed_capture(
         PipelineError: the stage takes another number of inputs, or its loss fails in eager mode,
             too; names the line of the loss and its arguments.
     """
-    module = module.module if isinstance(module, WithAutocast) else module
+    while isinstance(module, WithAutocast | WithAuxLosses):
+        module = module.module
     last = module if isinstance(module, WithLoss) else None
     stage, inputs = (last.module, last.module_inputs(args)) if last else (module, args)
     if text := misfit(stage, inputs):

@@ -51,17 +51,19 @@ _NAMES = (
 
 
 def check_part_names(names: Iterable[str]) -> None:
-    """Check that the parts of a loss have other names than the trainer's own metrics.
+    """Check that auxiliary losses and the parts of a loss have names of their own in metrics.
 
     Raises:
         PipelineError: names a part that has not.
     """
+    seen = {*_NAMES}
     for name in names:
-        if name in _NAMES or name.startswith("lr/"):
+        if name in seen or name.startswith("lr/"):
             raise PipelineError(
-                f"loss_fn returned a part named {name!r}, which is a metric of the trainer: choose "
+                f"{name!r} names a part of the loss, and another metric of the trainer: choose "
                 f"another name, such as {name + '_part'!r}"
             )
+        seen.add(name)
 
 
 def batch_counts(metas: Metas, tokens: int | None = None) -> dict[str, int]:

@@ -26,6 +26,7 @@ from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.ranks.groups import Groups
+from autosplit.trainer.aux_losses import WithAuxLosses
 from autosplit.trainer.batch_agreement import (
     Metas,
     agree_on_batch,
@@ -52,6 +53,7 @@ class StepPlan:
         stages: this rank's stages, in training; empty until the first such batch.
         executor: runs them; None until the first such batch.
         loss_grads: by microbatch, the gradients of the last stage's outputs, in training.
+        aux: this rank's stages, if there are auxiliary losses.
     """
 
     metas: Metas
@@ -63,6 +65,7 @@ class StepPlan:
     stages: Mapping[int, TrainableStage] = field(default_factory=dict)
     executor: Executor | None = None
     loss_grads: Sequence[list[Tensor | None]] = ()
+    aux: Sequence[WithAuxLosses] = ()
 
 
 class StepPlans:

@@ -74,7 +74,10 @@ class SideLoss(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "metric": (lambda o, _: (o.mean(), {"lr": o.sum()}), "named 'lr', which is a metric"),
+    "metric": (
+        lambda o, _: (o.mean(), {"lr": o.sum()}),
+        "'lr' names a part of the loss, and another metric",
+    ),
     "vector": (lambda o, _: (o.mean(), {"z": o.sum(0)}), r"'z' of the loss must be .*float32\[6\]"),
     "number": (lambda o, _: (o.mean(), {"z": 1.0}), "the part 'z' is a float"),
     "name": (lambda o, _: (o.mean(), {0: o.sum()}), "the part 0 is a Tensor"),

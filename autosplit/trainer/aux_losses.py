@@ -1,0 +1,153 @@
+"""Auxiliary losses that a forward leaves on its modules, as routers of experts do.
+
+::
+
+    F   outputs = module(inputs)        leaves aux_loss on some of its modules
+        totals += aux_loss              for the log
+    I   gradient of aux_loss = weight / M, whatever comes back for the outputs
+
+The attributes get their earlier values back in the same call, so that graphs may repeat it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.capture.diagnosis import Wrapper
+from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.boundaries import NamedLoss
+from autosplit.ranks.control import Control
+
+
+class _WithGradient(torch.autograd.Function):
+    """Its first argument; the second one gets the third as its gradient.
+
+    As the scaler of auxiliary losses in Megatron-LM (megatron/core/transformer/moe/moe_utils.py).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, aux: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return grads[0], gradient.clone(), None
+
+
+class WithAuxLosses(Wrapper):
+    """A stage that trains the auxiliary losses which its forward leaves on its modules.
+
+    Args:
+        module: the stage, with the loss if it is the last.
+        weights: the weight of each loss, by the name of the attribute.
+        device: the device of the stage.
+
+    Attributes:
+        weights: see Args.
+        totals: the sum of each loss over modules and calls, in the order of ``weights``.
+        gradient: the gradient of the weighted sum, 1 / M times the scale of the losses.
+    """
+
+    totals: Tensor
+    gradient: Tensor
+
+    def __init__(
+        self, module: nn.Module, weights: Mapping[str, float], device: torch.device
+    ) -> None:
+        super().__init__(module)
+        self.weights = dict(weights)
+        self._holders = {
+            name: tuple(part for part in module.modules() if hasattr(part, name))
+            for name in weights
+        }
+        for name, parts in self._holders.items():
+            for part in parts:
+                setattr(part, name, None)  # no value of an earlier call
+        zeros = torch.zeros(len(weights), device=device)
+        self.register_buffer("totals", zeros, persistent=False)
+        self.register_buffer("gradient", torch.ones((), device=device), persistent=False)
+
+    @property
+    def names(self) -> set[str]:
+        """The names that a module of the stage has as an attribute."""
+        return {name for name, parts in self._holders.items() if parts}
+
+    def forward(self, *args: Tensor) -> Any:
+        """The outputs of the stage."""
+        outputs = self.module(*args)
+        sums = []
+        for name, parts in self._holders.items():
+            values = [getattr(part, name) for part in parts]
+            for part in parts:
+                setattr(part, name, None)
+            sums.append(_sum_of(name, [value for value in values if value is not None]))
+        if any(value is not None for value in sums):
+            zero = torch.zeros_like(self.gradient)
+            row = torch.stack([zero if v is None else v.to(zero.dtype) for v in sums])
+            self.totals.add_(row.detach())
+            terms = zip(self.weights.values(), row.unbind(), strict=True)
+            outputs = _attach(outputs, sum(w * v for w, v in terms), self.gradient)
+        return outputs
+
+
+def start_aux_losses(stages: Iterable[WithAuxLosses], gradient: float) -> None:
+    """Prepare a step.
+
+    Args:
+        stages: this rank's stages.
+        gradient: the gradient of the weighted sum of each microbatch.
+    """
+    for stage in stages:
+        stage.totals.zero_()
+        stage.gradient.fill_(gradient)
+
+
+def aux_sums(stages: Sequence[WithAuxLosses]) -> dict[str, float]:
+    """Return the sums of this rank's auxiliary losses over stages and microbatches, by name."""
+    totals = torch.stack([stage.totals for stage in stages]).sum(0).tolist()
+    return dict(zip(stages[0].weights, totals, strict=True))
+
+
+def check_holders(stages: Sequence[WithAuxLosses], names: Iterable[str], ranks: Control) -> None:
+    """Check that each auxiliary loss is an attribute of some module; collective.
+
+    Raises:
+        PipelineError: names one that is not.
+    """
+    rows = ranks.gather([name for stage in stages for name in stage.names])
+    missing = [name for name in names if not any(name in row for row in rows)]
+    if missing:
+        raise PipelineError(
+            f"aux_losses has {missing[0]!r}, and no module of any stage has this attribute: set "
+            f"self.{missing[0]} = None in the __init__ of the module whose forward sets it. "
+            "Models that the trainer cuts have no modules: pass a list of stages, or a function"
+        )
+
+
+def _sum_of(name: str, values: list[Any]) -> Tensor | None:
+    for value in values:
+        if not isinstance(value, Tensor) or value.dim():
+            raise PipelineError(f"the auxiliary loss {name!r} of a module must be a scalar tensor")
+    return torch.stack(values).sum() if values else None
+
+
+def _attach(outputs: Any, aux: Any, gradient: Tensor) -> Any:
+    """Let ``aux`` get a gradient when the first output that needs one gets its own."""
+    if not (torch.is_grad_enabled() and aux.requires_grad):
+        return outputs
+    row = [outputs] if isinstance(outputs, Tensor) else [*outputs]
+    needing = [at for at, output in enumerate(row) if getattr(output, "requires_grad", False)]
+    if not needing:
+        raise PipelineError(
+            "a stage has an auxiliary loss and no output that needs a gradient: let it return one"
+        )
+    row[needing[0]] = _WithGradient.apply(row[needing[0]], aux, gradient)  # type: ignore[no-untyped-call]
+    if isinstance(outputs, Tensor):
+        return row[0]
+    return outputs._replace(loss=row[0]) if isinstance(outputs, NamedLoss) else tuple(row)

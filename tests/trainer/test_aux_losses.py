@@ -1,0 +1,118 @@
+"""Auxiliary losses that forwards leave on modules of any stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError, PythonStateError
+from autosplit.pipeline import PipelineTrainer
+from tests.kept_ranks import ranks
+from tests.pipeline import workers
+
+ROWS, COUNT = 8, 4
+WEIGHTS = {"aux_loss": 0.5, "z_loss": 0.25}
+
+
+class Router(nn.Module):
+    """Leaves losses on itself; a plain attribute, if it is not declared."""
+
+    def __init__(self, name: str, *, declared: bool = True) -> None:
+        super().__init__()
+        self.name = name
+        self.gate = nn.Linear(workers.WIDTH, workers.WIDTH)
+        if declared:
+            setattr(self, name, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gate(x).softmax(-1)
+        setattr(self, self.name, gates.mean(0).square().sum())
+        return x * gates
+
+
+def stage(index: int) -> nn.Module:
+    """Two routers of one name in stage 0, and one of another name in stage 2."""
+    torch.manual_seed(index)
+    routers = {0: [Router("aux_loss"), Router("aux_loss")], 2: [Router("z_loss")]}
+    return nn.Sequential(nn.Linear(workers.WIDTH, workers.WIDTH), *routers.get(index, []))
+
+
+def left(model: nn.Module, name: str) -> Tensor:
+    values = [getattr(m, name) for m in model.modules() if getattr(m, "name", "") == name]
+    return torch.stack(values).sum()
+
+
+def reference(inputs: Tensor, targets: Tensor) -> tuple[nn.Sequential, dict[str, float]]:
+    """The whole model with its gradients, and the means."""
+    model, sums = nn.Sequential(*map(stage, range(3))), dict.fromkeys(["loss", *WEIGHTS], 0.0)
+    for x, y in zip(inputs.chunk(COUNT), targets.chunk(COUNT), strict=True):
+        loss = F.mse_loss(model(x), y)
+        aux = {name: left(model, name) for name in WEIGHTS}
+        total = loss + sum(weight * aux[name] for name, weight in WEIGHTS.items())
+        (total / COUNT).backward()
+        for name, value in {"loss": loss, **aux}.items():
+            sums[name] += value.item() / COUNT
+    return model, sums
+
+
+def trainer(model: Any = stage, **options: Any) -> PipelineTrainer:
+    options = {"aux_losses": WEIGHTS, "stage_factory": None, **options}
+    return workers.trainer(model, stages=3, **options)
+
+
+@ranks(2)
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_they_are_trained_with_the_loss_and_logged_on_all_ranks(scale: float | None) -> None:
+    batch = workers.data(ROWS)
+    model, means = reference(*batch)
+    scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale)
+    with trainer(grad_scaler=scaler) as engine:
+        engine.evaluate(batch)
+        assert engine.evaluation == pytest.approx(means)
+        for times in (1, 2):  # attributes and sums begin anew
+            losses = engine.forward_backward(batch)
+            assert losses.mean().item() == pytest.approx(means["loss"])
+            assert {name: engine.metrics()[name] for name in means} == pytest.approx(means)
+            for index, gradients in engine.gradients().items():
+                for name, gradient in gradients.items():
+                    expected = times * model[index].get_parameter(name).grad
+                    torch.testing.assert_close(gradient, expected)
+
+
+def test_with_parts_of_the_loss_in_one_stage_under_autocast() -> None:
+    def loss_fn(output: Tensor, targets: Tensor) -> Any:
+        return F.mse_loss(output, targets), {"mean": output.mean()}
+
+    with workers.trainer(
+        [stage(0)],
+        loss_fn=loss_fn,
+        aux_losses={"aux_loss": 1.0},
+        stage_factory=None,
+        ranks=1,
+        autocast=torch.bfloat16,
+    ) as engine:
+        engine.step(workers.data(ROWS))
+        assert {"loss", "mean", "aux_loss"} < engine.metrics().keys()
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_names_that_no_module_has_are_refused(call: str) -> None:
+    message = r"aux_losses has 'other', and no module of any stage has this attribute"
+    with (
+        trainer(ranks=1, aux_losses={"aux_loss": 1.0, "other": 1.0}) as engine,
+        pytest.raises(PipelineError, match=message),
+    ):
+        getattr(engine, call)(workers.data(ROWS))
+
+
+def test_an_attribute_that_is_not_declared_is_refused() -> None:
+    model = [Router("aux_loss"), Router("aux_loss", declared=False)]
+    with (
+        workers.trainer(model, ranks=1, stage_factory=None, aux_losses={"aux_loss": 1.0}) as engine,
+        pytest.raises(PythonStateError, match=r"changes Python state, .*aux_loss"),
+    ):
+        engine.step(workers.data(ROWS))
