@@ -13,11 +13,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autosplit.errors import PipelineError
 from autosplit.stage import Stage
 from autosplit.trainer import gradient_buckets
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.kept_ranks import ranks
-from tests.mesh.workers import WIDTH, block, gradients_of, mesh_of, of_shares, share, trainer
+from tests.mesh.workers import (
+    WIDTH,
+    M,
+    block,
+    gradients_of,
+    mesh_of,
+    of_shares,
+    share,
+    trainer,
+)
 from tests.pipeline.ledger import workers as ledger
 from tests.zoo import Residual
 
@@ -133,6 +143,26 @@ def test_reductions_start_in_the_last_w_that_adds_to_their_bucket(accumulation: 
     ):
         engine.forward_backward(share(dist.get_rank()))
     assert log[-9:] == ["1W2", "0W2", "1", "2", "1W3", "3", "4", "5", "0W3"]
+
+
+@ranks(2)
+def test_a_failure_after_the_first_reductions_ends_all_ranks_with_the_cause() -> None:
+    """Rank 0 waits for bucket 3, to which rank 1 does not come."""
+    calls: list[Tensor] = []
+
+    def hook(gradient: Tensor) -> None:
+        calls.append(gradient)
+        if len(calls) == M and dist.get_rank() == 1:
+            raise ValueError("bad weather")
+
+    with mock.patch.object(gradient_buckets, "_BUCKET_BYTES", WIDTH * 2**15):
+        engine = replicas(wide)
+        try:
+            engine.modules[0][0].weight.register_hook(hook)
+            with pytest.raises(PipelineError, match="rank 1 failed in 0W3: ValueError: bad weat"):
+                engine.forward_backward(share(dist.get_rank()))
+        finally:
+            engine.close()
 
 
 @ranks(2)
