@@ -100,8 +100,8 @@ class BackendError(SplitError):
 
 
 class DeferralWarning(UserWarning):
-    """Less than half of a module's weight gradients can be deferred to ``backward_weight()``, or
-    sums of the user's wait for it, too.
+    """Less than half of a module's weight gradients can be deferred to ``backward_weight()``, sums
+    of the user's wait for it, too, or a pipeline's stage runs in parts.
     """
 
     @classmethod

@@ -119,24 +119,34 @@ class Delivery:
             with _SLOT_LOCK:
                 add_gradients(leaves, grads, work.graph.borrowed, homes)
             return
-        gradients: dict[int, tuple[Tensor, Tensor, bool]] = {}
-        for work in works:
-            work_grads = work.compute_gradients()
-            names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
-            for name, grad in zip(names, work_grads, strict=True):
-                leaf = None if name in work.skipped else work.state.get(name)
-                if leaf is None:
-                    continue
-                if id(leaf) in gradients:
-                    partial_sum = gradients[id(leaf)][1]
-                    total = grad + partial_sum if partial_sum.is_sparse else partial_sum + grad
-                    gradients[id(leaf)] = leaf, total, False
-                else:
-                    gradients[id(leaf)] = leaf, grad, name in borrowed
+        gradients = microbatch_gradients(works)
         growing = {slot.key: slot for slot in slots}
         with _SLOT_LOCK:
             for leaf, grad, copied in gradients.values():
                 add_gradient(leaf, growing.get(id(leaf), leaf), grad, copied)
+
+
+def microbatch_gradients(works: Iterable[PendingWork]) -> dict[int, tuple[Tensor, Tensor, bool]]:
+    """Run W of one microbatch's works, and sum the gradients of each parameter.
+
+    Returns:
+        by ``id`` of a parameter: the parameter, its gradient, and whether that shares memory.
+    """
+    gradients: dict[int, tuple[Tensor, Tensor, bool]] = {}
+    for work in works:
+        work_grads = work.compute_gradients()
+        names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
+        for name, grad in zip(names, work_grads, strict=True):
+            leaf = None if name in work.skipped else work.state.get(name)
+            if leaf is None:
+                continue
+            if id(leaf) in gradients:
+                partial_sum = gradients[id(leaf)][1]
+                total = grad + partial_sum if partial_sum.is_sparse else partial_sum + grad
+                gradients[id(leaf)] = leaf, total, False
+            else:
+                gradients[id(leaf)] = leaf, grad, name in borrowed
+    return gradients
 
 
 def weight_gradients(work: PendingWork) -> list[Tensor | None]:

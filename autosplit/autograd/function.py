@@ -39,7 +39,6 @@ from autosplit.torch_internals.autograd import (
     is_autocast,
     is_requested,
     untraced,
-    will_run,
     without_autocast,
 )
 from autosplit.torch_internals.distributed import called_by_stage_backward
@@ -235,7 +234,8 @@ class Split(torch.autograd.Function):
         for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
             grads[at] = None
         weights: Sequence[Tensor | None] = [None] * call.sentinel_count
-        ordinary = will_run(anchor.node)
+        # A stage in parts wants the gradient of the anchor from ``torch.autograd.grad``.
+        ordinary = is_requested(anchor.node)
         requested = not ordinary and any(
             node and is_requested(node) for node in _sentinel_nodes(ctx)
         )

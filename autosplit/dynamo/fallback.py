@@ -86,7 +86,7 @@ class Fallback:
             return self.run_unsplit(self._failure, args, kwargs)
         if not self._is_first_run:
             return partial(*args, **kwargs)
-        restore = _snapshot(self._model)
+        restore = snapshot(self._model)
         waiting = self._queue.works()
         failing = None
         try:
@@ -138,7 +138,7 @@ class Fallback:
         return PartialModel(self._model, self._options, reason, because, self._queue)
 
 
-def _snapshot(model: nn.Module) -> Callable[[], None]:
+def snapshot(model: nn.Module) -> Callable[[], None]:
     """A function that restores the present buffers and states of random number generators."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     states = GeneratorStates.of([*model.parameters(), *model.buffers()])

@@ -111,6 +111,9 @@ class PartialModel:
         because: the reason in one line, for a warning.
         queue: the queue of pending microbatches, which may have others; None for a new queue
             without a limit.
+
+    Attributes:
+        has_warned: whether the user knows that few weight gradients can be deferred.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class PartialModel:
         self._latest = ForwardCall()
         self._queue = queue or PendingQueue(Delivery(), PendingBound(math.inf))
         self.anchor = WeightAnchor(self._queue, leaves=LeavesCache(model.parameters))
-        self._warned = False
+        self.has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -170,14 +173,14 @@ class PartialModel:
     def _warn_of_little(self) -> None:
         """Warn once if most weight gradients cannot be deferred."""
         share = self.deferred_share
-        if share is None or self._warned:
+        if share is None or self.has_warned:
             return
         breaks = [f"{short_source(b.line)}: {b.reason}" for b in self._breaks if b.line]
         given_up = [part.reason for part in self._parts if part.reason]
         lineless = [b.reason for b in self._breaks]
         reasons = [self._because, *breaks, *given_up, *lineless, "no graph holds them"]
         because = next(filter(None, reasons))
-        self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
+        self.has_warned = DeferralWarning.issue(type(self._model).__name__, share, because)
 
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients, as ``SplitModule.backward_weight`` does.

@@ -56,14 +56,7 @@ class GradientSums:
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.
         """
-        summed = self._parameters
-        if not all(map(is_, map(summed.get, names), parameters)):
-            for name, parameter in zip(names, parameters, strict=True):
-                if summed.setdefault(name, parameter) is not parameter:
-                    raise SplitError(
-                        f"parameter {name} was replaced between two microbatches whose gradients "
-                        "are summed; call publish() before replacing it"
-                    )
+        self.set_parameters(names, parameters)
         if skipped or has_tensor_hooks(parameters):
             return None
         if self.tensors.keys() >= {*names}:
@@ -77,6 +70,21 @@ class GradientSums:
         self.tensors |= zip(names, tensors, strict=True)
         return Accumulators(tensors, overwrites=True)
 
+    def set_parameters(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """Set the parameters whose gradients are summed under these names.
+
+        Raises:
+            SplitError: a parameter was replaced since an earlier microbatch.
+        """
+        summed = self._parameters
+        if not all(map(is_, map(summed.get, names), parameters)):
+            for name, parameter in zip(names, parameters, strict=True):
+                if summed.setdefault(name, parameter) is not parameter:
+                    raise SplitError(
+                        f"parameter {name} was replaced between two microbatches whose gradients "
+                        "are summed; call publish() before replacing it"
+                    )
+
     def add_gradients(
         self,
         names: Sequence[str],
@@ -87,7 +95,7 @@ class GradientSums:
         """Call the parameters' hooks with the gradients, and accumulate what they return.
 
         Args:
-            names: names of the parameters, for which ``into`` returned None.
+            names: names of the parameters, which ``into`` or ``set_parameters`` got.
             gradients: their gradients.
             borrowed: parameters whose gradient shares storage and must be copied.
             skipped: parameters that get no gradient.

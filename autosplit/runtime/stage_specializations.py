@@ -147,7 +147,8 @@ class StageSpecializations(Specializations):
             if isinstance(error, FailingCallError):
                 received = [(s.shape, s.dtype, True) for s in self._checked.specs]
                 text += f" cannot take its inputs, {_described(received)}"
-            raise type(error)(f"{text}: {error}") from error
+            because = {"because": error.because} if isinstance(error, CaptureError) else {}
+            raise type(error)(f"{text}: {error}", **because) from error
         if self.outputs and functions is not self.current:
             self._check_outputs(functions)
         self.current = functions

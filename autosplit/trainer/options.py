@@ -59,6 +59,8 @@ class StageOptions:
         planning: further arguments of ``autosplit.partition`` for a whole model, such as
             ``{"costs": "estimate", "cut_at": ["layers.8"]}``. The trainer sets the others.
         stage_factory: builds stages in place of ``autosplit.Stage``; excludes ``options``.
+        fullgraph: whether to refuse a stage that one graph cannot contain. If False, such a stage
+            runs in parts, with a warning that names the line.
 
     Raises:
         SplitError: an option has a wrong value.
@@ -72,6 +74,7 @@ class StageOptions:
     aux_losses: Mapping[str, float]
     planning: Mapping[str, Any] | None
     stage_factory: StageFactory | None
+    fullgraph: bool
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class StageOptions:
         aux_losses: Mapping[str, float] | None = None,
         planning: Mapping[str, Any] | None = None,
         stage_factory: StageFactory | None = None,
+        fullgraph: bool = False,
         **changes: Unpack[SplitArguments],
     ) -> None:
         values: dict[str, Any] = {
@@ -90,6 +94,7 @@ class StageOptions:
             "aux_losses": dict(aux_losses or {}),
             "planning": planning,
             "stage_factory": stage_factory,
+            "fullgraph": fullgraph,
         }
         chosen = split_options(options, changes, ["options", *values])
         values["options"] = chosen if options or changes else None
@@ -430,7 +435,10 @@ class TrainerOptions:
         defers = cut or self.schedule.weights != "2bp"
         split = self.stages.split.in_pipeline(defers=defers)
         # A limit is kept by schedules in which each W frees the memory of its microbatch.
-        return SplitStage(split if self.memory_limit is None else split.without_joins())
+        if self.memory_limit is not None:
+            return SplitStage(split.without_joins(), "memory_limit")
+        exchanges = "a mesh along which ranks share tensors" if self.exchanges else False
+        return SplitStage(split, cut or self.stages.fullgraph or exchanges)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class RankStages:
         self._shares_tensors = groups.layout.tensor_ranks > 1
         self._last = schedule.stages - 1
         self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
-        self._split_stages: dict[nn.Module, Stage] = {}
+        self._reusable_stages: dict[nn.Module, Any] = {}
         self._arranged = False
         self.observer: Observer | None = None
 
@@ -156,11 +156,11 @@ class RankStages:
         The module's earlier stage is used again if it accepts the arguments: its graphs may be
         valid for these sizes, too.
         """
-        stage = self._split_stages.get(module)
+        stage = self._reusable_stages.get(module)
         with self._model.sharded.gathered(index):
             if stage is not None and stage.accepts(args):
                 stage.prepare(args)
-                return stage
+                return cast(TrainableStage, stage)
             try:
                 with generators_kept():
                     new_stage = self._factory(module, args, index=index)
@@ -170,18 +170,26 @@ class RankStages:
                 explain_failed_capture(index, module, args, called=not self._shares_tensors)
                 raise
         if isinstance(new_stage, Stage):
-            self._check_buffers(index, module, new_stage)
+            self._check_buffers(index, module, new_stage.functions.updated_state)
             new_stage.seed = partial(self._seeds.seed, index)
             self._model.sharded.connect(new_stage.sharding)
             if self._model.buckets.buckets:
                 new_stage.place_gradients(self._model.buckets.memory_for)
-            self._split_stages[module] = new_stage
+        else:
+            self._check_buffers(index, module, getattr(new_stage, "written_buffers", ()))
+        if hasattr(new_stage, "accepts"):
+            self._reusable_stages[module] = new_stage
         return new_stage
 
-    def _check_buffers(self, index: int, module: nn.Module, stage: Stage) -> None:
+    def _check_buffers(self, index: int, module: nn.Module, written: Container[str]) -> None:
         """Refuse a forward that writes into a buffer of which another rank has a copy.
 
         The copies would come to differ, as each rank writes only its own.
+
+        Args:
+            index: the index of the stage.
+            module: its module, complete.
+            written: names of the buffers that its forward writes.
 
         Raises:
             PipelineError: names the buffer.
@@ -191,7 +199,7 @@ class RankStages:
             id(bare.get_buffer(name)): name for at, name in self._shared_buffers if at == index
         }
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            if id(buffer) in shared and name in stage.functions.updated_state:
+            if id(buffer) in shared and name in written:
                 raise PipelineError(
                     f"stage {index} writes into its buffer {shared[id(buffer)]!r}, which belongs "
                     "to a module that a stage of another rank has, too, and the two would differ: "

@@ -20,6 +20,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -210,14 +211,16 @@ class Runner:
             if model.reduces or self._scales:
                 stack.enter_context(model.reducing_gradients(self.losses.scale))
             hooked: list[Tensor] = []
-            for split_stage in traced(self.stages).values():
-                split_stage.waiting_hooks = hooked
+            stages: list[Any] = [*self.stages.values()]
+            for stage in stages:
+                if hasattr(stage, "waiting_hooks"):
+                    stage.waiting_hooks = hooked
             if plan.aux:
                 start_aux_losses(plan.aux, self.losses.scale / self._count)
             losses = executor.run(inputs, targets, recorder, loss_grads)
             if memory.recorder is not None:
                 memory.recorder.finish(itertools.chain(*losses.values()))
-            for stage in self.stages.values():
+            for stage in stages:
                 stage.publish()
         call_accumulate_hooks(hooked)
         needs_norms = self.clips or self._checks_finite

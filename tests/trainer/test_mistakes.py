@@ -140,12 +140,12 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
             r"on these inputs\.\n  at .*linear\.py:\d+\n  because linear fails: .*\n  Pass inputs",
         ),
         (
-            lambda: trainer(loss_fn=noting_loss).step((X, Y)),
+            lambda: trainer(loss_fn=noting_loss, fullgraph=True).step((X, Y)),
             rf"^stage 1: noting_loss \(at {__file__}:{noting_loss.__code__.co_firstlineno + 1}\) "
             r"changes Python state, .*PARTS\['mse'\], .* a loss can be an nn\.Module with buffers",
         ),
         (
-            lambda: trainer(loss_fn=adding_loss).step((X, Y)),
+            lambda: trainer(loss_fn=adding_loss, fullgraph=True).step((X, Y)),
             rf"^stage 1: .*\n  at {__file__}:{adding_loss.__code__.co_firstlineno + 2}\n  because "
             r"it writes into a tensor .*\n  The .*\(a loss that is an nn\.Module may have buffers",
         ),
@@ -179,7 +179,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
             rf"^stage 1: leaves_something \(at {__file__}:.* changes .*aux, .*return it",
         ),
         (
-            lambda: trainer(model=[nn.Linear(8, 8), hooked()]).step((X, Y)),
+            lambda: trainer(model=[nn.Linear(8, 8), hooked()], fullgraph=True).step((X, Y)),
             rf"^stage 1: Linear cannot be captured in one graph: Linear has a backward hook .at "
             rf"{__file__}:.*In a pipeline stage, hook its parameters, or tensors in its forward",
         ),

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.boundaries import NamedLoss
-from autosplit.pipeline.engine.stage_protocols import unsupported_output
+from autosplit.pipeline.engine.stage_protocols import flat_outputs
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.torch_internals.state import preserve_modes, versions
 
@@ -76,21 +75,8 @@ class ModuleStage:
                 f"stage {self._index} writes in place into an input that other stages take, so "
                 "they would read the changed values. Let its module write into a copy"
             )
-        names: tuple[str, ...] = ()
-        if isinstance(outputs, NamedLoss):
-            names, outputs = tuple(outputs.parts), [outputs.loss, *outputs.parts.values()]
-        earlier, self.part_names = self.part_names, names
-        if earlier not in (None, names):
-            raise PipelineError(
-                f"loss_fn returned the parts {names}, and {earlier} in an earlier call: return the "
-                "same names in each call"
-            )
-        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
-        if not isinstance(outputs, tuple | list) or not all(
-            isinstance(output, Tensor) for output in outputs
-        ):
-            raise unsupported_output(self._index, type(outputs))
-        return list(outputs)
+        outputs, self.part_names = flat_outputs(self._index, outputs, self.part_names)
+        return outputs
 
 
 @contextlib.contextmanager

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError, with_code
+from autosplit.errors import (
+    CaptureError,
+    FailingCallError,
+    FirstCallError,
+    PipelineError,
+    with_code,
+)
 from autosplit.pipeline.engine.boundaries import (
     Boundaries,
     Boundary,
@@ -31,26 +37,56 @@ from autosplit.ranks.groups import Groups
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.refusals import misfit
 from autosplit.stage import Stage
+from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.torch_internals.pytree import class_of, is_flat, tree_unflatten
 
 
 @dataclass(frozen=True)
 class SplitStage:
-    """A ``StageFactory`` that makes an ``autosplit.Stage`` with these options."""
+    """A ``StageFactory`` that makes an ``autosplit.Stage`` with these options.
+
+    Attributes:
+        options: how stages are split.
+        fullgraph: whether a stage that one graph cannot contain is refused, instead of run in
+            parts: True, or the option of the trainer that needs one graph.
+    """
 
     options: SplitOptions
+    fullgraph: bool | str = False
 
     def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
         """Make a stage for ``module(*args)``; see ``StageFactory``.
 
         Raises:
+            CaptureError: the module cannot be captured, and cannot or must not run in parts.
             PipelineError: the module returns neither a tensor nor a tuple of tensors.
         """
-        stage = Stage(module, args, index=index, options=self.options)
+        try:
+            stage = Stage(module, args, index=index, options=self.options)
+        except (FailingCallError, FirstCallError):
+            raise
+        except CaptureError as error:
+            return self._in_parts(module, args, index, error)
         spec = stage.functions.capture.output_spec
         if not (is_flat(spec) or class_of(spec) is NamedLoss):
             raise unsupported_output(index, class_of(spec))
         return stage
+
+    def _in_parts(
+        self, module: nn.Module, args: list[Tensor], index: int, error: CaptureError
+    ) -> TrainableStage:
+        """Make a stage that runs in parts, or raise ``error``."""
+        needed_by = "fully_shard" if fsdp_part(module) is not None else self.fullgraph
+        if isinstance(needed_by, str):
+            raise type(error)(
+                f"{error}\n  Such a stage can run in parts, but {needed_by} needs one graph",
+                because=error.because,
+            ) from error
+        if needed_by:
+            raise error
+        from autosplit.pipeline.engine.partial_stage import PartialStage  # imports Dynamo
+
+        return PartialStage(module, args, index=index, options=self.options, error=error)
 
 
 def traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage]:
@@ -143,7 +179,8 @@ def build_stages(
 def _part_names(stage: TrainableStage) -> tuple[str, ...]:
     """The names of the parts of a stage's loss, in the order of its outputs after the loss."""
     if not isinstance(stage, Stage):
-        return ()
+        names: tuple[str, ...] = getattr(stage, "part_names", ())
+        return names
     spec = stage.functions.capture.output_spec
     positions = tree_unflatten([*range(spec.num_leaves)], spec)
     if not isinstance(positions, NamedLoss):

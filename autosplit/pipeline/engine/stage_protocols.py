@@ -5,12 +5,13 @@ from a module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.boundaries import NamedLoss
 
 
 class ForwardStage(Protocol):
@@ -107,3 +108,33 @@ def unsupported_output(index: int, output_type: type) -> PipelineError:
         f"stage {index} must return a tensor or a tuple of tensors, which the next stage takes in "
         f"this order; got a {name}"
     )
+
+
+def flat_outputs(
+    index: int, outputs: Any, expected_parts: tuple[str, ...] | None = None
+) -> tuple[list[Tensor], tuple[str, ...]]:
+    """The tensors that the module of a stage returned, and the names of the parts of a loss.
+
+    Args:
+        index: the index of the stage.
+        outputs: the result of the module.
+        expected_parts: the names in an earlier call; None for the first.
+
+    Raises:
+        PipelineError: the module returned neither a tensor nor a tuple of tensors, or other parts
+            of the loss than before.
+    """
+    names: tuple[str, ...] = ()
+    if isinstance(outputs, NamedLoss):
+        names, outputs = tuple(outputs.parts), [outputs.loss, *outputs.parts.values()]
+    if expected_parts not in (None, names):
+        raise PipelineError(
+            f"loss_fn returned the parts {names}, and {expected_parts} in an earlier call: return "
+            "the same names in each call"
+        )
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    if not isinstance(outputs, tuple | list) or not all(
+        isinstance(output, Tensor) for output in outputs
+    ):
+        raise unsupported_output(index, type(outputs))
+    return list(outputs), names
