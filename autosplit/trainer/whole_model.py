@@ -61,7 +61,8 @@ def cut_whole_model(
         The stages, and the schedule for which they were cut.
 
     Raises:
-        PipelineError: ``count`` or ``example`` is missing, or an option of ``planning`` is unknown.
+        PipelineError: ``count`` or ``example`` is missing, an option of ``planning`` is unknown, or
+            there are auxiliary losses.
         CaptureError: the model cannot be captured in one graph; names the user's line.
         PlanError: the model cannot be cut into ``count`` stages.
         ShardedError: the mesh would shard the stages.
@@ -80,6 +81,12 @@ def cut_whole_model(
                 right="PipelineTrainer(model, loss_fn, optimizer_fn, microbatches=4,\n"
                 "                stages=2, example=inputs[: len(inputs) // 4])",
             )
+        )
+    if options.stages.aux_losses:
+        raise PipelineError(
+            f"aux_losses={options.stages.aux_losses} names attributes of modules, and stages that "
+            "the trainer cuts from a whole model have graphs instead: pass the stages as a list, "
+            "or a function that builds one"
         )
     has_shards = options.mesh_layout is not None and options.mesh_layout.shards > 1
     if has_shards and not options.run.shard_optimizer:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, PythonStateError
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, StageOptions
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
 
@@ -107,6 +107,21 @@ def test_names_that_no_module_has_are_refused(call: str) -> None:
         pytest.raises(PipelineError, match=message),
     ):
         getattr(engine, call)(workers.data(ROWS))
+
+
+def test_a_whole_model_is_refused() -> None:
+    model, example = nn.Sequential(stage(0), stage(1)), torch.ones(2, workers.WIDTH)
+    with pytest.raises(PipelineError, match=r"aux_losses=.* pass the stages as a list"):
+        PipelineTrainer(
+            model,
+            F.mse_loss,
+            workers.sgd,
+            microbatches=COUNT,
+            stages=2,
+            example=example,
+            ranks=1,
+            stage_options=StageOptions(aux_losses=WEIGHTS),
+        )
 
 
 def test_an_attribute_that_is_not_declared_is_refused() -> None:
