@@ -7,20 +7,22 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, build
+from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.ranks.launch import launch
 
 from ..results import Rows, mark, table
@@ -30,7 +32,7 @@ BLOCKS, MICROBATCHES, ROWS = 12, 4, 256
 SCHEDULE, STAGES = "interleaved", 4
 RESHARDS = (False, True)
 DELAYS = (0.0, 0.005, 0.02)
-TORCH, TRAINER = "torch's stages", "our trainer"
+HOOKS, TORCH, TRAINER = "FSDP2's hooks", "torch's schedule", "our trainer"
 
 
 class GatheredBytes:
@@ -103,64 +105,80 @@ def late_gathers(delay: float) -> Iterator[list[float]]:
 
 def measure(steps: int) -> Iterator[dict[str, Any]]:
     """A row for each setting and contender, of the rank with the most."""
-    for reshards, way in itertools.product(RESHARDS, (TORCH, TRAINER)):
-        found = launch(_rank, 4, (way, reshards, steps), timeout=600)
-        for delay, *rows in zip(DELAYS, *found, strict=True):
-            name = f"{reshards}, {delay}, {way}"
-            row = {"name": name, "way": way, "reshards": reshards, "delay": delay}
-            yield row | {key: max(each[key] for each in rows) for key in rows[0]}
+    found = launch(_rank, 4, (steps,), timeout=600)
+    for rows in zip(*found, strict=True):
+        name = f"{rows[0]['reshards']}, {rows[0]['delay']}, {rows[0]['way']}"
+        yield {**rows[0], "name": name} | {
+            key: max(row[key] for row in rows) for key in ("most", "waited")
+        }
 
 
-def _rank(way: str, reshards: bool, steps: int) -> Rows:
+def _rank(steps: int) -> Rows:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     rows: Rows = []
-    with contextlib.ExitStack() as stack:
-        step = _contender(way, mesh, reshards, stack)
-        for _ in range(3):  # orders are known after the first
-            step()
-        for delay in DELAYS:
-            gathered, waits = GatheredBytes(), []
-            for _ in range(steps):
-                dist.barrier()
-                with gathered.counted(), late_gathers(delay) as waited:
-                    step()
-                waits.append(sum(waited))
-            rows.append({"most": gathered.most, "waited": statistics.median(waits)})
+    ways = {HOOKS: _hooks, TORCH: _torch_schedule, TRAINER: _trainer}
+    for reshards, (way, contender) in itertools.product(RESHARDS, ways.items()):
+        with contextlib.ExitStack() as stack:
+            step = contender(mesh, reshards, stack)
+            for _ in range(3):  # the order of gathers is known after the first
+                step()
+            for delay in DELAYS:
+                row = {"way": way, "reshards": reshards, "delay": delay}
+                rows.append(row | _measured(step, delay, steps))
     return rows
 
 
-def _contender(
-    way: str,
-    mesh: DeviceMesh,
-    reshards: bool,
-    stack: contextlib.ExitStack,
-) -> Callable[[], Any]:
-    rank = mesh.get_local_rank("pp")
+def _measured(step: Callable[[], object], delay: float, steps: int) -> dict[str, Any]:
+    gathered, waits = GatheredBytes(), []
+    for _ in range(steps):
+        dist.barrier()
+        with gathered.counted(), late_gathers(delay) as waited:
+            step()
+        waits.append(sum(waited))
+    return {"most": gathered.most, "waited": statistics.median(waits)}
 
-    def build(index: int) -> nn.Module:
-        torch.manual_seed(index)
-        module: Any = nn.Sequential(*(Mlp() for _ in range(BLOCKS // STAGES)))
-        for part in (*module, module):
-            fully_shard(part, mesh=mesh["dp_shard"], reshard_after_forward=reshards)
-        return module  # type: ignore[no-any-return]
 
-    batch = torch.randn(2, MICROBATCHES * ROWS, WIDTH)
-    if way == TRAINER:
-        trainer = stack.enter_context(
-            PipelineTrainer(
-                build,
-                F.mse_loss,
-                lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-                stages=STAGES,
-                microbatches=MICROBATCHES,
-                schedule=SCHEDULE,
-                mesh=mesh,
-            )
+def _stage(mesh: DeviceMesh, reshards: bool, index: int) -> nn.Module:
+    torch.manual_seed(index)
+    module: Any = nn.Sequential(*(Mlp() for _ in range(BLOCKS // STAGES)))
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh["dp_shard"], reshard_after_forward=reshards)
+    return module  # type: ignore[no-any-return]
+
+
+def _modules(mesh: DeviceMesh, reshards: bool) -> dict[int, nn.Module]:
+    indices = range(mesh.get_local_rank("pp"), STAGES, 2)
+    return {index: _stage(mesh, reshards, index) for index in indices}
+
+
+def _batch(mesh: DeviceMesh) -> Tensor:
+    torch.manual_seed(mesh.get_local_rank("dp_shard"))
+    return torch.randn(2, MICROBATCHES * ROWS, WIDTH)
+
+
+def _trainer(mesh: DeviceMesh, reshards: bool, stack: contextlib.ExitStack) -> Callable[[], object]:
+    trainer = stack.enter_context(
+        PipelineTrainer(
+            partial(_stage, mesh, reshards),
+            F.mse_loss,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+            stages=STAGES,
+            microbatches=MICROBATCHES,
+            schedule=SCHEDULE,
+            mesh=mesh,
         )
-        return lambda: trainer.step((batch[0], batch[1]))
-    modules = {index: build(index) for index in range(rank, STAGES, 2)}
-    group = mesh["pp"].get_group()
+    )
+    inputs, targets = _batch(mesh)
+    return lambda: trainer.step((inputs, targets))
+
+
+def _torch_schedule(
+    mesh: DeviceMesh, reshards: bool, _: contextlib.ExitStack
+) -> Callable[[], object]:
+    """Torch's schedule, which gathers whole stages ahead."""
+    rank, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
+    modules, (inputs, targets) = _modules(mesh, reshards), _batch(mesh)
     stages = [
         PipelineStage(module, index, STAGES, torch.device("cpu"), group=group)
         for index, module in modules.items()
@@ -169,9 +187,29 @@ def _contender(
     schedule = kind(stages, MICROBATCHES, loss_fn=F.mse_loss)
 
     def step() -> None:
-        args = (batch[0],) if rank == 0 else ()
-        kwargs = {"target": batch[1]} if rank else {}
-        schedule.step(*args, **kwargs)
+        schedule.step(*([] if rank else [inputs]), **({"target": targets} if rank else {}))
+        for module in modules.values():
+            module.zero_grad()
+
+    return step
+
+
+def _hooks(mesh: DeviceMesh, reshards: bool, _: contextlib.ExitStack) -> Callable[[], object]:
+    """The row of each rank by FSDP2's hooks alone, action by action, without messages."""
+    modules, inputs = _modules(mesh, reshards), _batch(mesh)[0]
+    row = build(SCHEDULE, STAGES, MICROBATCHES, ranks=2, split_backward=False).ranks[
+        mesh.get_local_rank("pp")
+    ]
+
+    def step() -> None:
+        outputs: dict[tuple[int, int], Tensor] = {}
+        for action in row:
+            key = action.stage, action.microbatch
+            if action.kind is ActionKind.FORWARD:
+                microbatch = inputs.chunk(MICROBATCHES)[action.microbatch].detach()
+                outputs[key] = modules[action.stage](microbatch.requires_grad_())
+            else:
+                outputs.pop(key).sum().backward()
         for module in modules.values():
             module.zero_grad()
 
@@ -179,14 +217,13 @@ def _contender(
 
 
 def render(rows: Rows) -> str:
-    """A line a setting and contender; what is more than torch's is bold."""
+    """A line a setting and contender; what gathers more than FSDP2's hooks is bold."""
     cells: list[list[str]] = []
     base: dict[tuple[bool, float], dict[str, Any]] = {}
     for row in rows:
-        if row["way"] == TORCH:
+        if row["way"] == HOOKS:
             base[row["reshards"], row["delay"]] = row
         other = base[row["reshards"], row["delay"]]
-        milliseconds = f"{1e3 * row['waited']:.1f}"
         ratio = row["most"] / other["most"]
         cells.append(
             [
@@ -195,10 +232,8 @@ def render(rows: Rows) -> str:
                 row["way"],
                 f"{row['most'] / 2**20:.1f}",
                 "" if row is other else mark(f"{ratio:.2f}", ratio <= 1.1),
-                milliseconds
-                if row is other
-                else mark(milliseconds, row["waited"] <= other["waited"]),
+                f"{1e3 * row['waited']:.1f}",
             ]
         )
     heads = ["reshard_after_forward", "all-gathers, ms later", "who", "gathered MiB"]
-    return table([*heads, "/ torch's", "waits for them, ms"], cells)
+    return table([*heads, "/ FSDP2's", "waits for them, ms"], cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import beside, buckets, collectives, experts, reductions
+from . import beside, buckets, collectives, experts, gathers, reductions
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -85,6 +85,20 @@ PARTS: dict[str, Part[Settings]] = {
         "with one sample a microbatch, over the bytes of the gradients; activations are in it.",
         lambda settings: reductions.measure_bytes(),
         reductions.render_bytes,
+    ),
+    "gathers": Part(
+        "Gathered parameters",
+        "A model of twelve MLP blocks in four stages, pp 2 x dp_shard 2, interleaved, four "
+        "microbatches, each block a group of fully_shard, under FSDP2's hooks alone (each rank's "
+        "row, action by action, without messages), torch's ScheduleInterleaved1F1B, and our "
+        "trainer. Gathered are parameters from the start of their all-gather to their release, at "
+        "most, on the rank with the most; what is more than 1.1 of FSDP2's is bold. Waits for "
+        "all-gathers are those of a step, the median, on the rank with the longest, while "
+        "all-gathers end later than they would. On CPUs FSDP2's hooks start each all-gather of a "
+        "forward where they wait for it. Four processes share two cores, so that waits contain "
+        "those for a core.",
+        lambda settings: gathers.measure(settings.steps),
+        gathers.render,
     ),
     "beside": Part(
         "Beside torch's stages",
