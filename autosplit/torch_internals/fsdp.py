@@ -148,6 +148,23 @@ class ParameterGroup:
         ]
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        return sum(
+            p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize
+            for p in self._group.fsdp_params
+        )
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Bytes of the gradients of a step before they are reduced."""
+        return sum(
+            p._orig_size.numel() * (p.reduce_dtype or p.param_dtype or p.orig_dtype).itemsize
+            for p in self._group.fsdp_params
+            if p.sharded_param.requires_grad
+        )
+
+    @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each sharded parameter, and the gathered parameter that replaces it in the module.
 

@@ -216,12 +216,6 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
         yield f"ranks={o.schedule.ranks} has no effect together with mesh, which defines the ranks"
     if o.memory_limit is None:
         return
-    if o.mesh_layout is not None and o.mesh_layout.shards > 1:
-        yield (
-            "memory_limit counts parameters as each rank holds them between steps, but sharded "
-            "parameters ('dp_shard', shard_optimizer) are gathered in a step: leave one of the two "
-            "out"
-        )
     limits = o.memory_limit
     if schedule is not None and isinstance(limits, tuple) and len(limits) != len(schedule.ranks):
         yield (

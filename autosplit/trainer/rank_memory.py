@@ -139,6 +139,8 @@ class RankMemory:
             levels.append(math.ceil(kept) + sent - saved)
         for at, count in joined_weights(row, stages):
             levels[at] += sizes[row[at].stage].joined_weight(count)
+        if (sharded := self._model.sharded).indices:
+            levels = [*map(sum, zip(levels, sharded.levels(schedule), strict=True))]
         return levels
 
     def predicted(self) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
+from autosplit.pipeline.schedule.gathers import add_gathers
+from autosplit.pipeline.schedule.schedule import SHARDING, Action, ActionKind, Schedule
 from autosplit.ranks.groups import Groups
 from autosplit.sharded import GatherOrder, ShardedModule
 from autosplit.torch_internals.distributed import fsdp_part
@@ -195,6 +197,59 @@ class ShardedStages:
         finally:
             if sharded is not None:
                 sharded.reshard()
+
+    def levels(self, schedule: Schedule) -> list[int]:
+        """Return the most bytes of gathered parameters and unreduced gradients during each action
+        of this rank's row. UNSHARD, RESHARD and REDUCE_GRAD that the schedule lacks are in the
+        action before.
+        """
+        rank = self._groups.rank
+        row = add_gathers(schedule, self.indices).ranks[rank]
+        levels = self._row_levels(row)
+        if len(row) == len(schedule.ranks[rank]):
+            return levels
+        merged: list[int] = []
+        for action, level in zip(row, levels, strict=True):
+            if action.kind not in SHARDING:
+                merged.append(level)
+            elif merged:
+                merged[-1] = max(merged[-1], level)
+        return merged
+
+    def _row_levels(self, row: Sequence[Action]) -> list[int]:
+        """Return the levels of a row with all its actions.
+
+        A group that is being gathered or reduced has a flat copy besides.
+        """
+        freed = sorted(
+            group.gathered_bytes
+            for stage in self._stages.values()
+            for group in stage.groups
+            if group.reshards_after_forward
+        )
+        levels, blocks = [], sum(freed[-2:])
+        gathered: dict[int, int] = {}
+        unreduced: dict[int, int] = {}
+        for action in row:
+            index, kind, flat = action.stage, action.kind, 0
+            if index in self._stages:
+                groups = self._stages[index].groups
+                kept = [g.gathered_bytes for g in groups if not g.reshards_after_forward]
+                gradients = [group.unreduced_bytes for group in groups]
+                if index not in gathered and (kind.is_compute or kind is ActionKind.UNSHARD):
+                    gathered[index] = sum(kept) + max(kept, default=0)
+                if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                    unreduced[index] = sum(gradients)
+                if kind is ActionKind.REDUCE_GRAD:
+                    flat = max(gradients)
+            levels.append(blocks + sum(gathered.values()) + sum(unreduced.values()) + flat)
+            if kind.is_compute and index in gathered:
+                gathered[index] = sum(kept)
+            elif kind is ActionKind.RESHARD:
+                gathered.pop(index, None)
+            elif kind is ActionKind.REDUCE_GRAD:
+                unreduced.pop(index, None)
+        return levels
 
     def refuse_factory(self, factory: object) -> None:
         """Refuse the user's own stage factory if a stage of this rank is sharded.

@@ -103,8 +103,9 @@ KEPT, FREED = ({"reshard_after_forward": each} for each in (False, True))
     [
         ({"dp_shard": 2, "pp": 2}, 2, KEPT, {"split_backward": False}),
         (MESH, 4, FREED, {"schedule": "zb-v", "memory": "lean"}),
+        (MESH, 2, KEPT, {"memory_limit": "1GiB"}),
     ],
-    ids=["fused", "zb-v"],
+    ids=["fused", "zb-v", "limit"],
 )
 def test_a_step_is_that_of_one_process(
     sizes: dict[str, int], stages: int, sharding: Any, options: dict[str, Any]
@@ -301,10 +302,6 @@ def test_refusals() -> None:
             (
                 "shared by several stages (shared_parameters), and gradients cannot be summed over",
                 built(sharded(mesh), shared_parameters=tied),
-            ),
-            (
-                "shard_optimizer) are gathered in a step: leave one of the two",
-                built(sharded(mesh), memory_limit="1GiB"),
             ),
             (
                 "the reduction of gradients is switched off for stage",

@@ -141,7 +141,6 @@ def test_what_cannot_be_sharded_is_refused() -> None:
              built(mesh_of(pp=1, dp_replicate=2, dp_shard=2))),
             ("and '1.0.weight' torch.bfloat16: convert them", built(mesh, mixed)),
             ("sparse gradients of '0': build it with sparse=False", built(mesh, sparse)),
-            ("memory_limit counts parameters as each rank holds", built(mesh, memory_limit="1GiB")),
             ("and stage_factory=ReferenceStage would build it", built(mesh, **REFERENCE)),
         ]
     )  # fmt: skip
