@@ -338,9 +338,13 @@ def test_blocks_are_gathered_one_call_ahead() -> None:
     losses, *rest = by_hand(blocks, 2, 2)
     expected = losses[number_of(mesh)], *rest
     gathered = GatheredBytes()
-    with trainer(mesh, stage, max_grad_norm=1e9) as engine:
+    with trainer(mesh, stage, max_grad_norm=1e9, record="memory") as engine:
         for is_captured in (False, True, True):
             engine.optimizer.zero_grad()
             with gathered.counted() if is_captured else contextlib.nullcontext():
                 assert_step(engine, share_of(mesh), expected)
+        memory = engine.memory()
     assert gathered.most / (4 * (WIDTH * WIDTH + WIDTH)) == 2
+    for predicted, fixed, bands in zip(memory.predicted, memory.fixed, memory.bands, strict=True):
+        recorded = max(band.fixed + band.activations for band in bands)
+        assert recorded <= (predicted or 0) + fixed <= 1.5 * recorded
