@@ -338,18 +338,23 @@ def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(trained.values())
 
 
+_DOUBLE = (torch.float64, torch.complex128)
+
+
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
     """Scale this rank's gradients in place by max_norm / norm, if ``norm`` is greater.
 
     This is the rule of ``torch.nn.utils.clip_grad_norm_`` for the norm of the whole model.
     """
-    total: Tensor = torch.tensor(norm, device="cpu")
     # This rank's part of a DTensor can be scaled by a plain number.
     terms: Any = [
         _NormTerm(local_tensor(parameter.grad))
         for parameter in parameters
         if parameter.grad is not None
     ]
+    is_double = any(term.grad.dtype in _DOUBLE for term in terms)
+    dtype = torch.float64 if is_double else torch.float32
+    total: Tensor = torch.tensor(norm, dtype=dtype, device="cpu")
     torch.nn.utils.clip_grads_with_norm_(terms, max_norm, total)
 
 

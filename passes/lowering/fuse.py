@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from ..analysis.operators import OPERATORS
-from ..graph import is_like, tensor_of
+from ..graph import Kind, inputs, is_like, tensor_of
 from ..rewrites.emit import eliminate_dead_code, emit
 from ..subgraph import inner_calls, subgraphs
 
@@ -48,8 +48,11 @@ def fuse(module: fx.GraphModule, wanted: Wanted = lambda _: True) -> bool:
     changed = False
     for called in subgraphs(module.graph):
         changed |= fuse(called.module, wanted)
+    accumulators = {*inputs(module.graph, Kind.ACCUMULATOR).values()}
     for node in module.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         accumulator, gradient = node.args
+        if accumulator not in accumulators:  # state that a user's backward adds to
+            continue
         terms = [*_terms(gradient)]
         fused = [_is_fusible(term, accumulator) and wanted(term) for term, _ in terms]
         if not any(fused):

@@ -332,3 +332,47 @@ def test_under_torch_compile(kind: str) -> None:
 def test_other_targets_are_refused_with_the_line(kind: str) -> None:
     with pytest.raises(CaptureError, match=r"writes into (parameter 'weight'|Shared.total) \(from"):
         autosplit.Stage(Writer(kind), batches()[0])
+
+
+class Counted(torch.autograd.Function):
+    """A linear layer whose backward counts its calls, and adds a transposed product to a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, count: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, count, total)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, count, total = ctx.saved_tensors
+        count.add_(1)
+        total.add_((x.t() @ grad).t())
+        return grad @ weight, grad.t() @ x, None, None
+
+
+class CountedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(600))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(600, 600))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = Counted.apply(x, self.weight, self.count, self.total)  # type: ignore[no-untyped-call]
+        return output
+
+
+@pytest.mark.filterwarnings("ignore::autosplit.DeferralWarning")
+@pytest.mark.parametrize("accumulation", ["fused", "auto"])
+def test_gradients_that_add_themselves_leave_the_users_sums_as_they_are(accumulation: Any) -> None:
+    plain = CountedLinear()
+    model = copy.deepcopy(plain)
+    split = autosplit.split(model, accumulation=accumulation, max_pending=3)
+    for _ in range(3):
+        x = torch.randn(4, 600)
+        plain(x).sum().backward()
+        split(x).sum().backward()
+    split.backward_weight()
+    assert plain.count == model.count == 3
+    assert torch.equal(plain.total, model.total)
+    assert torch.allclose(plain.weight.grad, model.weight.grad)  # type: ignore[arg-type]

@@ -121,7 +121,11 @@ def test_gradient_that_accumulates_wrongly_over_microbatches_is_noticed() -> Non
             if count:
                 self.model.linear.weight.grad.div_(count)
 
-    finding = examine(small(), lambda model: Averaging(model, max_pending=2))
+    def averaging(model: nn.Module) -> Averaging:
+        options = autosplit.SplitOptions()
+        return Averaging(model, options, fullgraph=True, max_graphs=1, max_pending=2)
+
+    finding = examine(small(), averaging)
     assert finding.verdict is Verdict.WRONG
     assert "gradient of linear.weight [0]: off by" in finding.detail
 
