@@ -102,7 +102,7 @@ def take_over(tensors: Iterable[Tensor]) -> None:
 
 
 class OwnStream:
-    """A further stream of a device; on the CPU it does nothing."""
+    """A stream of a device beside its current one; without effect on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device) if has_streams(device) else None
@@ -151,7 +151,8 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore the generators at the end: the CPU's, and those of accelerators in use.
+    """Restore random generators at the end of the context: the CPU's, and those of accelerators in
+    use.
 
     ``torch.random.fork_rng`` would initialise every GPU of the machine, after which processes
     cannot be forked, and warn that there are several.
@@ -176,7 +177,7 @@ class GeneratorStates(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> GeneratorStates:
-        """The present states for the devices of these tensors."""
+        """The present states of the generators of these tensors' devices."""
         accelerator = _accelerator()
         kind = None if accelerator is None else accelerator[0]
         devices = {tensor.device for tensor in tensors if tensor.device.type == kind}

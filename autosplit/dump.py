@@ -144,7 +144,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _equal_layers(rows: list[BoundaryTensor]) -> list[list[BoundaryTensor]]:
-    """Group tensors whose names differ in numbers only, and all else is equal."""
+    """Group tensors that differ in nothing but the numbers in their names."""
     groups: dict[tuple[object, ...], list[BoundaryTensor]] = defaultdict(list)
     for row in rows:
         names = tuple(_NUMBER.sub("*", name) for name in (row.name, *row.consumers))
@@ -153,7 +153,7 @@ def _equal_layers(rows: list[BoundaryTensor]) -> list[list[BoundaryTensor]]:
 
 
 def _joined_name(names: Sequence[str]) -> str:
-    """The name that these have in common, with ``*`` for numbers that differ."""
+    """The common name of several tensors, with ``*`` in place of each number that differs."""
     numbers = [_NUMBER.findall(name) for name in names]
     columns = [{*column} for column in zip(*numbers, strict=True)]
     parts = iter("*" if len(column) > 1 else column.pop() for column in columns)
@@ -161,7 +161,7 @@ def _joined_name(names: Sequence[str]) -> str:
 
 
 def _giga(count: int) -> str:
-    """Billions; small ones in scientific notation."""
+    """A number in billions, as text; small ones in scientific notation."""
     value = count / 1e9
     return f"{value:.3f}" if value >= 5e-4 or not count else f"{value:.1e}"
 
@@ -258,7 +258,9 @@ def _kinds(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[str, fx.GraphModu
 
 
 def _kind_of(called: Subgraph) -> tuple[str, str]:
-    """The kind of block of a called graph, and its name: forward, backward_input, ..."""
+    """The kind of block that a called graph belongs to, and the graph's name: forward,
+    backward_input, ...
+    """
     half = next(half for half in _HALVES if called.name.endswith(f"_{half}"))
     return called.name.removesuffix(f"_{half}"), half
 

@@ -101,7 +101,7 @@ class BackendError(SplitError):
 
 class DeferralWarning(UserWarning):
     """Less than half of a module's weight gradients can be deferred to ``backward_weight()``, sums
-    of the user's wait for it, too, or a pipeline's stage runs in parts.
+    that the user's own backward writes wait for it, too, or a pipeline's stage runs in parts.
     """
 
     @classmethod
@@ -109,8 +109,8 @@ class DeferralWarning(UserWarning):
         """Warn if the share is below one half.
 
         Args:
-            name: of the module.
-            share: of its weight gradients that can be deferred.
+            name: the name of the module.
+            share: the share of its weight gradients that can be deferred.
             because: why others cannot.
 
         Returns:

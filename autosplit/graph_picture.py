@@ -48,7 +48,7 @@ class Crossing(NamedTuple):
         name: its name on the boundary.
         source: the operator that computes it.
         target: an operator that reads it.
-        bytes: of its storage.
+        bytes: the bytes of its storage.
     """
 
     name: str
@@ -93,7 +93,7 @@ def crossings(graphs: Mapping[str, fx.GraphModule]) -> Iterator[Crossing]:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The operator or input behind views and parts."""
+    """The operator or input that computes a value, found behind views and parts of it."""
     while node.op == "call_function" and _passes_through(node):
         node = node.all_input_nodes[0]
     return node
@@ -112,7 +112,7 @@ def draw_graphs(graphs: Mapping[str, fx.GraphModule], path: Path, title: str) ->
     """Draw F, I and W into a file, if matplotlib is installed and they are small enough.
 
     Args:
-        graphs: by name.
+        graphs: the graphs by name: forward, backward_input, backward_weight.
         path: the file; its suffix names the format.
         title: the title of the picture.
 
@@ -153,7 +153,7 @@ def draw_graphs(graphs: Mapping[str, fx.GraphModule], path: Path, title: str) ->
 
 
 def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:
-    """By operator, the parameter whose gradient it computes."""
+    """Map each operator that computes the gradient of a parameter to the parameter."""
     makers = [
         (_maker(value), role.name)
         for role, value in outputs(graph, Kind.PARAMETER_GRAD)

@@ -41,7 +41,7 @@ def write_chrome_trace(rows: Rows, path: str | Path, memory: StepMemory | None =
     Args:
         rows: timelines and their names.
         path: the file.
-        memory: of the first timeline; one track per rank.
+        memory: the memory of the first timeline; one track per rank.
 
     Raises:
         AutosplitError: no timeline.
@@ -303,7 +303,7 @@ def _draw_bars(axes: Axes, index: str, timeline: Timeline, points_per_ms: float)
 
 
 def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """By rank and stage, the number of the stage among those of its rank, from 0."""
+    """Map (rank, stage) to the number of the stage among the stages of its rank, from 0."""
     pairs = sorted({(s.rank, s.action.stage) for s in timeline.spans if s.action.kind.is_compute})
     first = {rank: number for number, (rank, _) in reversed([*enumerate(pairs)])}
     return {pair: number - first[pair[0]] for number, pair in enumerate(pairs)}
@@ -349,11 +349,12 @@ def write_timeline(
     """Write a timeline, such as ``trainer.timeline()``, into a file; the suffix names the format.
 
     Args:
-        timeline: of a step, measured or simulated.
+        timeline: the timeline of a step, measured or simulated.
         path: ``.json`` for a Chrome trace, to be opened in https://ui.perfetto.dev; ``.pdf``,
             ``.png`` or ``.svg`` for a picture.
-        title: its name.
-        memory: of the same step, as ``trainer.memory()`` returns it; only traces show it.
+        title: the title of the trace or picture.
+        memory: the memory of the same step, as ``trainer.memory()`` returns it; only traces show
+            it.
 
     Raises:
         AutosplitError: another suffix, a timeline without computation, memory for a picture, or
@@ -376,7 +377,7 @@ def write_timelines(rows: Rows, folder: Path, *, title: str, trace_rows: Rows = 
     Args:
         rows: timelines and their names.
         folder: created if it does not exist.
-        title: of the picture.
+        title: the title of the picture.
         trace_rows: timelines for the trace; default: ``rows``.
 
     Raises:

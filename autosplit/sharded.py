@@ -367,7 +367,8 @@ class Gathering:
     def _run_gathered(
         self, name: str, groups: Sequence[ParameterGroup], call: Boxed, args: list[Any]
     ) -> list[Any]:
-        """Gather the groups that are not gathered, call, and free those that were gathered here.
+        """Gather the groups that are not gathered, run the call, and free the groups that were
+        gathered for it.
 
         A group that a forward gathered and left gathered is freed by the backward.
         """

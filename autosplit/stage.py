@@ -273,7 +273,10 @@ class Stage:
         """
         waits = microbatch in self._saved and self._saved.get(microbatch).functions.has_backward
         if waits or microbatch in self._inputs:
-            raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
+            raise SplitError(
+                f"stage {self.index}: microbatch {microbatch} has run its forward already: run its "
+                "backward first, or use another number"
+            )
         _check_list(self.index, inputs)
         graphs = self._graphs
         if not steady:
@@ -361,7 +364,8 @@ class Stage:
         return self._offloadable.detach(microbatch, kept)
 
     def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Put back the tensors that ``detach_held`` returned, or copies of them.
+        """Put the tensors that ``detach_held`` returned, or copies of them, back into the
+        microbatch.
 
         Args:
             microbatch: the microbatch's number.
@@ -403,7 +407,7 @@ class Stage:
         return grads
 
     def inputs_given(self, come: Sequence[bool]) -> list[bool]:
-        """For each input, whether I returns a gradient of it.
+        """For each input, whether I returns a gradient.
 
         Args:
             come: for each output, whether ``backward_input`` gets a gradient of it.
@@ -540,7 +544,8 @@ class Stage:
         _check_list(self.index, output_grads)
         if len(output_grads) != len(names):
             raise SplitError(
-                f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients"
+                f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients: "
+                "pass one for each output, None if it gets none"
             )
         updated = len(functions.output_names) - len(names)
         tangents = [*output_grads, *[None] * updated]

@@ -180,14 +180,16 @@ class ShardedQueue(PendingQueue):
         """Do not keep pending gradients alive: without the module, nothing can reduce them."""
 
     def make_room(self) -> None:
-        """Drop microbatches whose ``.grad`` was cleared, but compute none.
+        """Drop pending microbatches whose ``.grad`` was cleared; compute no others.
 
         Gradients are reduced after the last pending microbatch, so none may be computed early.
         """
         self.sweep()
 
     def drop(self, parameters: Collection[int]) -> None:
-        """Drop the gradients of parameters, also those that are computed but not reduced yet."""
+        """Drop the gradients of parameters, including gradients that are computed but not reduced
+        yet.
+        """
         super().drop(parameters)
         self._sharded.forget(parameters)
 
@@ -236,7 +238,9 @@ class ShardedDelivery(Delivery):
 
 @contextlib.contextmanager
 def _sums_in_grad(slots: Collection[GradientSlot]) -> Iterator[None]:
-    """Put the sums of the slots into ``.grad`` inside, because FSDP reads and sets ``.grad``."""
+    """Put the sums of the slots into ``.grad`` inside the context, because FSDP reads and sets
+    ``.grad``.
+    """
     slot_parameters = [(slot, slot.parameter()) for slot in slots]
     swapped = [
         (slot, parameter, parameter.grad)

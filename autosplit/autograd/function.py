@@ -252,8 +252,8 @@ _apply = direct_apply(Split)
 
 
 def _sentinel_nodes(ctx: Any) -> list[Any]:
-    """Autograd's nodes of the sentinel parameters: those that an autograd function takes only so
-    that it can see whether the running backward wants weight gradients.
+    """Autograd's nodes of the sentinel parameters: arguments of an autograd function that only show
+    it whether the running backward requests weight gradients.
     """
     edges = ctx.next_functions
     return [node for node, _ in edges[len(edges) - ctx.call.sentinel_count :]]
@@ -303,7 +303,7 @@ def _queue_or_run_weights(
 
 
 def _frozen(call: _Call) -> frozenset[str]:
-    """Parameters that were frozen since the forward: autograd drops their gradients."""
+    """The parameters that were frozen after the forward; autograd drops their gradients."""
     if all(map(_NEEDS_GRAD, call.parameter_leaves.parameters)):
         return frozenset()
     names, state = call.functions.parameter_names, call.state

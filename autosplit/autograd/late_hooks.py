@@ -61,7 +61,7 @@ def weights_for_late_hooks(
 
 
 def _groups(late: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[int, GroupHook]:
-    """Hooks that wait for several gradients, by key.
+    """The hooks that wait for several gradients (``register_multi_grad_hook``), by key of the hook.
 
     Args:
         late: the parameters whose hooks are called at the end of the backward, by name.

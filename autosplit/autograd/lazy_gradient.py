@@ -113,13 +113,15 @@ class LazyGradient(Tensor):
 
     @property
     def _stands_for(self) -> Tensor | None:
-        """The parameter while a part is pending, and the real gradient afterwards."""
+        """The tensor that this gradient behaves like: the parameter while a part is pending, and
+        the real gradient afterwards.
+        """
         target = pending_slot(self)
         return self._real if target is None else target[1]
 
     @property
     def _is_plain(self) -> bool:
-        """Whether a part is pending, and the earlier sum has no autograd history."""
+        """Whether the gradient has a pending part, and its earlier sum has no autograd history."""
         target = pending_slot(self)
         if target is None:
             return False
@@ -155,7 +157,7 @@ class LazyGradient(Tensor):
         if inside:
             raise SplitError(
                 "a gradient that was read from .grad while a part of it was pending is used by "
-                "the computation of that part"
+                "the computation of that part: call backward_weight() before you read .grad"
             )
         raise SplitError(
             "a gradient that was read from .grad while a part of it was pending has no value: the "
@@ -249,7 +251,7 @@ class GradientSlot:
         return self.parameter() if self.armed and self.lazy is lazy else None
 
     def is_present(self) -> bool:
-        """Whether the gradient can still be used.
+        """Whether the lazy gradient still exists and can be used.
 
         It can if it is in ``.grad``, referenced elsewhere, or being computed.
         """
@@ -303,7 +305,7 @@ class GradientSlot:
             slot.armed, slot.grad = False, None
 
     def drop(self, parameter: Tensor | None = None) -> None:
-        """Forget the pending part.
+        """Forget the pending part of the gradient.
 
         Args:
             parameter: if passed, its ``.grad`` is restored to the value before the pending part,
@@ -341,7 +343,7 @@ class GradientSlot:
         return lazy is not None and (getrefcount(lazy) > _OWN_REFERENCES or tensor_users(lazy) > 1)
 
     def compute(self) -> bool:
-        """Compute all pending work of the queue.
+        """Compute all pending work of the slot's queue.
 
         Returns:
             whether this thread is already computing it, further up in the stack.

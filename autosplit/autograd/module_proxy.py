@@ -186,7 +186,9 @@ def _special_methods(kind: type) -> tuple[str, ...]:
 
 @functools.cache
 def _with_special(kind: type, special: tuple[str, ...]) -> type[Any]:
-    """A subclass that forwards these special methods to the model."""
+    """Return a subclass of ``kind`` whose special methods, such as ``__len__``, call those of the
+    model.
+    """
     if not special:
         return kind
     body: dict[str, Any] = {name: _forwarded(name) for name in special}

@@ -113,7 +113,7 @@ class PendingWork:
         return [gradients[name] for name in graph.parameter_names]
 
     def drop(self, parameters: Collection[int]) -> None:
-        """Drop the gradients of these parameters (their ``id``)."""
+        """Drop the gradients of parameters, passed as their ``id``."""
         names = [name for name, parameter in self.named_parameters() if id(parameter) in parameters]
         self.skipped = self.skipped.union(names)
 
@@ -506,7 +506,7 @@ class PendingQueue:
         return present
 
     def drop(self, parameters: Collection[int]) -> None:
-        """Drop the pending gradients of these parameters (their ``id``)."""
+        """Drop the pending gradients of parameters, passed as their ``id``."""
         works = self.works()
         for work in works:
             work.drop(parameters)

@@ -60,7 +60,7 @@ class BackwardSlices:
         skipped: Collection[str],
         idle: Collection[int],
     ) -> None:
-        """Begin a backward.
+        """Begin a backward that runs in slices.
 
         Args:
             slices: yields the gradients of each slice.
@@ -72,15 +72,15 @@ class BackwardSlices:
         self._gradients: dict[Role, Tensor] = {}
 
     def weights(self, at: int) -> list[Tensor | None]:
-        """Run one slice; the gradients of its parameters. A graph without some of the outputs'
-        gradients may complete them in another order, and then runs more slices at once.
+        """Run one slice, and return the gradients of its parameters. A graph without some of the
+        outputs' gradients may complete them in another order, and then runs more slices at once.
         """
         roles = [Role(Kind.PARAMETER_GRAD, name) for name in self._names[at]]
         self._run_until(roles)
         return [self._weight(role) for role in roles]
 
     def inputs(self) -> list[Tensor | None]:
-        """Run the remaining slices; the gradients of inputs."""
+        """Run the remaining slices, and return the gradients of the inputs."""
         roles = [Role(Kind.INPUT_GRAD, name) for name in self._inputs]
         self._run_until(None)
         grads = [self._gradients.pop(role, None) for role in roles]
@@ -102,7 +102,7 @@ class BackwardSlices:
 
 
 class _Slice(torch.autograd.Function):
-    """One slice after the first."""
+    """The autograd function of one slice after the first."""
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ class _Slice(torch.autograd.Function):
 
 
 class _Inputs(torch.autograd.Function):
-    """The end of the chain, with the inputs of the graph."""
+    """The last autograd function in the chain of slices; the graph's inputs are its arguments."""
 
     @staticmethod
     def forward(ctx: Any, slices: BackwardSlices, leaf: Tensor, *leaves: Any) -> Tensor:

@@ -74,7 +74,8 @@ class Backend:
 
 @contextlib.contextmanager
 def collecting_new_objects_only() -> Iterator[None]:
-    """Disable the garbage collector inside, and collect the new objects once at the end.
+    """Disable Python's garbage collector inside the context, and collect the new objects once at
+    its end.
 
     Tracing leaves tensors in reference cycles. It also allocates so many objects that the collector
     would scan the half a million objects of a process with torch again and again.
@@ -99,7 +100,7 @@ _OPERATORS = DirectOperators()
 
 
 class Eager(Backend):
-    """Runs the same source that ``dump`` writes.
+    """The backend that runs a graph as Python source: the source that ``dump`` writes.
 
     Args:
         subgraph_calls: compiled subgraphs; other subgraphs are compiled here.

@@ -67,7 +67,7 @@ _OPERATOR: Any = getattr(torch.ops, READ).tensor.default
 
 
 class BackwardReads:
-    """Run-time reads of one capture.
+    """The attributes that custom backwards of one capture read when they run.
 
     Attributes:
         numbers: whether numbers are read when the backward runs; otherwise they are constants.
@@ -80,7 +80,7 @@ class BackwardReads:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Context in which Dynamo records such reads as operators of its graphs."""
+        """Context in which Dynamo records these reads of attributes as operators of its graphs."""
         trace: Any = AutogradFunctionApplyVariable.trace_backward_graph
         build: Any = VariableTracker.build
 
@@ -140,7 +140,8 @@ class BackwardReads:
 
 
 def refuse_written(exported: fx.GraphModule) -> None:
-    """Refuse a backward that writes into a tensor of a class or a module, of which it has a copy.
+    """Refuse a custom backward that writes into a tensor of a class or a module: the graph has a
+    copy of that tensor.
 
     Raises:
         CaptureError: names the tensor and the line.
@@ -157,12 +158,12 @@ def refuse_written(exported: fx.GraphModule) -> None:
 
 
 def _constant(function: type, name: str, value: Any, *, is_global: bool) -> CaptureError:
-    """The refusal of a read that would be a constant.
+    """The error for a read in a custom backward whose value would be a constant of the graph.
 
     Args:
         function: the class that is read.
-        name: of the attribute.
-        value: of the attribute.
+        name: the name of the attribute.
+        value: the value of the attribute.
         is_global: whether an expression in another scope finds the attribute.
     """
     attribute = f"{function.__name__}.{name}"
@@ -186,8 +187,8 @@ def _constant(function: type, name: str, value: Any, *, is_global: bool) -> Capt
 
 
 def _place(tx: Any, value: Any, source: Any) -> str | None:
-    """Python expression that evaluates to the value in any scope. None if there is none, and for
-    constants of the modules of Python, torch and numpy.
+    """Python expression that evaluates to the value in any scope. None if no expression does, and
+    for constants of the modules of Python, torch and numpy.
     """
     match = _GLOBAL.fullmatch(source_name(source))
     if match is None:

@@ -81,7 +81,7 @@ def _is_sum(value: fx.Node, state: fx.Node | None) -> bool:
 
 
 def _summed(node: fx.Node) -> Any:
-    """The tensor to which a node adds; None if it does something else."""
+    """The tensor to which a node adds; None for a node that does not add."""
     if node.target in SUMS:
         return node.args[0]
     call: Any = node.args[0] if node.target is operator.getitem else None

@@ -53,7 +53,9 @@ class ModuleHook(NamedTuple):
 
 
 def backward_hook(module: nn.Module) -> ModuleHook | None:
-    """The first hook on the backward of a module or of all modules. Graphs cannot contain them."""
+    """The first hook on the backward of a module or of all modules; None without one. Graphs cannot
+    contain such hooks.
+    """
     everywhere = (
         torch_module._global_backward_hooks,
         torch_module._global_backward_pre_hooks,
@@ -188,7 +190,9 @@ def _user_line(error: Exception) -> str:
 
 
 def user_frame(stack: Sequence[FrameSummary]) -> FrameSummary | None:
-    """The innermost frame of the user's code; if there is none, of one of torch's modules."""
+    """The innermost frame of the user's code; without one, the innermost frame of one of torch's
+    modules.
+    """
     frames = [frame for frame in stack if not is_library_file(frame.filename)]
     layers = [frame for frame in stack if f"nn{os.sep}modules" in frame.filename]
     return next(reversed(frames or layers), None)

@@ -213,8 +213,8 @@ class GraphCapture(Capture):
     wrap: Callable[[Boxed], Callable[..., Any]]
 
     def hide_alias(self, name: str, value: Any) -> Any:
-        """The result as autograd must see it: hidden in a TensorAlias if AOTAutograd makes it
-        anew.
+        """The result as autograd must see it: inside a TensorAlias if AOTAutograd creates it anew
+        after the graph.
         """
         return TensorAlias(value) if name in self.aliases else value
 
@@ -255,7 +255,9 @@ def capture_graph(
     meta, config, wrappers = aot.fw_metadata, aot.aot_config, traced._aot_graph_capture.wrappers
     graph, descs, differs = joint.graph, aot.flat_args_descs, aot.needs_autograd
     if any(isinstance(desc, _SHARED_MEMORY) for desc in descs):
-        raise CaptureError("the graph writes into one of several inputs that share memory")
+        raise CaptureError(
+            "the forward writes into one of several inputs that share memory: pass a clone"
+        )
     names = GraphRoles(_roles(graph, descs, roles, meta))
     input_roles = [names.input(desc) for desc in descs]
     results = [names.output(desc).name for desc, _ in _results(graph)]

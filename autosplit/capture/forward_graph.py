@@ -86,7 +86,7 @@ class _EffectInterpreter(fx.Interpreter):
         self._kept: list[Any] = []
 
     def boxed_run(self, inputs: list[Any]) -> Any:
-        """Run on values for the graph's placeholders, not for the caller's inputs."""
+        """Run the graph on values for its placeholders, which are not the caller's inputs."""
         return self.run(*inputs, enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -180,7 +180,9 @@ class Setting:
 
 
 def settings(graph: fx.Graph) -> dict[fx.Node, Setting | None]:
-    """The setting of every node; None for the switches themselves and for nodes without effect."""
+    """The grad mode and autocast of every node; None for nodes that only switch these, and for
+    nodes without effect.
+    """
     setting_of: dict[fx.Node, Setting | None] = {}
     now = Setting()
     for node in graph.nodes:
@@ -204,7 +206,7 @@ def enters_autocast(node: fx.Node) -> bool:
 
 
 class Switches:
-    """Writer of the switches that the nodes of a new graph need."""
+    """Writes into a new graph the nodes that switch grad mode and autocast."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -213,7 +215,7 @@ class Switches:
         self._entered: list[tuple[fx.Node, fx.Node]] = []
 
     def to(self, setting: Setting) -> None:
-        """Write the switches after which nodes run under ``setting``."""
+        """Write the nodes that switch to the grad mode and autocast of ``setting``."""
         wanted = setting.autocasts
         common = 0
         while common < min(len(wanted), len(self._entered)):
@@ -234,7 +236,7 @@ class Switches:
 
 @dataclass(frozen=True)
 class CapturedForward:
-    """A captured forward.
+    """The forward of a module as one graph, without a backward.
 
     Attributes:
         module: Dynamo's graph: torch's own functions, as the user's code calls them.

@@ -151,7 +151,7 @@ class ForwardScope:
 
 
 def _same(array: Any) -> Any:
-    """An array: its tensor in the graph has the same memory."""
+    """Return the array, which shares its memory with the tensor that Dynamo's graph has for it."""
     return array
 
 

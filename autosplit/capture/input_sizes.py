@@ -36,14 +36,14 @@ _READ: Mapping[str, Callable[[Any, int], Any]] = {
 
 def leave_open(example: Tensor, dimensions: Iterable[int]) -> None:
     """Mark these sizes of an example input to be symbols in the trace. Sizes 0 and 1, and sizes on
-    which the forward's Python branches, are constants all the same.
+    which the forward's Python code branches, become constants all the same.
     """
     for dimension in dimensions:
         torch._dynamo.maybe_mark_dynamic(example, dimension)
 
 
 def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a size of any of these examples is open."""
+    """Whether a size of any of these examples is marked to be a symbol (``leave_open``)."""
     leaves, _ = tree_flatten((args, kwargs))
     return any(hasattr(leaf, "_dynamo_weak_dynamic_indices") for leaf in leaves)
 
@@ -97,7 +97,7 @@ class InputSizes:
         return cls(exported.meta["fake_mode"].shape_env, traced)
 
     def __bool__(self) -> bool:
-        """Whether any size is open so far: later tracing may specialise some."""
+        """Whether any size is a symbol so far: later tracing may make some of them constants."""
         return any(self._env.replace(symbol).free_symbols for symbol in self._places)
 
     @property
@@ -168,7 +168,7 @@ class InputSizes:
         guards = (guard.expr for guard in self._env.guards)
         assumed = map(interpreted, chain(bounds, guards))
         if not all(map(bool, chain(same, assumed))):
-            raise CaptureError("its graph was captured for other sizes")
+            raise CaptureError("the block's graph was captured for other sizes")
         return within
 
     def _read(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, Any]:

@@ -300,8 +300,8 @@ def _around_regions(
     decompositions: Decompositions,
     split: SplitBlock,
 ) -> Capture | None:
-    """Capture the module with its repeated blocks captured once for each kind; None if it has none
-    that can be captured so.
+    """Capture the module with its repeated blocks captured once for each kind; None if no block can
+    be captured so.
     """
     refused: dict[str, str] = {}
     for _ in range(_ATTEMPTS):
@@ -367,8 +367,8 @@ def _traced(
 
 @contextlib.contextmanager
 def same_tensors(module: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers afterwards: if a submodule has two names, AOTAutograd and
-    functional calls leave their own tensors in it.
+    """Restore a module's parameters and buffers at the end of the context: if a submodule has two
+    names, AOTAutograd and functional calls leave their own tensors in the module.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
     originals = [dict(space) for space in spaces]

@@ -67,7 +67,7 @@ def stack(node: fx.Node) -> tuple[str, ...]:
 
 
 def inside(node: fx.Node) -> list[fx.Node] | None:
-    """The operations of a checkpointed region; None for any other operation."""
+    """The operations inside a checkpointed region; None if the node is not one."""
     for argument in node.all_input_nodes:
         if argument.op == "get_attr" and node.graph.owning_module is not None:
             body = operator.attrgetter(str(argument.target))(node.graph.owning_module)

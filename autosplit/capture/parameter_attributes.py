@@ -56,7 +56,9 @@ def register_attributes(module: nn.Module, exported: Any) -> None:
 
 
 def attribute_names(exported: fx.GraphModule) -> dict[str, str]:
-    """Name of each such buffer of an export -> name of the attribute."""
+    """Map the name of each buffer that ``register_attributes`` made in an export to the name of its
+    attribute.
+    """
     names: dict[str, str] = exported.meta.get(_NAMES, {})
     return names
 

@@ -59,7 +59,9 @@ autograd records each call, even if no input of the call requires a gradient."""
 
 
 def new_anchor() -> Tensor:
-    """A tensor for the anchor or for its gradient."""
+    """A tensor for the anchor, the input of each call that always requires a gradient, or for the
+    anchor's gradient.
+    """
     return torch.empty(1)
 
 
@@ -80,7 +82,7 @@ torch.library.register_fake("autosplit_block::backward", _backward, lib=_LIBRARY
 
 @contextlib.contextmanager
 def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
-    """Context in which the operators find these calls by number."""
+    """Context in which the operators that stand for blocks find these calls, by number."""
     token = _CALLS.set(calls)
     try:
         yield
@@ -160,7 +162,7 @@ class BlockRegion:
 
     @property
     def trained(self) -> bool:
-        """Whether W computes something."""
+        """Whether the block's W computes a gradient."""
         return bool(outputs(self.graphs.joint.graph, *WEIGHT_OUTPUT))
 
     def sums_differently(self, leaves: list[Any]) -> bool:
@@ -256,8 +258,8 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the call's inputs: none for ``call``, one for the anchor, then the
-        others.
+        """Gradients of the inputs of the operator ``call``: none for the call's number, one for the
+        anchor, then one for each tensor.
         """
         call: RegionCall = ctx.call
         region = call.region

@@ -58,21 +58,21 @@ def refuse_uncallable(region: BlockRegion) -> None:
     """
     capture, graphs = region.capture, region.graphs
     if not capture.guards.has_only_dynamo_guards:
-        raise CaptureError("it reads constants or sets attributes")
+        raise CaptureError("the block reads constants or sets attributes")
     if capture.shardings:
-        raise CaptureError("it works on DTensors")
+        raise CaptureError("the block works on DTensors")
     for role, _ in outputs(graphs.joint.graph, Kind.UPDATE):
         if role.name in capture.inputs:
-            raise CaptureError(f"it writes into {role.name}")
+            raise CaptureError(f"the block writes into {role.name}")
     if not (region.result_nodes and _is_plain(capture.output_spec)):
-        raise CaptureError("it returns no tensor, or an object other than a tuple or list")
+        raise CaptureError("the block returns no tensor, or an object other than a tuple or list")
     boundary = [*inputs(graphs.joint.graph).values(), *region.result_nodes.values()]
     inside = [value for part in region.parts.values() for value in _results(part.module)]
     only_tensors = all(isinstance(node.meta["val"], Tensor) for node in boundary)
     if not (only_tensors and all(map(_crosses, inside))):
-        raise CaptureError("it takes or returns numbers that depend on data")
+        raise CaptureError("the block takes or returns numbers that depend on data")
     if _are_copied(list(region.result_nodes.values())):
-        raise CaptureError("it returns an input, or a view of an input or of another result")
+        raise CaptureError("the block returns an input, or a view of an input or another result")
 
 
 def _are_copied(values: list[fx.Node]) -> bool:
@@ -128,7 +128,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _shared_state(model: nn.Module) -> set[int]:
-    """Identities of parameters and buffers with several names."""
+    """The ``id`` of each parameter and buffer that the model has under several names."""
     names: Counter[int] = Counter()
     for spaces in (model.named_parameters, model.named_buffers):
         names.update(id(tensor) for _, tensor in spaces(remove_duplicate=False))
@@ -265,10 +265,10 @@ class RegionSession:
         try:
             if _modes() != self._modes:
                 raise CaptureError(
-                    "it is called under another grad mode or autocast than the model"
+                    "the block is called under another grad mode or autocast than the model"
                 )
             if _is_changed(block):
-                raise CaptureError("the forward of the model changes it before the call")
+                raise CaptureError("the forward of the model changes the block before the call")
             with (
                 unset_fake_temporarily(),
                 torch._C._DisablePythonDispatcher(),
@@ -431,7 +431,7 @@ def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
         for leaf in leaves
     )
     if not all(type(leaf) in _LEAF_TYPES for leaf in leaves):
-        raise CaptureError("it takes objects other than plain tensors, numbers and text")
+        raise CaptureError("the block takes objects other than plain tensors, numbers and text")
     return type(block), torch.is_grad_enabled(), str(spec), described
 
 

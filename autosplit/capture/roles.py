@@ -142,16 +142,20 @@ class DescriptorRoles(Protocol):
     """Mapping of AOTAutograd's descriptors of inputs and outputs to roles."""
 
     def primal(self, desc: Any) -> Role | None:
-        """Role of an input of the forward; None for an unsupported input."""
+        """Role of the forward's input that AOTAutograd describes as ``desc``; None if it is
+        unsupported.
+        """
 
     def result(self, desc: Any) -> str | None:
-        """Name of an output other than a mutated input; None for an unsupported output."""
+        """Name of the output, other than a mutated input, that AOTAutograd describes as ``desc``;
+        None if it is unsupported.
+        """
 
     def input(self, desc: Any) -> Role:
-        """Role of an input of the joint graph.
+        """Role of the joint graph's input that AOTAutograd describes as ``desc``.
 
         Raises:
-            CaptureError: its kind is not supported.
+            CaptureError: autosplit supports no input or output of this kind.
         """
         desc = whole(desc)
         if isinstance(desc, d.TangentAOTInput):
@@ -165,10 +169,10 @@ class DescriptorRoles(Protocol):
         return role
 
     def output(self, desc: Any) -> Role:
-        """Role of an output of the joint graph.
+        """Role of the joint graph's output that AOTAutograd describes as ``desc``.
 
         Raises:
-            CaptureError: its kind is not supported.
+            CaptureError: autosplit supports no input or output of this kind.
         """
         desc = whole(desc)
         match desc:
@@ -210,8 +214,8 @@ class ModuleRoles(DescriptorRoles):
     outputs: tuple[str, ...]
 
     def primal(self, desc: Any) -> Role | None:
-        """As ``DescriptorRoles.primal``. Attributes of a DTensor parameter, its local tensor
-        excepted, are buffers.
+        """Role of the forward's input that AOTAutograd describes as ``desc``; None if it is
+        unsupported. Attributes of a DTensor parameter, its local tensor excepted, are buffers.
         """
         match desc:
             case d.ParamAOTInput():
@@ -230,7 +234,8 @@ class ModuleRoles(DescriptorRoles):
         return self.outputs[desc.idx] if isinstance(desc, d.PlainAOTOutput) else None
 
     def output(self, desc: Any) -> Role:
-        """As ``DescriptorRoles.output``.
+        """Role of the joint graph's output that AOTAutograd describes as ``desc``; see
+        ``DescriptorRoles.output``.
 
         Raises:
             CaptureError: also if the forward writes into a parameter, or a buffer requires a

@@ -30,7 +30,7 @@ def export_safetensors(
         from huggingface_hub import save_torch_state_dict
     except ImportError as error:
         raise CheckpointError(
-            "safetensors are written by huggingface_hub: pip install 'autosplit[safetensors]'"
+            "writing safetensors needs huggingface_hub: pip install 'autosplit[safetensors]'"
         ) from error
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(read_checkpoint(path), folder, max_shard_size=max_shard_size)

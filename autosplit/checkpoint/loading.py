@@ -42,7 +42,7 @@ def read_progress(path: str | Path) -> tuple[int | None, dict[str, Any]]:
     """Read the ``step`` and ``extra`` of a checkpoint without a trainer; None and {} without them.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     return run_state.progress(_run(open_checkpoint(path)))
 
@@ -60,7 +60,7 @@ def read_planning(path: str | Path, stages: int | None = None) -> dict[str, Any]
         None if the trainer of the checkpoint did not cut its model itself.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     planning = run_state.planning(_run(open_checkpoint(path)))
     if planning is not None and len(planning["cut_at"]) + 1 != stages:

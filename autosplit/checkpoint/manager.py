@@ -41,7 +41,7 @@ class CheckpointManager:
     rank 0 removes what is not kept; folders with other files than a checkpoint's stay.
 
     Args:
-        folder: of the run; all ranks must see it.
+        folder: the folder of the run; all ranks must see it.
         keep: the number of latest checkpoints to keep, at least 1.
         keep_best: the number of checkpoints with the best scores to keep besides.
         best: whether the least score is the best, ``"min"``, or the greatest, ``"max"``.
@@ -98,7 +98,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
     ) -> PendingSave | None:
-        """Save a checkpoint, and remove those that are no longer kept; call on all ranks.
+        """Save a checkpoint, and remove the ones that are no longer kept; call on all ranks.
 
         With ``asynchronous``, the next save removes what this one replaces.
 
@@ -137,7 +137,9 @@ class CheckpointManager:
         return 0 if loaded is None else loaded.step or 0
 
     def load(self, trainer: PipelineTrainer, *, scheduler: Any = None) -> Loaded | None:
-        """As ``resume``, but return what ``load_checkpoint`` returns; None without a checkpoint."""
+        """Load the latest checkpoint as ``resume`` does, but return what ``load_checkpoint``
+        returns; None without a checkpoint.
+        """
         ranks = Ranks(trainer, "loading a checkpoint")
         latest = self.latest
         rows = ranks.gather(None if latest is None else latest.name)

@@ -41,7 +41,9 @@ class ModelTensor:
         return self.names[0]
 
     def checkpoint_name(self, available: Iterable[str]) -> str | None:
-        """The tensor's name among those that a checkpoint has, or None."""
+        """The first of the tensor's names that is in ``available``; None if a checkpoint has none
+        of them.
+        """
         return next((name for name in self.names if name in available), None)
 
 
@@ -93,7 +95,8 @@ class Naming:
         return cls([*dict.fromkeys(entries.values())], local, trained)
 
     def compare(self, checkpoint: Checkpoint, *, strict: bool) -> tuple[list[str], list[str]]:
-        """Return the names of tensors that the checkpoint lacks, and of those that only it has.
+        """Return the names of tensors that the checkpoint lacks, and the names that only the
+        checkpoint has.
 
         A checkpoint may have a tied tensor under any of its names.
 
@@ -157,7 +160,9 @@ def _row(holder: Holder, tensor: Tensor, names: Names | None, rank: int) -> _Row
 
 
 def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[Holder, ModelTensor]:
-    """The tensor of the whole model for each holder; rows of one tensor share an entry."""
+    """The whole model's tensor for each holder. Holders of one tensor map to the same
+    ``ModelTensor``.
+    """
     rows = {row.holder: row for row in table}
     links = [(at, same) for at, row in rows.items() for same in row.same]
     for holders in shared:

@@ -17,7 +17,7 @@ def load_plain(content: bytes | Path, subject: object, *, mmap: bool = False) ->
     """Load a file of ``torch.save`` that has tensors and plain values only. No code is run.
 
     Raises:
-        CheckpointError: it has something else, or is damaged.
+        CheckpointError: the file has anything else, or is damaged.
     """
     source = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
@@ -51,7 +51,7 @@ def packed(value: Any, subject: str) -> bytes:
     """Serialize ``plain(value)`` for a checkpoint.
 
     Raises:
-        CheckpointError: it has more than tensors and plain values.
+        CheckpointError: the value has more than tensors and plain values.
     """
     buffer = io.BytesIO()
     try:

@@ -74,7 +74,7 @@ class Checkpoint:
     open: Callable[[MetadataIndex], Any]
 
     def under(self, prefix: str) -> dict[str, str]:
-        """Entries with this prefix, by the rest of their names."""
+        """The keys of the entries whose names begin with a prefix, by the rest of their names."""
         entries = self.metadata.state_dict_metadata
         return {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
 
@@ -97,10 +97,10 @@ class Checkpoint:
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def part(self, index: MetadataIndex) -> Any:
-        """A part of an entry.
+        """Read the part of an entry that ``index`` names.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: the part is missing or damaged.
         """
         value, entry = self.open(index), self.tensor(index.fqn)
         if entry is None:
@@ -108,13 +108,19 @@ class Checkpoint:
         sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
         dtype = entry.properties.dtype
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{index.fqn} is a {type(value).__name__}, not a tensor")
+            raise CheckpointError(
+                f"{index.fqn} in {self.path} is a {type(value).__name__}, not a tensor{_REMEDY}"
+            )
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-            raise CheckpointError(f"{index.fqn} is not a dense tensor with data: {value.layout}")
+            raise CheckpointError(
+                f"{index.fqn} in {self.path} is a {value.layout} tensor, quantized or without "
+                "data; only "
+                f"dense tensors can be loaded: save it as one"
+            )
         if value.shape != sizes or value.dtype != dtype:
             raise CheckpointError(
-                f"{index.fqn} is damaged: expected {dtype} {list(sizes)}, got "
-                f"{value.dtype} {list(value.shape)}"
+                f"{index.fqn} in {self.path} is damaged: expected {dtype} {list(sizes)}, got "
+                f"{value.dtype} {list(value.shape)}{_REMEDY}"
             )
         return value
 
@@ -153,7 +159,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
             with a state dict or one under "model".
 
     Raises:
-        CheckpointError: there is no checkpoint, or of another format, or it is damaged.
+        CheckpointError: there is no checkpoint at ``path``, it has another format, or it is
+            damaged.
     """
     checkpoint = open_checkpoint(path)
     return {name: checkpoint.read(key) for name, key in checkpoint.model.items()}
@@ -163,7 +170,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open the checkpoint at ``path``, in any format of ``read_checkpoint``.
 
     Raises:
-        CheckpointError: there is no checkpoint, or of another format.
+        CheckpointError: there is no checkpoint at ``path``, or it has another format.
     """
     path = Path(path)
     with reading(path):
@@ -217,14 +224,19 @@ def _indexed(path: Path) -> _Tensors:
         places = dict(json.loads(path.read_text())["weight_map"])
         outside = [file for file in places.values() if _leads_out(file)]
     except Exception as error:  # JSON can be wrong in any way
-        raise CheckpointError(f"{path} is not an index with a weight_map: {error!r}") from error
+        raise CheckpointError(
+            f"{path} is not an index of safetensors, because its JSON has no weight_map: {error!r}"
+        ) from error
     if outside:
-        raise CheckpointError(f"{path} names a file outside its folder: {outside[0]}")
+        raise CheckpointError(
+            f"{path} names a file outside its folder: {outside[0]}. It may come from an attacker; "
+            "no such file was read"
+        )
     files = {file: _of_file(path.parent / file) for file in sorted({*places.values()})}
     absent = [f"{name} in {file}" for name, file in places.items() if name not in files[file]]
     if absent:
         raise CheckpointError(
-            f"{path} lists tensors that its files do not contain: {'; '.join(absent)}"
+            f"{path} lists tensors that its files do not contain: {'; '.join(absent)}{_REMEDY}"
         )
     return {name: files[file][name] for name, file in places.items()}
 
@@ -232,7 +244,7 @@ def _indexed(path: Path) -> _Tensors:
 def _of_file(path: Path) -> _Tensors:
     """The tensors of one file. Pipes and devices, which would block, are refused."""
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist or is not a regular file")
+        raise CheckpointError(f"{path} does not exist or is not a regular file{_REMEDY}")
     if path.suffix == ".safetensors":  # without checksums, only a length
         return {name: (tensor, lambda: None) for name, tensor in _safetensors(path).items()}
     with path.open("rb") as file:
@@ -254,8 +266,8 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(content: Any, path: Path) -> dict[str, Tensor | None]:
-    """The tensors of a file. An optimizer's state becomes an entry that cannot be loaded: it is by
-    parameter number, and the file does not name the parameters.
+    """The tensors of a file, by name. A file has an optimizer's state by number of the parameter,
+    without the parameters' names: that state becomes an entry that cannot be loaded.
     """
     beside: list[Any] = []
     for wrapper in _WRAPPERS:
@@ -264,19 +276,24 @@ def _tensors_of(content: Any, path: Path) -> dict[str, Tensor | None]:
                 beside += value if isinstance(value, list) else [value]
             content = content[wrapper]
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"expected a state dict in {path}; it has a {type(content).__name__}")
+        raise CheckpointError(
+            f"expected a state dict in {path}; it has a {type(content).__name__}: save "
+            "model.state_dict()"
+        )
     tensors: dict[str, Tensor | None] = {
         name: value for name, value in content.items() if isinstance(value, Tensor)
     }
     if unnamed := [name for name in tensors if not isinstance(name, str)]:
-        raise CheckpointError(f"expected strings as names in {path}; one is {unnamed[0]!r}")
+        raise CheckpointError(
+            f"expected strings as names of tensors in {path}; one is {unnamed[0]!r}"
+        )
     if any(isinstance(value, Mapping) and "param_groups" in value for value in beside):
         tensors["optimizer.param_groups"] = None
     return tensors
 
 
 def _distributed(path: Path) -> Checkpoint:
-    """A folder of torch.distributed.checkpoint; every process reads it independently."""
+    """Open a folder of torch.distributed.checkpoint; every process reads it independently."""
     content = (path / METADATA).read_bytes() if (path / METADATA).is_file() else b""
     metadata = read_metadata(content, path / METADATA)
     sound: set[MetadataIndex] = set()
@@ -288,7 +305,7 @@ def _distributed(path: Path) -> Checkpoint:
         subject = f"{index.fqn} in {file}"
         with reading(file), file.open("rb") as stream:
             if stream.seek(0, io.SEEK_END) < info.offset + info.length:
-                raise CheckpointError(f"{file} is cut off")
+                raise CheckpointError(f"{file} is cut off{_REMEDY}")
             stream.seek(info.offset)
             content = stream.read(info.length)
         if index not in sound:
@@ -331,18 +348,19 @@ def read_metadata(content: bytes, path: Path) -> Metadata:
     end. Torch's reader verifies nothing, and leaves memory uninitialised if a part is missing.
 
     Raises:
-        CheckpointError: its pickle has anything but metadata, or it is inconsistent.
+        CheckpointError: the file's pickle has anything but metadata, or the metadata is
+            inconsistent.
     """
     try:
         metadata = unpickled_metadata(content)
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"it is damaged: expected a Metadata, got {type(metadata)}")
+            raise CheckpointError(f"the file is damaged: it contains a {type(metadata)}")
         _check_places(metadata)
         noted = any(hasattr(info, "sha256") for info in metadata.storage_data.values())
         if noted and hashlib.sha256(content[:-32]).digest() != content[-32:]:
-            raise CheckpointError("it is damaged: its SHA-256 differs from the one written")
+            raise CheckpointError("the file is damaged: its SHA-256 differs from the one written")
     except Exception as error:  # a pickle can be wrong in any way
-        wrong = error if isinstance(error, CheckpointError) else f"it is damaged: {error!r}"
+        wrong = error if isinstance(error, CheckpointError) else f"the file is damaged: {error!r}"
         raise CheckpointError(f"cannot read {path}: {wrong}{_REMEDY}") from error
     return metadata
 
@@ -364,22 +382,29 @@ def _check_places(metadata: Metadata) -> None:
             info = metadata.storage_data[index]
             if info.transform_descriptors:
                 raise CheckpointError(
-                    "it was written with stream extensions, which are not supported"
+                    "the checkpoint was written with stream extensions, which are not supported"
                 )
             if _leads_out(info.relative_path):
-                raise CheckpointError(f"it names a file outside the folder: {info.relative_path}")
+                raise CheckpointError(
+                    f"the file names {info.relative_path}, which is outside the checkpoint's folder"
+                )
             places.append((info.relative_path, info.offset, info.length, name))
     for (file, start, length, name), (other, later, _, second) in pairwise(sorted(places)):
         if file == other and start + length > later:
-            raise CheckpointError(f"it is damaged: {name} and {second} overlap in {file}")
+            raise CheckpointError(f"the file is damaged: {name} and {second} overlap in {file}")
 
 
 def _check_cover(name: str, entry: TensorStorageMetadata) -> None:
     for chunk in entry.chunks:
         spans = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
         if not all(0 <= at <= at + size <= whole for at, size, whole in spans):
-            raise CheckpointError(f"a part of {name} is outside its shape {list(entry.size)}")
+            raise CheckpointError(
+                f"the file is damaged: a part of {name} is outside its shape {list(entry.size)}"
+            )
     covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     distinct = len({chunk.offsets for chunk in entry.chunks}) == len(entry.chunks)
     if covered != math.prod(entry.size) or not distinct:
-        raise CheckpointError(f"the parts of {name} do not add up to its shape {list(entry.size)}")
+        raise CheckpointError(
+            f"the file is damaged: the parts of {name} do not add up to its shape "
+            f"{list(entry.size)}"
+        )

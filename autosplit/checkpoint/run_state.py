@@ -269,7 +269,7 @@ def unpack_run(
         generators: whether to set random generators.
 
     Raises:
-        CheckpointError: it is damaged, or does not fit.
+        CheckpointError: the state is damaged, or does not fit this run.
     """
     step, extra = progress(entries)
     rows = [_value(entries, f"{_RANK}{rank}") for rank in range(len(entries) - 1)]
@@ -332,8 +332,8 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def _alike(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the CPU's generators of all ranks stood at the same place, as those of ranks that
-    were seeded alike do: any number of ranks can go on from there.
+    """Whether all ranks saved the same state of the CPU's generator, as ranks with one seed do.
+    Then any number of ranks can continue from that state.
     """
     return all(torch.equal(row["generators"]["cpu"], rows[0]["generators"]["cpu"]) for row in rows)
 
@@ -347,8 +347,8 @@ def _scheduler(rows: Sequence[Any], groups: Groups, local: Mapping[str, Any]) ->
     """The state for this rank's scheduler: its own, or the one that was equal on all ranks.
 
     Args:
-        rows: of all ranks; some may have no scheduler.
-        groups: of the optimizer now.
+        rows: the rows of all ranks; some may have no scheduler.
+        groups: the groups of the optimizer now.
         local: this rank's row, if its stages are the same as when it was saved.
 
     Raises:
@@ -376,7 +376,9 @@ def _names(groups: Groups) -> list[list[str]]:
 
 
 def _places(groups: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
-    """Each parameter with its group, and the number of groups."""
+    """The name of each parameter, the number of its group in the optimizer, and the number of
+    groups.
+    """
     return [(name, at, len(groups)) for at, names in enumerate(groups) for name in names]
 
 
@@ -387,7 +389,10 @@ def _listed(value: object) -> object:
 def _value(entries: Mapping[str, Any], name: str) -> Any:
     content = entries.get(name)
     if not isinstance(content, bytes):
-        raise CheckpointError(f"the checkpoint lacks autosplit.{name}, the state of a run")
+        raise CheckpointError(
+            f"the checkpoint lacks the entry autosplit.{name}, the state of a run: it was not "
+            "written by save_checkpoint, or is damaged"
+        )
     value = load_plain(content, f"autosplit.{name}")
     if not isinstance(value, dict):
         raise CheckpointError(

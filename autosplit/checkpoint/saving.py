@@ -146,9 +146,11 @@ def save_checkpoint(
     content = ranks.do(run_and_tensors)
     requests = ranks.gather((str(path), step, secrets.token_hex(8)))
     paths, steps, numbers = zip(*requests, strict=True)
-    for differ, values in (("save to different folders", paths), ("are at different steps", steps)):
+    for argument, values in (("folder", paths), ("step", steps)):
         if len({*values}) > 1:
-            raise CheckpointError(f"the ranks {differ}: {[*values]}")
+            raise CheckpointError(
+                f"pass the same {argument} on all ranks; the ranks passed {[*values]}"
+            )
     writer = _StagedWriter(Path(path), numbers[0])
     with trainer.together(ranks.doing) as groups:
         if not asynchronous:
@@ -219,8 +221,8 @@ class _StagedWriter(FileSystemWriter):
     """Writes the files of one save, with their digests, and commits them.
 
     Args:
-        path: of the checkpoint.
-        number: of the save; unique, and equal on all ranks.
+        path: the path of the checkpoint.
+        number: the number of the save; unique, and equal on all ranks.
     """
 
     def __init__(self, path: Path, number: str) -> None:

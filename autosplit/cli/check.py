@@ -62,7 +62,9 @@ def read_schedule(
     ):
         if requested not in (None, actual):
             raise ScheduleError(
-                f"{source!r} has {actual} {noun}, not the {requested} of the command"
+                f"{source!r} has {actual} {noun}, not the {requested} of the command: pass "
+                f"{actual}, or "
+                f"leave the option for {noun} out"
             )
     return schedule, rows
 
@@ -73,7 +75,7 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[dict[str, str],
 
     Args:
         schedule: the schedule.
-        programs: of a step that ends if each communicator has its own stream.
+        programs: the programs of a step that ends if each communicator has its own stream.
     """
     verdicts = dict.fromkeys(_RULES, "ends")
     circles = {}

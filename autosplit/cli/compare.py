@@ -94,7 +94,7 @@ def _check_before_launch(settings: Settings) -> None:
 
 
 def _write_json(comparison: Comparison, file: pathlib.Path) -> None:
-    """``{"rows": [...]}`` with the fields of ``Row``, and samples and tokens per second."""
+    """Write ``{"rows": [...]}``: the fields of each ``Row``, and samples and tokens per second."""
     rows: list[dict[str, Any]] = []
     for row in comparison.rows:
         rates = {"samples_per_s": row.samples_per_s, "tokens_per_s": row.tokens_per_s}
@@ -103,8 +103,8 @@ def _write_json(comparison: Comparison, file: pathlib.Path) -> None:
 
 
 def _write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
-    """``write_timelines``, in whose trace each step is above what it would be if nothing were lost;
-    returns the paths.
+    """Write a trace and a picture of the typical steps, and return the paths. Below each step, the
+    trace has the simulated one, in which no time is lost.
     """
     rows, both = [], []
     for row, timeline, ideal in zip(

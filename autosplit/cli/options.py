@@ -60,10 +60,10 @@ def _words(error: AutosplitError) -> str:
 
 
 class Read(click.ParamType):  # type: ignore[type-arg]
-    """A value that a function reads from text.
+    """Parameter type of a command whose values a function reads from text.
 
     Args:
-        name: of the values, for help.
+        name: the name of the values, for help.
         read: parses the text; raises an ``AutosplitError`` or a ``ValueError`` if it is invalid.
     """
 
@@ -78,7 +78,7 @@ class Read(click.ParamType):  # type: ignore[type-arg]
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]
-    """One or more values with commas between them."""
+    """Parameter type of a command: one or more values with commas between them."""
 
     def __init__(self, element: click.ParamType[Any]) -> None:
         self.name, self._element = f"{element.name},...", element
@@ -98,7 +98,7 @@ NUMBERS = Listed(click.FloatRange(min=0.0))
 
 
 class Assigned(click.ParamType):  # type: ignore[type-arg]
-    """``NAME=VALUE`` as a pair."""
+    """Parameter type of a command: ``NAME=VALUE``, as a pair."""
 
     name = "NAME=VALUE"
 
@@ -115,7 +115,9 @@ class Assigned(click.ParamType):  # type: ignore[type-arg]
 
 
 def _literal(text: str) -> object:
-    """A Python literal's value, in which true and false may be small; any other text itself."""
+    """The value of a Python literal, which may spell true and false in lower case; any other text
+    as it is.
+    """
     try:
         return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -123,7 +125,9 @@ def _literal(text: str) -> object:
 
 
 class _Written(click.Path):
-    """A file or folder to write, refused before anything is computed that would then be lost."""
+    """Parameter type of a command: a file or folder to write. A path that cannot be written is
+    refused before anything is computed.
+    """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         path: Any = super().convert(value, param, ctx)

@@ -94,7 +94,8 @@ def search_plans(
         stages: N; None: one per device, or as many as a schedule needs.
         microbatches: Ms; None: divisors of the batch near 1, 2 and 4 per device.
         schedules: names; None: all.
-        memory: of a rank, and links: ``cap``, ``optimizer_state`` and ``links`` of ``solve``.
+        memory: the memory of a rank, and links: ``cap``, ``optimizer_state`` and ``links`` of
+            ``solve``.
 
     Raises:
         PlanError: a batch that M does not divide, more stages than blocks, or nothing that can run.

@@ -33,10 +33,10 @@ MOST = 200_000
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """One schedule in one form.
+    """One schedule in one form, fused or with one placement of W, and its simulated step.
 
     Attributes:
-        name: of the schedule; ``"auto"`` for the shortest that ``search`` finds.
+        name: the name of the schedule; ``"auto"`` for the shortest that ``search`` finds.
         weights: the placement of W, ``"fused"``, ``"own"`` or ``"searched"``.
         schedule: the schedule.
         timeline: its step.
@@ -65,8 +65,8 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
     """Simulate every schedule in every form, and the shortest one that ``search`` finds.
 
     Args:
-        costs: of one stage per rank; for a schedule with several stages per rank, each stage is
-            cut into that many equal ones.
+        costs: the costs of one stage per rank; for a schedule with several stages per rank, each
+            stage is cut into that many equal ones.
         microbatches: M >= 1.
         chunks: stages per rank, for schedules with any number.
         cap: the most memory of a rank.
@@ -113,7 +113,7 @@ def _simulated(
 def _per_stage(
     option: str, numbers: Sequence[float], size: int, stages: int
 ) -> list[Sequence[float]]:
-    """``size`` numbers for each stage."""
+    """The numbers of an option, ``size`` for each stage."""
     if len(numbers) == size:
         return [numbers] * stages
     if len(numbers) != size * stages:
@@ -125,7 +125,7 @@ def _per_stage(
 
 
 def choose_schedule(simulated: Survey, name: str | None) -> SimulatedSchedule:
-    """The shortest step within the cap, or of the schedule ``name`` if it is given.
+    """Choose the schedule with the shortest step within the cap, or the one called ``name``.
 
     Raises:
         ScheduleError: no such schedule was simulated.
@@ -141,8 +141,8 @@ def choose_schedule(simulated: Survey, name: str | None) -> SimulatedSchedule:
 
 
 def survey_table(entries: Sequence[SimulatedSchedule]) -> str:
-    """One row per schedule: milliseconds, bubble, memory, and a star for the Pareto front; then
-    notes on the columns.
+    """A table with a row per schedule (milliseconds, bubble, memory, and a star for the Pareto
+    front), and notes on its columns.
     """
     fitting = [entry for entry in entries if entry.fits]
     front = [id(entry) for entry in pareto_front(fitting)]

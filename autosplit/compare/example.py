@@ -57,7 +57,7 @@ def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
 
 @contextlib.contextmanager
 def failures_of(code: str, kind: type[PipelineError] = PipelineError) -> Iterator[None]:
-    """Report an error of the user's code as one, with its line.
+    """Raise an exception of the user's code as an error of autosplit that names the user's line.
 
     Args:
         code: the name of the code, for messages.
@@ -170,7 +170,7 @@ def loss_named(spec: str | None, target: Any) -> Callable[[Any, Any], Tensor]:
         target: the target of a microbatch, which the factory returned.
 
     Raises:
-        FactoryError: it does not exist, or is no function; or there is a target and no loss.
+        FactoryError: ``spec`` does not exist, or is no function; or there is a target and no loss.
     """
     if spec is None:
         if isinstance(target, Tensor) or target:
@@ -234,14 +234,14 @@ def samples_of(inputs: Any) -> int:
     """The samples in example inputs: the size of the first tensor along dimension 0.
 
     Raises:
-        PlanError: there is none.
+        PlanError: no tensor has samples.
     """
     leaves = tree_flatten(inputs)[0]
     counts = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not counts or not counts[0]:
         raise PlanError(
             "the example inputs have no tensor with samples along dimension 0, from which a batch "
-            "could be made"
+            "could be made: return one from the factory"
         )
     return counts[0]
 
@@ -259,7 +259,7 @@ def tokens_of(inputs: Any) -> int | None:
 
 
 def _half_of_memory() -> float:
-    """Bytes: half of what the machine, or its devices, have."""
+    """Half of the memory of this machine, or of its devices, in bytes."""
     if torch.cuda.device_count():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return sum(device.total_memory for device in devices) / 2

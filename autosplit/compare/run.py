@@ -133,7 +133,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Rows, and for each the step that stands for it, see ``typical_pair``, and the ideal one.
+    """The rows of a comparison. Each row has the timeline of a typical step (see ``typical_pair``)
+    and of the same step simulated.
 
     The ideal is simulated from the row's median durations: no transfer takes time, nothing waits
     for anything but its input.
@@ -308,7 +309,9 @@ class _Case:
             run.trainer.step(self.step_batch)
 
     def _measure_memory(self, run: _Run) -> None:
-        """Steps that are not timed; the optimizer's state exists from here on."""
+        """Run steps that are not timed, and measure their memory. The optimizer's state exists from
+        here on.
+        """
         trainer = run.trainer
         trainer.step(self.step_batch)
         trainer.record = "memory"
@@ -356,13 +359,15 @@ def _speedup(fused: Sequence[float], split: Sequence[float]) -> float:
 
 
 def typical_pair(seconds: Sequence[Sequence[float]], makespans: Sequence[Sequence[float]]) -> int:
-    """The pair of steps, fused and split, that a picture beside the table shows: the time of the
-    split step, and the speed-ups of both the whole steps and what is drawn of them, are together
-    nearest to the medians that the table prints.
+    """Return the index of the pair of steps, fused and split, that the picture beside the table
+    shows.
+
+    It is the pair nearest to three medians of the table: the time of the split step, the speed-up
+    of the whole step, and the speed-up of the forward and backward, which the picture draws.
 
     Args:
-        seconds: of the whole steps, fused and split.
-        makespans: of their forward and backward, which are drawn.
+        seconds: two lists of times of whole steps: fused, and split.
+        makespans: two lists of times of forward and backward only.
     """
     (fused, split), median = seconds, statistics.median(seconds[1])
     speedup = _speedup(fused, split)

@@ -164,7 +164,7 @@ class GraphOwner(Protocol):
     anchor: WeightAnchor
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The parameter's name; None if the owner does not know it."""
+        """The parameter's name in the model; None if graphs name it by Dynamo's expression."""
 
     def add_graph(self, part: DynamoGraph) -> None:
         """Record a compiled graph."""

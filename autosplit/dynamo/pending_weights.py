@@ -56,7 +56,7 @@ class PendingOnParameters(PendingQueue):
         self.anchor = WeightAnchor(self, leaves=self._leaves)  # Dynamo keeps it
 
     def name_of(self, parameter: nn.Parameter) -> None:
-        """Return None: the parameter's name is Dynamo's source."""
+        """Return None: graphs name parameters by Dynamo's expressions."""
 
     def add_graph(self, part: DynamoGraph) -> None:
         """Do nothing: there is no report."""
@@ -110,7 +110,8 @@ class Deferral:
         for parameter in self._parameters:
             if not isinstance(parameter, Tensor):
                 raise SplitError(
-                    f"expected a module or parameters, got a {type(parameter).__name__}"
+                    "backward_weight and discard: expected a module or parameters, got a "
+                    f"{type(parameter).__name__}"
                 )
 
     @property

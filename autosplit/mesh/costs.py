@@ -38,7 +38,8 @@ class DeviceSpeed:
     """A roofline: an operator takes the longer of computing and of moving its tensors.
 
     Attributes:
-        flops_per_second: of matrix products, in the dtype that the model computes in.
+        flops_per_second: the flops per second of matrix products, in the dtype that the model
+            computes in.
         bytes_per_second: read plus written.
         call: the least seconds of an operator.
 
@@ -53,7 +54,7 @@ class DeviceSpeed:
     def __post_init__(self) -> None:
         rates = self.flops_per_second, self.bytes_per_second
         if not (min(rates) > 0.0 and self.call >= 0.0) or math.isnan(sum(rates)):
-            raise PlanError(f"rates must be > 0 and call must be >= 0, got {self}")
+            raise PlanError(f"DeviceSpeed: rates must be > 0 and call must be >= 0, got {self}")
 
     def seconds(self, flops: float, moved: float) -> float:
         """Seconds of one operator.
@@ -113,7 +114,7 @@ def measure_device(
 
     Args:
         device: which device; None for the CPU.
-        dtype: what matrices are made of.
+        dtype: the dtype of the matrices.
     """
     device = device or torch.device("cpu")
     a = torch.ones(_SIDE, _SIDE, dtype=dtype, device=device)
@@ -183,7 +184,7 @@ def measure_collectives(
 
     Args:
         ranks: a mesh of one dimension, such as ``mesh["tp"]``, or a process group.
-        dtype: what the model computes in.
+        dtype: the dtype in which the model computes.
 
     Raises:
         SplitError: another type, a mesh of several dimensions, or a group without this rank or of

@@ -60,8 +60,8 @@ class RankLayout:
     Attributes:
         pipelines: the ranks of each pipeline, by pipeline rank; the same on all ranks.
         index: this rank's pipeline, as an index into ``pipelines``.
-        device_type: of the mesh, such as "cpu"; empty without one.
-        places: of each pipeline, in the same order.
+        device_type: the device type of the mesh, such as "cpu"; empty without one.
+        places: the ``Place`` of each pipeline, in the same order.
         sharded: whether the mesh has a dimension for shards.
         inner: "ep" or "cp", whichever the mesh has, along which replicas of parameters exchange
             what they compute, and shards of a stage go on; empty without.
@@ -79,7 +79,7 @@ class RankLayout:
         """The layout that a mesh describes.
 
         Args:
-            mesh: of all ranks.
+            mesh: a mesh of all ranks.
             shards_replicas: whether parameters are sharded along "dp_replicate".
 
         Raises:
@@ -124,22 +124,22 @@ class RankLayout:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model there are, each of which may be sharded."""
+        """The number of copies of the model; each copy may be sharded."""
         return len({place.replicate for place in self.places})
 
     @property
     def shares(self) -> int:
-        """Into how many shares the batch is divided."""
+        """The number of shares into which the batch is divided."""
         return len({place.share for place in self.places})
 
     @property
     def tensor_ranks(self) -> int:
-        """How many ranks share the tensors of a stage."""
+        """The number of ranks that share the tensors of a stage."""
         return len({place.tensor for place in self.places})
 
     @property
     def exchanges(self) -> bool:
-        """Whether graphs of several ranks exchange what they compute."""
+        """Whether graphs of several ranks exchange tensors with each other."""
         return len({(place.tensor, place.inner) for place in self.places}) > 1
 
     @property
@@ -149,17 +149,17 @@ class RankLayout:
 
     @property
     def shards(self) -> int:
-        """How many ranks have a shard each of the parameters of a stage, but for experts."""
+        """The number of ranks over which a stage's parameters are sharded; experts excepted."""
         return len({place.share[1:] for place in self.places}) if self.sharded else 1
 
     @property
     def columns(self) -> list[tuple[int, ...]]:
-        """For each pipeline rank all ranks at that place in their pipelines."""
+        """For each pipeline rank, all ranks of the mesh with that place in their pipelines."""
         return [*zip(*self.pipelines, strict=True)]
 
     @property
     def peers(self) -> list[tuple[int, ...]]:
-        """All sets of ranks that run one stage on shares of the batch of their own."""
+        """All sets of ranks that run the same stage, each rank on its own share of the batch."""
         return self.sets("replicate", "shard", "inner")
 
     @property
@@ -186,19 +186,20 @@ class RankLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks."""
+        """All ranks of the mesh."""
         return tuple(sorted(rank for row in self.pipelines for rank in row))
 
 
 def known_dimensions() -> str:
-    """The names that a dimension may have, with what they are for."""
+    """The supported names of mesh dimensions with their meaning, as text."""
     return ", ".join(f"{name!r} ({meaning})" for name, meaning in DIMENSIONS.items())
 
 
 def _names(mesh: Any) -> tuple[str, ...]:
     if not isinstance(mesh, DeviceMesh):
         raise PipelineError(
-            f"mesh is a DeviceMesh of torch.distributed.device_mesh; got a {type(mesh).__name__}"
+            "mesh must be a DeviceMesh of torch.distributed.device_mesh; got a "
+            f"{type(mesh).__name__}"
         )
     names = mesh.mesh_dim_names
     if not names:
@@ -218,7 +219,7 @@ def check_dimensions(names: Sequence[str]) -> None:
     """
     for at, name in enumerate(names):
         if name in names[:at]:
-            raise PipelineError(f"a mesh has each dimension once, got {', '.join(names)}")
+            raise PipelineError(f"mesh_dim_names must be different, got {', '.join(names)}")
         if name not in DIMENSIONS:
             raise PipelineError(
                 f"mesh dimension {name!r} is not supported; those that are: {known_dimensions()}"

@@ -80,7 +80,8 @@ class Results:
                 )
 
     def refuse_other_shapes(self, owner: str, chunk: int, agreed: Results) -> None:
-        """Refuse outputs of a microbatch that differ from those agreed with the next stage.
+        """Refuse outputs of a microbatch whose shapes or dtypes differ from the ones agreed with
+        the next stage.
 
         Raises:
             StageShapeError: names both.

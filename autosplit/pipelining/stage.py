@@ -50,7 +50,9 @@ T = TypeVar("T")
 
 
 class PipelineStageArguments(SplitArguments, total=False):
-    """Keyword arguments of ``SplitPipelineStage``: those of splitting, and of torch's stage."""
+    """Keyword arguments of ``SplitPipelineStage``: the options of splitting, and the arguments of
+    torch's stage.
+    """
 
     output_grads: Tensor | tuple[Tensor | None, ...] | None
     input_grads: Tensor | tuple[Tensor | None, ...] | None
@@ -181,7 +183,7 @@ class SplitPipelineStage(RuntimeStage):
         return [tensor for tensor in unique.values() if isinstance(tensor, nn.Parameter)]
 
     def clear_runtime_states(self) -> None:
-        """Begin a step."""
+        """Drop the state of the last step, and begin a new step."""
         super().clear_runtime_states()
         self._drop_in_flight()
         self._step.find_schedule()
@@ -331,7 +333,9 @@ class SplitPipelineStage(RuntimeStage):
         return chunk in self._step.weights_that_wait()
 
     def _after_weights(self, chunk: int, last: bool) -> None:
-        """Run torch's ``dw_runner`` after W of a microbatch, and end the step after the last."""
+        """After W of microbatch ``chunk``, run torch's ``dw_runner``. After the last W, end the
+        step.
+        """
         if chunk in self.dw_runner:
             self.dw_runner.pop(chunk)()
         if last:
@@ -343,7 +347,7 @@ class SplitPipelineStage(RuntimeStage):
             self._publish()
 
     def _publish(self) -> list[Tensor]:
-        """Add the sums so far to ``.grad``; those of sharded parameters are divided later.
+        """Add the gradient sums to ``.grad``. Gradients of sharded parameters are divided later.
 
         Returns:
             Parameters with accumulate hooks to be called.

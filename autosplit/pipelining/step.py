@@ -278,7 +278,7 @@ class StageStep:
             self._steps.hooked += parameters
 
     def scale(self, factor: int) -> None:
-        """Divide gradients, unless the step has divided those that it added.
+        """Divide the stage's gradients, unless the step has divided the gradients that it added.
 
         Raises:
             PipelineError: gradients of earlier steps are among them.
@@ -297,7 +297,7 @@ class StageStep:
                 parameter.grad.div_(factor)
 
     def calls(self) -> list[str]:
-        """The calls of this stage in one step, in order; those of other stages are forwards."""
+        """The calls of this stage in one step, in order. Those of other stages are forwards."""
         stage = self._stage
         index, other = stage.stage_index, ActionKind.FORWARD
         kinds = [action.kind if action.stage == index else other for action in self._row]

@@ -151,7 +151,8 @@ class WholeModel:
                 return error
 
     def divided(self, cut_at: Sequence[str]) -> tuple[WholeModel, list[int]]:
-        """Return the model with a block that starts at each of these modules, and their indices.
+        """Return the model with a block that starts at each named module, and the indices of these
+        blocks.
 
         Args:
             cut_at: names of modules, as ``model.layers.8``, or of blocks.
@@ -183,7 +184,8 @@ class WholeModel:
         """
         if not 0 <= first < last <= len(self.blocks):
             raise PlanError(
-                f"expected blocks first < last of 0 to {len(self.blocks)}, got {first} to {last}"
+                f"segment(first, last) needs 0 <= first < last <= {len(self.blocks)}; got "
+                f"first={first} and last={last}"
             )
         cuts = [self.blocks[k].first for k in (first, last) if 0 < k < len(self.blocks)]
         layout, index = StageLayout(self.line, cuts), int(first > 0)
@@ -199,7 +201,8 @@ class WholeModel:
             place = self._module(name)
         if place == 0:
             raise PlanError(
-                f"cut_at={name!r} is the start of the model; there is nothing before it"
+                f"cut_at={name!r} is the start of the model, where no stage can end: name a later "
+                "module"
             )
         why = self.line.forbidden.get(place)
         if why is not None:
@@ -228,7 +231,7 @@ def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword inputs of a model's call.
 
     Raises:
-        PlanError: they are invalid.
+        PlanError: the inputs are invalid.
     """
     if isinstance(args, Mapping) and not kwargs:
         args, kwargs = (), args

@@ -79,7 +79,7 @@ class ModelCosts:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> ModelCosts:
-        """Costs from ``plain``.
+        """Costs from the tuples that ``plain`` returns.
 
         Raises:
             PlanError: ``plain`` is something else.
@@ -229,8 +229,8 @@ def _model_costs(
 def block_stage(
     whole: WholeModel, first: int, last: int, options: BlockOptions, *, blank: bool = False
 ) -> tuple[Stage, list[Tensor]]:
-    """Blocks ``first`` up to but not ``last`` as a stage with state of its own, so that running it
-    leaves the model as it is; and its inputs.
+    """Build blocks ``first`` up to but not ``last`` as a stage with its own copy of the state, so
+    that running it leaves the model unchanged. Returns the stage and its inputs.
 
     Parameters on the meta device become random ones; others are used as they are. Buffers are
     copied.

@@ -47,7 +47,8 @@ class Solution:
     Attributes:
         firsts: the first block of every stage but the first; increasing.
         schedule: built for these stages; ranks wait for each other between steps.
-        costs: of each stage: times and memory of a microbatch, and the links with the messages.
+        costs: the costs of each stage: times and memory of a microbatch, and the links with the
+            messages.
         parameters: bytes of each stage's parameters.
         step: seconds.
         bubble: idle time over total time of all ranks.
@@ -84,7 +85,7 @@ def solve(
     them while that shortens the simulated step.
 
     Args:
-        costs: of the model's blocks, for one microbatch.
+        costs: the costs of the model's blocks, for one microbatch.
         stages: N.
         request: the schedule.
         cap: the most bytes of a rank: one number, or one for each rank.

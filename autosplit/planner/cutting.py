@@ -59,7 +59,7 @@ def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
     """The positions in another capture of the cuts of this one.
 
     Raises:
-        PlanError: it cannot be cut there.
+        PlanError: the model cannot be cut there.
     """
     keys = _keys(layout.line)
     places = {key: index for index, keys in enumerate(_keys(line)) for key in keys}
@@ -68,8 +68,8 @@ def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
         match = next((places[key] for key in keys[place] if key in places), None)
         if match is None or match in line.forbidden or match in (0, *result):
             raise PlanError(
-                f"there can be no cut before {layout.line.body[place].name}, because the forward "
-                "in this mode does not compute it at that place"
+                f"the forward in this mode does not compute {layout.line.body[place].name} at the "
+                "place where a stage begins: cut elsewhere (cut_at=)"
             )
         result.append(match)
     return result
@@ -131,8 +131,8 @@ def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
     count = len(whole.blocks)
     if list(cuts) != sorted({*cuts}) or any(not 0 < k < count for k in cuts):
         raise PlanError(
-            f"cuts are the first blocks of all stages but the first, increasing, of 1 to "
-            f"{count - 1}; got {list(cuts)}"
+            "cuts has the number of the first block of each stage but the first, in increasing "
+            f"order, from 1 to {count - 1}; got {list(cuts)}"
         )
     return Partition(whole, cuts)
 
@@ -177,7 +177,7 @@ class Partition:
         values depend on the seed alone, not on the cuts.
 
         Args:
-            seed: of all random numbers.
+            seed: the seed of all random numbers.
         """
         self._values = partial(initial_values, self.whole.model, seed=seed)
 
@@ -193,7 +193,7 @@ class Partition:
             PlanError: there is no such stage, or a tensor on the meta device has no values.
         """
         if not 0 <= index < self.stages:
-            raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
+            raise PlanError(f"build(index) needs a stage from 0 to {self.stages - 1}; got {index}")
         programs = {
             self.whole.training: self._renamed(index, self._layout.program(index)),
             not self.whole.training: self._in_other_mode(index),
@@ -211,11 +211,14 @@ class Partition:
         """The program with the stage's own names of the state that it reads.
 
         Raises:
-            PlanError: it reads state of other stages.
+            PlanError: the graph reads state of other stages.
         """
         for first in program.state:
             if index not in self._names[first]:
-                raise PlanError(f"stage {index} would read {first!r}, which is in other stages")
+                raise PlanError(
+                    f"stage {index} would read {first!r}, which is in other stages: cut elsewhere "
+                    "(cut_at=)"
+                )
         return replace(program, state=tuple(self._names[f][index][0] for f in program.state))
 
     def _in_other_mode(self, index: int) -> StageGraph | PlanError:
@@ -225,7 +228,10 @@ class Partition:
             layout = self._other_layout
             nodes = {layout.argument_source(node): node for node in layout.received[index]}
             if not nodes.keys() <= {*sources}:
-                raise PlanError(f"stage {index} would need inputs that it does not get")
+                raise PlanError(
+                    f"stage {index} would need tensors that it does not receive: cut elsewhere "
+                    "(cut_at=)"
+                )
             return self._renamed(index, layout.program(index, [*map(nodes.get, sources)]))
         except AutosplitError as error:
             mode = "evaluation" if self.whole.training else "training"
@@ -241,7 +247,7 @@ class Partition:
         layout = StageLayout(line, _places(self._layout, line))
         if layout.sent_specs() != self._layout.sent_specs():
             raise PlanError(
-                "other tensors would be sent from stage to stage than in the captured mode. If "
+                "the stages would send each other different tensors than in the captured mode. If "
                 "only one mode returns a result such as a cache, turn it off (transformers: "
                 "config.use_cache = False)"
             )
@@ -291,7 +297,7 @@ def cut_model(
 
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
-        PlanError: it cannot be cut into these stages; says why.
+        PlanError: the model cannot be cut into these stages; the text says why.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
     if isinstance(costs, Mapping):

@@ -62,7 +62,7 @@ def model_of(built: Any) -> nn.Module:
     """The model in a factory's result.
 
     Raises:
-        PlanError: there is no model.
+        PlanError: the factory returned no model.
     """
     model = built[0] if isinstance(built, tuple) and built else built
     if not isinstance(model, nn.Module):
@@ -179,8 +179,8 @@ def initial_values(model: nn.Module, names: Sequence[str], *, seed: int = 0) -> 
 
     Args:
         model: a model with parameters on the meta device.
-        names: of the parameters and buffers.
-        seed: of all random numbers; the global generators stay as they are.
+        names: the names of the parameters and buffers.
+        seed: the seed of all random numbers; the global generators stay as they are.
 
     Raises:
         PlanError: no constructor initialises one, or the factory built another model.

@@ -23,10 +23,10 @@ class OperationSequence:
     Attributes:
         forward: the captured forward.
         body: the operations in order, without replicated ones.
-        position: of each operation of ``body``.
+        position: the position of each operation of ``body``.
         settings: grad mode and autocast around every node that a stage may hold.
         replicated: operations that every stage runs for itself.
-        last_use: of each operation of ``body``, the position of its last reader; the length of
+        last_use: for each operation of ``body``, the position of its last reader; the length of
             ``body`` if the model returns it.
         writers: storage -> the operations that write into it.
         forbidden: illegal cuts and their reasons; cut k is before ``body[k]``.
@@ -59,7 +59,9 @@ class OperationSequence:
         return sorted(nodes, key=self._order.__getitem__)
 
     def needs(self, node: fx.Node) -> list[fx.Node]:
-        """Its arguments, and earlier operations that wrote into them."""
+        """The nodes that an operation needs: its arguments, and earlier operations that wrote into
+        them.
+        """
         touched = frozenset[int]().union(*(self.effects[n].storages for n in node.all_input_nodes))
         writers = [w for storage in touched for w in self.writers.get(storage, ())]
         position = self._order[node]
@@ -101,8 +103,8 @@ class OperationSequence:
         return self.ordered(members), self.ordered(outside)
 
     def layout(self, node: fx.Node) -> tuple[int, ...] | None:
-        """The order of dimensions in which a node's value is contiguous; None if that is its own
-        order, or if there is none.
+        """The order of dimensions in which a node's value is contiguous; None if the value is
+        contiguous as it is, or in no order.
 
         Messages are contiguous. A value is sent in this order, so that the next stage gets the
         strides that the model has: with other strides, other kernels would run, and random numbers
@@ -123,7 +125,7 @@ class OperationSequence:
         return self.value(node) if order is None else self.value(node).permute(order)
 
     def given_value(self, node: fx.Node) -> Any:
-        """The value that a stage receives for a node outside of it: a message, or an input."""
+        """The value that a stage receives for a node of another stage: a message, or an input."""
         return self.sent(node) if node in self.position else self.value(node)
 
     def _last_uses(self) -> dict[fx.Node, int]:
@@ -139,8 +141,8 @@ class OperationSequence:
 
 
 def _alive(calls: list[fx.Node], line: OperationSequence) -> list[fx.Node]:
-    """The operations that are read, write or draw random numbers. Others are dropped, because their
-    inputs would still have to be sent.
+    """The operations that write, draw random numbers, or have a result that is used. Others are
+    dropped, because stages would still have to send their inputs.
     """
     alive = set(line.results)
     for node in reversed(calls):
@@ -218,7 +220,7 @@ def _unsendable(line: OperationSequence) -> _Together:
 
 
 def _settings_changed(line: OperationSequence) -> _Together:
-    """From the first to the last operation that changes a setting of torch."""
+    """The operations from the first to the last that changes a setting of torch."""
 
     def changes(node: fx.Node) -> bool:
         effect = line.effects[node]

@@ -28,7 +28,7 @@ class StageGraph:
     Attributes:
         graph: takes the state in the order of ``state``, then the inputs; returns a tuple.
         state: names of the parameters and buffers.
-        shapes: of the inputs; None for an input that this mode does not read.
+        shapes: the shapes of the inputs; None for an input that this mode does not read.
         structure: rebuilds the model's result from the tensors of the last stage; None in others.
         device: the device of the capture.
     """
@@ -211,7 +211,7 @@ class StageModule(nn.Module):
         index: the stage.
         programs: the graphs for training (True) and evaluation (False), or the error.
         model: the whole model.
-        names: of the model's parameters and buffers in this stage.
+        names: the names of the model's parameters and buffers in this stage.
 
     Attributes:
         tied_elsewhere: the names of its parameters that other stages have, too.

@@ -46,7 +46,7 @@ def world_fault_store() -> FaultStore:
     """The fault store of the default process group."""
     world = dist.group.WORLD
     if world is None:
-        raise PipelineError("there is no default process group")
+        raise PipelineError("there is no default process group: call init_process_group()")
     return FaultStore(world.get_group_store())
 
 

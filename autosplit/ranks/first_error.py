@@ -76,7 +76,7 @@ class RankActivity:
 
     @contextlib.contextmanager
     def during_wait(self, action: object = None) -> Iterator[None]:
-        """Set that the rank waits for other ranks, or, with an action, for its own host alone."""
+        """Record that the rank waits for other ranks or, with an action, only for its own host."""
         previous = self.action, self.waiting
         self.set_action(action or self.action, waiting=action is None)
         try:

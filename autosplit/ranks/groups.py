@@ -240,7 +240,9 @@ class Groups(Control):
         return self._background
 
     def add_external_group(self, group: dist.ProcessGroup) -> None:
-        """End the waits on a group of another owner, too, when this object ends its own."""
+        """Let this object, when it ends the waits on its groups, also end the waits on a group of
+        another owner.
+        """
         if group not in self._external:
             self._external.append(group)
 
@@ -261,7 +263,7 @@ class Groups(Control):
         return as_lost_peer(self.activity.during_wait, self.timeout, peer)
 
     def sever(self) -> None:
-        """End every wait of this rank, and those of its peers for it; from any thread."""
+        """End all waits of this rank, and all waits of its peers for this rank; from any thread."""
         self._end_waits([*self._owned, *self._external])
 
     def close(self) -> None:

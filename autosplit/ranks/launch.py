@@ -316,8 +316,10 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
 
 @contextlib.contextmanager
 def _no_piped_program() -> Iterator[None]:
-    """Processes that start inside do not import a piped program: they cannot, and need it only for
-    a function of that program, which ``_check_importable`` refuses.
+    """Keep processes that start inside the context from importing a piped program, which they
+    cannot do.
+
+    They need that program only for a function of it, which ``_check_importable`` refuses.
     """
     main = sys.modules["__main__"]
     path = None if _is_file(main) else vars(main).pop("__file__", None)

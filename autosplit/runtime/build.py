@@ -284,12 +284,14 @@ def without_history(
 def _detached(tensor: Tensor, computed: bool) -> Tensor:
     """One leaf of ``without_history``."""
     if tensor.layout is not torch.strided:
-        raise CaptureError(f"an input has layout {tensor.layout}; only strided inputs are split")
+        raise CaptureError(
+            f"an input has layout {tensor.layout}; only strided inputs are split: pass x.to_dense()"
+        )
     kind = type(tensor)
     if kind not in _KINDS and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         raise FailingCallError(
             f"an input is a {kind.__name__}, a subclass of Tensor that torch cannot trace; pass "
-            "it.as_subclass(torch.Tensor)"
+            "x.as_subclass(torch.Tensor)"
         )
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
     # Autograd lets a module write into an input that an earlier module computed, but not into a

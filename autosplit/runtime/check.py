@@ -65,7 +65,7 @@ def checked(kind: type[F], plain: Plain) -> Callable[..., F]:
 
     Args:
         kind: their class without checks.
-        plain: what the graph was captured from.
+        plain: the call of plain autograd from which the graph was captured.
     """
     if os.environ.get(CHECK_VARIABLE, "") in ("", "0"):
         return kind
@@ -84,10 +84,10 @@ def plain_call(
 
 
 class HookCount:
-    """A hook beside those of the user on one parameter: how often they fire in one backward.
+    """A hook that counts how often a parameter's hooks fire in one backward.
 
     Args:
-        name: of the parameter.
+        name: the name of the parameter.
         table: the hooks.
     """
 
@@ -133,12 +133,12 @@ class CheckedResiduals(Residuals):
     samples: Sequence[Tensor] = ()
 
     def sample(self) -> list[Tensor]:
-        """Some elements, as bytes, of each tensor that others than graphs can reach."""
+        """Some elements, as bytes, of each tensor that code outside of the graphs can reach."""
         exposed = map(self._tensors.__getitem__, self._layout.exposed)
         return [*map(_sample, (*exposed, *self._protected))]
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
-        """Name of each such tensor, and whether these elements have changed."""
+        """Map the name of each sampled tensor to whether the sampled elements have changed."""
         names = self._layout.protected_names(len(self._tensors))
         for name, sampled, now in zip(names, self.samples, self.sample(), strict=True):
             yield name, (sampled != now).any()
@@ -161,7 +161,7 @@ class CheckedFunctions(SplitFunctions):
     """F, I, W and B with the checks; a base to be put before the class that is checked.
 
     Args:
-        plain: what the graphs were captured from.
+        plain: the call of plain autograd from which the graphs were captured.
         args: as for the class that is checked.
     """
 
@@ -215,8 +215,9 @@ class CheckedFunctions(SplitFunctions):
         self._unread.clear()
         if names:
             raise CheckError(
-                "written between backward() and backward_weight(), unseen by autograd (through "
-                f"NumPy, DLPack, shared memory or .data): {', '.join(map(self._reader, names))}. "
+                "tensors were written between backward() and backward_weight(), unseen by autograd "
+                "(through NumPy, DLPack, shared memory or .data): "
+                f"{', '.join(map(self._reader, names))}. "
                 "Call backward_weight() before writing, or write into a clone"
             )
 
@@ -237,7 +238,7 @@ class CheckedFunctions(SplitFunctions):
         state = {**state, **{name: state[name].clone() for name in self.written}}
         try:
             if self.capture.shardings or self._backend.gathering:
-                raise CheckError("its parameters are sharded; check the model without sharding")
+                raise CheckError("the parameters are sharded; check the model without sharding")
             if self._backend.compiles and any(map(is_random, joint.nodes)):
                 raise CheckError(
                     "the graphs are compiled and draw other random numbers than eager kernels; use "
@@ -263,7 +264,7 @@ class CheckedFunctions(SplitFunctions):
                         _assert_close(value, wanted, allowed, role, joint)
 
     def _roles(self) -> list[Role]:
-        """Roles of all that is compared."""
+        """Roles of all results that are compared with plain autograd."""
         names = {
             Kind.OUTPUT: self.output_names,
             Kind.UPDATE: self.updated_state,
@@ -305,7 +306,7 @@ class CheckedFunctions(SplitFunctions):
     def _computed(
         self, state: State, leaves: Sequence[Any], tangents: dict[int, Tensor]
     ) -> Iterator[list[Any]]:
-        """Results of the graphs: by I and W, then by B."""
+        """Results that the graphs compute: by I and W, then by B."""
         results, updates, saved = self.forward(state, [*leaves])
         if not self.has_backward:
             yield [*results, *updates]

@@ -331,7 +331,7 @@ class SplitFunctions:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether the graphs may draw random numbers. Backward graphs do only in custom
+        """Whether the graphs may draw random numbers. Backward graphs draw only in custom
         operators.
         """
         return any(map(may_draw, inner_calls(self._graphs.joint.graph)))
@@ -352,9 +352,10 @@ class SplitFunctions:
         """Compile the graphs of these calls now, instead of at their first run.
 
         Args:
-            calls: names of methods in the order of a step: the first call of a kind returns new
-                gradients, later ones add to them. Calls of ``"backward_weight"`` that follow each
-                other are one, if it joins products. ``"forward"`` is compiled already.
+            calls: names of methods in the order of a step. The first call that computes a
+                parameter's gradient returns a new tensor, and a further one adds to it: repeat the
+                name to compile both graphs. If ``accumulation`` joins products, neighbouring calls
+                of ``"backward_weight"`` run as one. ``"forward"`` is compiled already.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             overwrites: whether the first call writes into accumulators that are not initialized.
             parts: sets of parameters whose completion the last call of a step reports.
@@ -388,7 +389,7 @@ class SplitFunctions:
     def _joined_calls(
         self, calls: Iterable[str], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, int]]:
-        """Calls with the number of microbatches of each, without forwards."""
+        """Yield each call but ``"forward"``, with the number of microbatches that it runs."""
         for call, run in groupby(calls):
             left = len([*run]) if call != "forward" else 0
             most = self.most_joined(dtype) if call == "backward_weight" else 1
@@ -490,7 +491,11 @@ class SplitFunctions:
     def _module(self, name: str) -> fx.GraphModule:
         module = self._graphs.graphs().get(name)
         if module is None:
-            raise SplitError("this module was traced without gradients; it has no backward")
+            raise SplitError(
+                "the module was captured without gradients, so it has no backward: capture it with "
+                "an "
+                "input or a parameter that requires a gradient"
+            )
         return module
 
     @cached_property
@@ -565,7 +570,7 @@ class SplitFunctions:
         return result
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
-        """F, without writing into buffers.
+        """F: run the forward, but do not write the new values into buffers.
 
         Args:
             state: parameters and buffers by name.
@@ -587,7 +592,7 @@ class SplitFunctions:
         gradients: Accumulators | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor | None], Residuals, Sequence[Tensor]]:
-        """I.
+        """I: compute the gradients of inputs, and keep the deferred tensors for W.
 
         Args:
             saved: the residuals of F; taken.
@@ -617,7 +622,7 @@ class SplitFunctions:
         gradients: Accumulators | None = None,
         dtype: torch.dtype | None = None,
     ) -> Sequence[Tensor]:
-        """W.
+        """W: compute the gradients of ``late_parameters`` from the deferred tensors.
 
         Args:
             deferred: the residuals of I; taken.
@@ -759,7 +764,7 @@ class SplitFunctions:
         """The gradient with the strides of the capture; zeros instead of None.
 
         Raises:
-            SplitError: its shape or dtype is another.
+            SplitError: the gradient has another shape or dtype.
         """
         spec = self.tangent_specs[name]
         if grad is None:

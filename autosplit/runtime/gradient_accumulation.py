@@ -42,7 +42,7 @@ class GradientSums:
     def into(
         self, names: Sequence[str], parameters: Sequence[Tensor], skipped: Collection[str] = ()
     ) -> Accumulators | None:
-        """The sums to which gradients of these parameters are added.
+        """The sums to which gradients of the named parameters are added.
 
         Args:
             names: names of the parameters.

@@ -113,8 +113,11 @@ class GradientDependence:
         self._missing: dict[frozenset[str], Missing] = {}
 
     def missing(self, output_grads: Sequence[object]) -> Missing:
-        """The parameters and inputs without a gradient, if the outputs that are None here have
+        """Which parameters and inputs get no gradient from a backward in which some outputs have
         none.
+
+        Args:
+            output_grads: an entry for each output of the module; None: that output has no gradient.
         """
         for _, at in self._tangents:  # written out, because every backward runs it
             if output_grads[at] is None:
@@ -133,8 +136,11 @@ class GradientDependence:
         return self._missing[absent]
 
     def inputs_given(self, output_grads: Sequence[object]) -> list[bool]:
-        """For each input, whether it gets a gradient if the outputs that are None here have
+        """For each input, whether it gets a gradient from a backward in which some outputs have
         none.
+
+        Args:
+            output_grads: see ``missing``.
         """
         idle = self.missing(output_grads).inputs
         trained = self._input_sources.keys()
@@ -142,7 +148,9 @@ class GradientDependence:
 
     @cached_property
     def read_inside(self) -> list[tuple[str, int]]:
-        """Path and position of each output from which other outputs are computed."""
+        """Path of each output from which other outputs are computed, and its position among all
+        outputs.
+        """
         read = outputs_read_inside(self._graphs.joint.graph)
         return [(name, at) for name, at in self._tangents if name in read]
 

@@ -174,8 +174,8 @@ class StageBackward:
         """Run I of a microbatch, and return the gradients of its inputs.
 
         Args:
-            microbatch: its number.
-            state: its state after F.
+            microbatch: the number of the microbatch.
+            state: what the stage holds of the microbatch after F.
             grads: one gradient for each output; emptied.
 
         Raises:
@@ -233,7 +233,7 @@ class StageBackward:
         self._run_weight(run, report)
 
     def _joins(self, run: Sequence[MicrobatchState], state: MicrobatchState) -> bool:
-        """Whether W of a microbatch may be one call with those of the microbatches before it."""
+        """Whether W of a microbatch may run in one call with the microbatches before it."""
         functions, first = state.functions, run[0]
         if functions is not first.functions or len(run) >= functions.most_joined(self.sums.dtype):
             return False
@@ -376,7 +376,7 @@ class OffloadableStorages:
         return [state.residuals.storage_bytes(storage.places[0]) for storage in storages]
 
     def detach(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
-        """See ``Stage.detach_held``."""
+        """Remove the storages of a microbatch, and return them; see ``Stage.detach_held``."""
         state, other_states = self._find(microbatch)
         if state.residuals.detached:
             raise SplitError(
@@ -386,7 +386,7 @@ class OffloadableStorages:
         return state.residuals.detach(self._exclusive(state, other_states, kept))
 
     def attach(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """See ``Stage.attach_held``."""
+        """Put the storages of a microbatch back; see ``Stage.attach_held``."""
         state, _ = self._find(microbatch)
         try:
             state.residuals.attach(tensors)
@@ -446,7 +446,9 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def caller_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
-    """Storages of which these tensors are only a part, as a microbatch is of a batch."""
+    """Storages that are larger than the tensors in them, as the storage of a batch is larger than a
+    microbatch.
+    """
     storages: set[StorageKey] = set()
     for tensor in tensors:  # written out, because every call of a stage runs it
         if tensor is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:

@@ -37,9 +37,14 @@ def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: Stat
 
 
 def _refuse(names: Sequence[str], values: Sequence[Any], written: Collection[int]) -> None:
-    """Refuse values of which a written one shares memory with others.
+    """Refuse values if one at a ``written`` position shares memory with another value.
 
     One tensor under several names was captured as one, and is accepted.
+
+    Args:
+        names: the name of each value, for the error.
+        values: inputs, parameters and buffers.
+        written: positions in ``values`` that the graphs write into.
     """
     tensors = [*{id(value): value for value in values if is_plain(value)}.values()]
     for group in overlaps(tensors):

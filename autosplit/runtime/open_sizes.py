@@ -18,7 +18,8 @@ _SPECIAL = (0, 1)  # sizes that are never left open: dimensions without elements
 
 
 class OpenSizes:
-    """Decides which sizes a capture leaves open, by the sizes of earlier calls of one module.
+    """Decides which sizes of inputs become symbols in a capture, by the sizes in earlier calls of
+    one module.
 
     Args:
         options: how the module is split. All sizes are fixed with a compiling backend, and with a
@@ -39,16 +40,17 @@ class OpenSizes:
         make: Callable[[Dimensions], SplitFunctions],
         fits: Callable[[SplitFunctions], bool],
     ) -> SplitFunctions:
-        """Capture graphs for a call, with varying sizes left open if that succeeds.
+        """Capture graphs for a call. Sizes that have varied become symbols, if such a capture
+        succeeds.
 
         Args:
             structure: the structure of the call's inputs.
-            leaves: its flattened inputs.
-            make: captures with these sizes left open.
+            leaves: the call's flattened inputs.
+            make: captures graphs in which these dimensions have symbolic sizes.
             fits: whether the guards of graphs hold for the call.
 
         Raises:
-            AutosplitError: any error that ``make`` raises if no size is left open.
+            AutosplitError: any error that ``make`` raises without symbolic sizes.
         """
         varying = self.of(structure, leaves)
         if varying:
@@ -65,7 +67,7 @@ class OpenSizes:
         return make({})
 
     def of(self, structure: Hashable, leaves: Sequence[Any]) -> Dimensions:
-        """Record the sizes of these inputs, and return the dimensions to leave open for them."""
+        """Record the sizes of these inputs, and return the dimensions whose sizes have varied."""
         varying = {
             at: self._varying((structure, at, leaf.dim()), leaf)
             for at, leaf in enumerate(leaves)
@@ -76,12 +78,12 @@ class OpenSizes:
         return {at: dimensions for at, dimensions in varying.items() if dimensions}
 
     def _refuse(self, structure: Hashable, reason: str) -> None:
-        """Leave no sizes open in later calls of this structure."""
+        """Make all sizes constants in later calls whose inputs have this structure (pytree)."""
         self._refused[structure] = " ".join(reason.split())[:_LONGEST]
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """The reasons why no sizes are left open for some structures."""
+        """The reasons why captures with symbolic sizes failed, each once."""
         return tuple(dict.fromkeys(self._refused.values()))
 
     def _varying(self, key: Hashable, leaf: Tensor) -> frozenset[int]:

@@ -107,7 +107,7 @@ class SplitOptions:
         return memory_setting(self.memory, defer_whole_backward=defers, collectives=self.overlap)
 
     def without_joins(self) -> SplitOptions:
-        """The options with which each W is a call of its own, and frees memory at its end."""
+        """The same options, but each W is a call of its own that frees memory at its end."""
         fuses = Accumulation.named(self.accumulation).fuses
         return replace(self, accumulation="fused" if fuses else "exact")
 

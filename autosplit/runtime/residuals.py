@@ -187,7 +187,7 @@ class TensorSpec:
         return 0 not in self.shape and blank.stride() == self.stride
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy with these strides."""
+        """A copy of the tensor with these strides."""
         return self._empty().copy_(tensor)
 
     def _empty(self) -> Tensor:
@@ -247,14 +247,14 @@ class BoundaryLayout:
         self.on_streams = has_accelerator()
 
     def protected_names(self, tensors: int) -> Sequence[str]:
-        """Names of everything that must not be written; the first ``tensors`` names are those of
-        residual tensors.
+        """Names of all values that must not be written: of residual tensors, whose number is
+        ``tensors``, then of state and constants.
         """
         fixed = self.protected(self.names[tensors:]) + self.constants.names
         return [*(self.names[at] for at in self.exposed), *fixed]
 
     def protected(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The state, or values for each tensor of it, without what backwards write."""
+        """The entries of ``state`` whose tensors no backward graph writes."""
         return tuple([value for at, value in enumerate(state) if at not in self.live])
 
     @property
@@ -394,7 +394,7 @@ class Residuals:
         ``.data``.
 
         Raises:
-            SplitError: one was written in place since the boundary.
+            SplitError: a tensor was written in place since the boundary.
         """
         tensors = self._tensors
         present = [at for at in places if tensors and isinstance(tensors[at], Tensor)]
@@ -404,8 +404,8 @@ class Residuals:
             self.copy_at(reachable)
 
     def storages(self) -> Mapping[StorageKey, PlacedStorage]:
-        """Storages that can be detached; cached, because every microbatch reads those of all
-        others.
+        """Storages that can be detached from the residual tensors; cached, because every microbatch
+        reads them.
         """
         if self._storages is None:
             self._storages = detachable(self._tensors)
@@ -438,7 +438,7 @@ class Residuals:
         addresses may differ.
 
         Raises:
-            SplitError: these are other storages; or something was written in place since the
+            SplitError: other storages were passed, or something was written in place since the
                 boundary.
         """
         self._check_unwritten()
@@ -446,8 +446,10 @@ class Residuals:
             expected = [f"{gap.bytes} bytes on {gap.device}" for gap in self.detached]
             received = [_described(data) for data in storages]
             raise SplitError(
-                f"expected the storages that were detached, {', '.join(expected) or 'none'}, as "
-                f"torch.uint8, each filling its own; got {', '.join(received) or 'none'}"
+                "expected the storages that were detached, or copies of them as torch.uint8: "
+                f"{', '.join(expected) or 'none'}; got {', '.join(received) or 'none'}. Pass the "
+                "list "
+                "that detach_held() returned to attach_held()"
             )
         for gap, data in zip(self.detached, storages, strict=True):
             for at, view in gap.views:
@@ -460,7 +462,7 @@ class Residuals:
         return versions(chain(exposed, self._protected))
 
     def _recount(self) -> None:
-        """Record the versions anew after some tensors were replaced; nothing was written before."""
+        """Record new versions after some tensors were replaced, not written."""
         self._storages, count = None, len(self._layout.exposed)
         self._counts = self._count()[:count] + self._counts[count:]
 
@@ -512,7 +514,8 @@ class Residuals:
         pairs = zip(layout.protected_names(len(self._tensors)), self._counts, now, strict=True)
         written = ", ".join(name for name, then, count in pairs if then != count)
         raise SplitError(
-            f"written in place between {layout.interval}: {written}. {layout.remedy} before "
+            f"tensors were written in place between {layout.interval}: {written}. {layout.remedy} "
+            "before "
             "writing, or write into a clone."
         )
 
@@ -523,8 +526,8 @@ class Residuals:
             names = self._layout.names[len(self._tensors) :]
             sums = ", ".join(names[at] for at in self._layout.live)
             raise SplitError(
-                "written in place between backward() and backward_weight(), which adds to it: one "
-                f"of {sums}. Call backward_weight() before you read, clear or write it"
+                "a tensor to which backward_weight() adds was written in place after backward(): "
+                f"one of {sums}. Call backward_weight() before you read, clear or write it"
             )
 
     def _check_unmoved(self) -> None:
@@ -541,7 +544,7 @@ class Residuals:
         )
         if moved:
             raise SplitError(
-                f"moved, converted or replaced between {layout.interval}: {moved}. "
+                f"tensors were moved, converted or replaced between {layout.interval}: {moved}. "
                 f"{layout.remedy} before that."
             )
 
@@ -556,7 +559,7 @@ def users_writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def own_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Count writes into these tensors inside as those of graphs."""
+    """Context in which writes into these tensors count as writes of graphs, not of the user."""
     versions_before = [tensor._version for tensor in tensors]
     yield
     for tensor, version in zip(tensors, versions_before, strict=True):

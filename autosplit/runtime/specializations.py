@@ -258,8 +258,8 @@ class Specializations:
         return (with_backward or captured)[-1]
 
     def fitting(self, call: ModuleCall, *, called: bool = False) -> SplitFunctions:
-        """The graphs whose guards hold for the inputs and the model now; captured if there are
-        none.
+        """The graphs whose guards hold for the inputs and the model now. Without any, graphs are
+        captured.
 
         Args:
             call: the inputs.

@@ -210,7 +210,7 @@ class StageSpecializations(Specializations):
         """The layout for inputs of other sizes than before.
 
         Raises:
-            SplitError: they differ from the examples in more than sizes.
+            SplitError: the inputs differ from the examples in more than sizes.
         """
         first = self._example_layout
         if len(inputs) != len(first.specs):
@@ -295,8 +295,8 @@ def _described(specs: Sequence[OutputSpec]) -> str:
 
 
 def _own_example(tensor: Tensor) -> Tensor:
-    """An example like this tensor that is a leaf; contiguous if the tensor overlaps itself, because
-    other microbatches cannot be copied to such a layout.
+    """An example like ``tensor``, but a leaf of autograd; contiguous if the tensor overlaps itself,
+    because other microbatches cannot be copied to such a layout.
     """
     example = tensor.detach()
     if overlaps_itself(tensor):

@@ -49,7 +49,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn errors of writing a file or a folder into ``OutputError``.
 
     Raises:
-        OutputError: it cannot be written; says why.
+        OutputError: the file or folder cannot be written; the text says why.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file of UTF-8 text.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     with writing(path):
         Path(path).write_text(text, encoding="utf-8")
@@ -82,7 +82,9 @@ def check_file(path: str | os.PathLike[str]) -> None:
             with path.open("ab"):
                 return
         if not path.parent.is_dir():
-            raise OutputError(f"there is no folder {path.parent} to write {path.name} into")
+            raise OutputError(
+                f"there is no folder {path.parent} to write {path.name} into: create it"
+            )
         _check_place(path.parent)
 
 

@@ -192,7 +192,7 @@ class LeavesCache:
         self._cache: dict[tuple[int, int], Leaves] = {}
 
     def lookup(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
-        """The leaves of these names.
+        """The ``Leaves`` of the parameters with these names.
 
         Args:
             names: names of parameters.
@@ -224,7 +224,7 @@ class UncachedLeaves(LeavesCache):
         return self.among([*map(state.__getitem__, names)])
 
     def among(self, parameters: Sequence[Tensor]) -> Leaves:
-        """The leaves of these parameters."""
+        """The ``Leaves`` of these parameters."""
         ids = [*map(id, parameters)]
         if ids != self._ids:
             self._ids, self._checked = ids, [-1]
@@ -271,7 +271,9 @@ def has_accumulate_hooks(parameters: Iterable[Tensor]) -> bool:
 
 
 def waits_for_gradient(parameter: Tensor) -> bool:
-    """Whether it has a hook of ``register_post_accumulate_grad_hook`` or on its autograd node."""
+    """Whether the parameter has a hook of ``register_post_accumulate_grad_hook`` or on its autograd
+    node.
+    """
     return has_accumulate_hooks([parameter]) or any(node_hooks([parameter]))
 
 
@@ -293,7 +295,9 @@ def call_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
 
 
 def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
-    """Whether a parameter has a hook of either kind."""
+    """Whether a parameter has a hook of ``register_hook`` or of
+    ``register_post_accumulate_grad_hook``.
+    """
     return has_tensor_hooks(parameters) or has_accumulate_hooks(parameters)
 
 
@@ -437,7 +441,7 @@ def _metadata(node: Node) -> dict[str, Any]:
 
 
 def _python_hooks(node: Node) -> list[dict[int, Any]]:
-    """The dictionaries of a node's pre-hooks and hooks."""
+    """The dictionaries in which an autograd node keeps its pre-hooks and its hooks."""
     handles = [node.register_prehook(_nothing), node.register_hook(_nothing)]
     dictionaries = [cast(dict[int, Any], handle.hooks_dict_ref()) for handle in handles]
     for handle in handles:

@@ -71,7 +71,8 @@ class _Unpickler(pickle._Unpickler):
         if (module, name) in _CALLABLES:
             return _CALLABLES[module, name]
         raise CheckpointError(
-            f"it names {module}.{name}, which torch.distributed.checkpoint never writes: loading "
+            f"the pickle names {module}.{name}, which torch.distributed.checkpoint never writes: "
+            "loading "
             "this pickle could run code. No code was run"
         )
 
@@ -80,7 +81,7 @@ class _Unpickler(pickle._Unpickler):
         kind = type(self.stack[-2])
         if kind not in _RECORDS.values():
             raise CheckpointError(
-                f"it would set attributes of a {kind.__name__}, which "
+                f"the pickle would set attributes of a {kind.__name__}, which "
                 "torch.distributed.checkpoint never writes: loading this pickle could run code. "
                 "No code was run"
             )

@@ -18,7 +18,7 @@ from autosplit.errors import ShardedError
 
 
 def dtensor_class() -> Any:
-    """The class of DTensors; None if it was never imported, so that there are no DTensors."""
+    """The class DTensor; None if it was never imported, so that no DTensor exists."""
     library = sys.modules.get("torch.distributed.tensor")
     return None if library is None else library.DTensor
 

@@ -256,7 +256,7 @@ class ParameterGroup:
         return bool(self._group.reshard_after_backward)
 
     def start_unshard(self) -> None:
-        """Start the all-gather."""
+        """Start the all-gather of the group's parameters."""
         self._group.lazy_init()
         self._group.unshard(async_op=True)
 

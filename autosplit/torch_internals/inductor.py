@@ -116,7 +116,7 @@ def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:
 def _strides(
     expressions: Sequence[str] | None, mode: FakeTensorMode
 ) -> tuple[int | torch.SymInt, ...] | None:
-    """Strides from Inductor's text, which it can cache; None if there are none."""
+    """Strides from Inductor's text of them, which can be cached; None if there is no such text."""
     if expressions is None:
         return None
     if mode.shape_env is None:

@@ -8,7 +8,9 @@ from torch._logging._internal import trace_structured
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write a text into the structured trace; ``text`` is called only if there is one."""
+    """Write a text into torch's structured trace. ``text`` is called only if such a trace is
+    written.
+    """
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},

@@ -107,7 +107,7 @@ def _agree_on_grad_slots(
     """Return the tensors of the batch that need a gradient.
 
     Raises:
-        BatchError: one needs it on none or several ranks of a pipeline.
+        BatchError: a tensor needs a gradient on no rank, or on several ranks, of a pipeline.
     """
     holders = defaultdict[BatchSlot, list[int]](list)
     for rank, slots in enumerate(slots_by_rank):

@@ -117,7 +117,7 @@ def check_sharding(name: str, sharding: Sharding, dimension: str, ranks: tuple[i
         ranks: this rank's set along that dimension.
 
     Raises:
-        ShardedError: it is on other ranks, or has a copy on each rank along "ep".
+        ShardedError: the tensor is on other ranks, or each rank along "ep" has a copy of it.
     """
     names = [dimension_name for dimension_name, _ in sharding.by_dimension()]
     fits = names == [dimension] and sharding.ranks == tuple(sorted(ranks))

@@ -71,7 +71,8 @@ class GradientBucket:
     None, as in autograd, so that the optimizer skips the parameter.
 
     Args:
-        members: of one process group and one dtype.
+        members: the parameters whose gradients the bucket carries; all of one process group and
+            dtype.
         groups: the trainer's process groups.
         synchronize: waits until the device has finished.
 
@@ -109,7 +110,9 @@ class GradientBucket:
         return self._views[number]
 
     def place_sum(self, number: int) -> Tensor:
-        """Return the place of a member's sum of gradients, which the caller then writes."""
+        """Return the part of the buffer for a member's sum of gradients, which the caller then
+        writes.
+        """
         self._written.add(number)
         return self.view(number)
 
@@ -233,8 +236,9 @@ class GradientBuckets:
         """
 
         def place(member: LocalCopies) -> tuple[bool, bool, int]:
-            """Tied parameters are last: of these, ranks have different stages, and so orders.
-            Before them come gradients that W does not write into their bucket.
+            """Sort key of a gradient. Gradients that W does not write into their bucket come after
+            the others, and those of tied parameters last: their order differs between ranks, which
+            hold different stages.
             """
             (first, *_), is_tied = member.copies, member.is_tied
             is_direct = is_tied or self._direct.get(id(first)) is (sum_dtype or first.dtype)
@@ -322,7 +326,7 @@ class GradientBuckets:
         return CompletionReport(names, complete) if names else None
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Forget the last step's buffers, and expect every stage's part of each bucket anew."""
         self.release()
         self._pending = [{*stages} for stages in self._writers]
 

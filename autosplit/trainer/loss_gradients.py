@@ -101,8 +101,8 @@ class LossGradients:
     def of_step(
         self, dtype: torch.dtype, part_names: Sequence[str], weights: StepWeights | None = None
     ) -> list[list[Any]]:
-        """Return, for each microbatch, the gradients of its loss and of the loss's parts, which are
-        None. Collective over replicas if there are weights.
+        """Return, for each microbatch, the gradient of its loss, and None for each named part of
+        the loss. Collective over replicas if there are weights.
 
         Args:
             dtype: the dtype of the losses.

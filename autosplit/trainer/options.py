@@ -107,7 +107,7 @@ class StageOptions:
         return self.options or SplitOptions()
 
     def with_defaults(self, options: SplitOptions, autocast: torch.dtype | None) -> StageOptions:
-        """These options, with those of a plan where the user chose none."""
+        """These options; where the user chose none, those of a plan."""
         if self.options is None or self.changes:
             options = replace(options, **self.changes)
         else:
@@ -238,7 +238,7 @@ def parse_limit(limit: MemoryLimit) -> int | tuple[int, ...]:
     """The bytes of a memory limit, or of each rank's.
 
     Raises:
-        PipelineError: it is no size, and no sequence of sizes.
+        PipelineError: the limit is neither a size nor a sequence of sizes.
     """
     if isinstance(limit, Sequence) and not isinstance(limit, str):
         sizes: Sequence[int | str] = limit

@@ -272,7 +272,7 @@ def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype of autocast, from the dtype itself or from its name.
 
     Raises:
-        PlanError: there is no such dtype.
+        PlanError: no dtype has this name.
     """
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if name is not None and not isinstance(dtype, torch.dtype):

@@ -203,5 +203,8 @@ class RankMemory:
         gathered = self._groups.everybody.gather(measured)
         links = [link for link in gathered if link is not None]
         if not links:
-            raise PipelineError("no rank has a store that could be measured: nothing is offloaded")
+            raise PipelineError(
+                "no rank has a store that could be measured: nothing is offloaded. Choose a "
+                "schedule with OFFLOAD actions, or a memory_limit= that needs them"
+            )
         return Link(max(link.latency for link in links), min(link.bandwidth for link in links))

@@ -154,7 +154,9 @@ class RankModel:
                 stages[index].report_completion(microbatch, report)
 
     def _last_weights(self, schedule: Schedule) -> dict[int, int]:
-        """The microbatch of each stage's last W (or B) in a step, in the order of these actions."""
+        """Map each stage to the microbatch of its last W (or B) in a step; the stages in the order
+        of these Ws.
+        """
         row = schedule.ranks[self._groups.rank]
         backwards = [action for action in row if action.kind in BACKWARDS]
         last = {action.stage: action for action in backwards}
@@ -382,7 +384,7 @@ def _check_optimizer(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None
     """Check that an optimizer can run without a closure, and has only this rank's parameters.
 
     Raises:
-        PipelineError: it cannot, or has others.
+        PipelineError: the optimizer needs a closure, or has parameters of other ranks.
     """
     if not hasattr(optimizer, "param_groups"):
         raise PipelineError(

@@ -104,7 +104,7 @@ class RankStages:
         Args:
             plan: gets the stages, the boundaries between them and the dtype of the losses.
             schedule: the schedule of training.
-            batch: this rank's batch.
+            batch: this rank's batch; None on a rank whose stages use none of it.
             inputs: its inputs, by microbatch.
             targets: its targets, by microbatch.
         """
@@ -141,7 +141,7 @@ class RankStages:
 
         Args:
             plan: gets the stages with auxiliary losses.
-            batch: this rank's batch.
+            batch: this rank's batch; None on a rank whose stages use none of it.
         """
         modules = self._complete(batch, evaluates=True)
         plan.aux = self._with_aux_losses(modules)

@@ -30,7 +30,7 @@ class LargeTensor(NamedTuple):
         stage: the stage that has it.
         name: its name in the stage.
         shape: its dtype and shape.
-        bytes: of its storage.
+        bytes: the bytes of its storage.
     """
 
     owner: str
@@ -67,7 +67,7 @@ class RankReport(NamedTuple):
 
 
 def stages_text(modules: Iterable[tuple[int, nn.Module]]) -> str:
-    """``0 Decoder, 2 Decoder``."""
+    """The rank's stages as text: ``0 Decoder, 2 Decoder``."""
     return ", ".join(f"{stage} {type(module).__name__}" for stage, module in modules)
 
 

@@ -29,7 +29,7 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
     """Check that a mesh has replicas that can share an optimizer's state.
 
     Raises:
-        PipelineError: it has none, or other dimensions say already how parameters are sharded.
+        PipelineError: the mesh has no replicas, or another dimension shards parameters already.
     """
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if REPLICATE not in names:
@@ -108,7 +108,7 @@ def _check_parameters(stage: int, module: nn.Module, sharded: dict[str, nn.Param
     """Check that one reduce-scatter can carry the gradients of a stage.
 
     Raises:
-        PipelineError: they have several dtypes, or are sparse.
+        PipelineError: the parameters have several dtypes, or their gradients are sparse.
     """
     names = {parameter.dtype: name for name, parameter in reversed(sharded.items())}
     if len(names) > 1:

@@ -291,7 +291,8 @@ def _check_shard_ranks(stage: int, group: ParameterGroup, groups: Groups) -> Non
     """Check that a parameter group is sharded over the ranks that the trainer's mesh says.
 
     Raises:
-        ShardedError: it is sharded over others; says how to call ``fully_shard``.
+        ShardedError: the group is sharded over other ranks; the text says how to call
+            ``fully_shard``.
     """
     layout, rank = groups.layout, groups.everybody.rank
     experts = _has_experts(group)
@@ -316,7 +317,11 @@ def _check_shard_ranks(stage: int, group: ParameterGroup, groups: Groups) -> Non
     if (shards, replicas) != (own_shards, own_replicas):
         expected = f"{own_shards}"
         expected += f", each with copies on {own_replicas}" if len(own_replicas) > 1 else ""
-        raise ShardedError(f"{actual}; along the trainer's mesh these are {expected}: {advice}")
+        raise ShardedError(
+            f"{actual}; along the trainer's mesh these ranks are {expected}, so the two meshes "
+            "differ: "
+            f"{advice}"
+        )
 
 
 def _fully_shard_advice(layout: RankLayout, *, experts: bool) -> str:

@@ -124,7 +124,9 @@ def _tied(
 def union_of_groups(
     detected: Sequence[Sequence[Holder]], declared: Sequence[Sequence[Holder]]
 ) -> tuple[Sequence[Holder], ...]:
-    """The groups detected in the model and those that the user declared; equal groups once."""
+    """The groups of shared parameters detected in the model, and the groups that the user declared;
+    equal groups once.
+    """
     declared_sets = [set(map(tuple, holders)) for holders in declared]
     return (*(holders for holders in detected if set(holders) not in declared_sets), *declared)
 

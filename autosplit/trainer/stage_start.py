@@ -54,7 +54,8 @@ def agree_on_start(
     *,
     drew: bool,
 ) -> None:
-    """Advance the random generators alike, and warn of stages with equal weights; collective.
+    """Advance the random generators of all ranks equally, and warn of stages with equal weights;
+    collective.
 
     If building drew random numbers on any rank, one number is drawn from the CPU's generator on
     all ranks, so that the next trainer starts with other weights.

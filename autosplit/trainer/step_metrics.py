@@ -130,7 +130,7 @@ def whole_mesh(rows: Sequence[Mapping[str, float]], pipelines: int) -> dict[str,
     """Combine the metrics of all ranks.
 
     Args:
-        rows: by rank.
+        rows: the metrics of each rank, by rank.
         pipelines: the number of replicas of the pipeline.
 
     Returns:

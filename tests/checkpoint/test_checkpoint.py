@@ -320,7 +320,7 @@ def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
         "x.pt": "cannot read",
         "x.safetensors": "cannot read",
         "list.pt": "it has a list",
-        "": "is not an index with a weight_map",
+        "": "its JSON has no weight_map",
     }.items():
         with pytest.raises(CheckpointError, match=message):
             read_checkpoint(tmp_path / name)

@@ -53,7 +53,7 @@ def test_metadata_runs_nothing_beside_what_belongs_there(tmp_path: Path, payload
     for protocol in (2, 4):
         metadata.planner_data = {**metadata.planner_data, "more": payload}
         (path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
-        refused(path, r"it names posix\.system")
+        refused(path, r"the pickle names posix\.system")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_metadata_runs_nothing_beside_what_belongs_there(tmp_path: Path, payload
 def test_metadata_can_name_nothing_else(call: bytes, payload: Payload, tmp_path: Path) -> None:
     content = call % str(payload.witness).encode() if b"%s" in call else call
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="it names"):
+    with pytest.raises(CheckpointError, match="the pickle names"):
         read_checkpoint(tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_metadata_cannot_change_torchs_classes(what: bytes, tmp_path: Path) -> N
     """BUILD sets attributes of whatever is on the stack, classes and constants among them."""
     content = b"\x80\x02ctorch.distributed.checkpoint." + what + b"N}U\x05stateK\x01s\x86b."
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="it would set attributes of a"):
+    with pytest.raises(CheckpointError, match="the pickle would set attributes of a"):
         read_checkpoint(tmp_path)
     assert not hasattr(dcp.Metadata, "state")
 
@@ -145,11 +145,11 @@ def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = "../__0_0.distcp"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(path, r"names a file outside the folder: \.\./__0_0")
+    refused(path, r"names \.\./__0_0\.distcp, which is outside")
 
 
 def test_numbers_that_take_all_memory_are_refused(tmp_path: Path) -> None:
     content = b"\x80\x04Nr\xff\xff\xff\x7f."  # the memo of the unpickler in C would be of 16 GiB
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="it is damaged"):
+    with pytest.raises(CheckpointError, match="the file is damaged"):
         read_checkpoint(tmp_path)

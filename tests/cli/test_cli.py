@@ -321,7 +321,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
             "name the loss, as in --loss torch",
         ),
         ("check zb-v --mesh pp=x", "'x' is not a valid integer range"),
-        ("check zb-v --mesh pp=2,pp=2", "a mesh has each dimension once, got pp, pp"),
+        ("check zb-v --mesh pp=2,pp=2", "mesh_dim_names must be different, got pp, pp"),
         (f"{LLAMA} --steps 0", "0 is not in the range x>=1"),
         (f"{LLAMA} --microbatches two", "'two' is not a valid integer range"),
         (f"{LLAMA} --set dim", "expected NAME=VALUE, got 'dim'"),

@@ -246,7 +246,7 @@ def test_refusals() -> None:
                 built(DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))),
             ),
             (
-                "mesh is a DeviceMesh of torch.distributed.device_mesh; got a str",
+                "mesh must be a DeviceMesh of torch.distributed.device_mesh; got a str",
                 built("pp=2"),
             ),
             (

@@ -190,7 +190,7 @@ def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
     block has as many microbatches in flight as the one large stage had.
 
     Args:
-        schedule: its stages are the blocks.
+        schedule: a schedule whose stages are the blocks.
         sizes: stages in each block, each >= 1.
     """
     first = [sum(sizes[:rank]) for rank in range(len(sizes))]
@@ -292,7 +292,7 @@ class ScheduleRequest:
         return self.schedule
 
     def check_fits(self, stages: int) -> None:
-        """Refuse a given ``Schedule`` for other counts.
+        """Refuse a ``Schedule`` that was built for another number of stages, microbatches or ranks.
 
         Raises:
             ScheduleError: says both counts.

@@ -70,7 +70,9 @@ def _row(rank: int, ranks: int, microbatches: int, warm_up: int, chunks: int) ->
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the groups, the larger ones first. A group smaller than P would leave gaps."""
+    """Sizes of the groups of microbatches, the larger ones first. A group smaller than P would
+    leave gaps.
+    """
     count = max(microbatches // ranks, 1)
     size, larger = divmod(microbatches, count)
     return [size + 1 if group < larger else size for group in range(count)]

@@ -105,7 +105,7 @@ class WeightPlacer:
         self._forward = [action.kind is ActionKind.FORWARD for action in self._graph.actions]
 
     def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Numbers:
-        """The rows with their Ws.
+        """Place each W, and return the rows with their Ws, as numbers of actions.
 
         Args:
             times: per stage, the assumed durations.
@@ -144,11 +144,13 @@ class WeightPlacer:
         return scheduler.rows
 
     def rows(self, numbers: Numbers) -> tuple[Row, ...]:
-        """The actions of filled rows."""
+        """The actions of rows that ``fill`` returned."""
         return tuple(tuple(self._graph.actions[n] for n in row) for row in numbers)
 
     def step(self, numbers: Numbers, times: Sequence[StageTimes]) -> float:
-        """Seconds of a step of filled rows, as ``simulate`` returns them for free links."""
+        """Seconds of a step with rows that ``fill`` returned, as ``simulate`` returns them for free
+        links.
+        """
         seconds = self._seconds(times)
         begun = play(self._graph, numbers, seconds).starts
         starts = [begun[row[0]] if row else 0.0 for row in numbers]
@@ -190,11 +192,13 @@ def placed(
     Args:
         name: the schedule's name.
         template: the order of F and B.
-        weights: ``"2bp"``, ``"fill"``, or None to keep the rows.
-        times: of the stages, for ``"fill"``; None means F = I = W.
+        weights: ``"2bp"`` (the order of the paper of that name: Ws in the cool-down and at the end
+            of each row), ``"fill"``, or None to keep the rows.
+        times: the times of the stages, for ``"fill"``; None means F = I = W.
 
     Raises:
-        ScheduleError: the Ws have no place within the budget, or ``times`` is invalid.
+        ScheduleError: the Ws have no place within ``template.budget``, the most microbatches in
+            flight, or ``times`` is invalid.
     """
     rows = template.rows
     if weights == "fill":
@@ -223,7 +227,9 @@ def _inputs_only(row: Sequence[Action]) -> Row:
 
 
 def _paper_order(row: Row, count: int) -> Row:
-    """One W after each of the last ``count`` Is, and the rest at the end."""
+    """A row in the order of 2BP: one W after each of the last ``count`` Is, and the other Ws at the
+    end.
+    """
     inputs = [action for action in row if action.kind is ActionKind.BACKWARD_INPUT]
     followed = set(inputs[max(len(inputs) - count, 0) :])
     pending = [replace(action, kind=ActionKind.BACKWARD_WEIGHT) for action in inputs]

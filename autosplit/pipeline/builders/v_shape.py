@@ -64,8 +64,8 @@ def _row(rank: int, ranks: int, microbatches: int, slots: _Slots) -> Row:
 
 
 def _block(ranks: int, distances: Distances) -> list[_Slots]:
-    """The slots of each rank. Of all turns with which blocks can repeat, take those with the fewest
-    microbatches alive.
+    """The slots of each rank in the repeated block. Of all possible turns of the V, it takes those
+    with the fewest microbatches alive.
     """
     best: tuple[tuple[int, int, tuple[int, ...]], list[_Slots]] | None = None
     for turns in product(range(1, _INTERVAL + 1), repeat=3):
@@ -84,7 +84,7 @@ def _block(ranks: int, distances: Distances) -> list[_Slots]:
 
 
 def _slots(rank: int, ranks: int, distances: Distances, turns: tuple[int, ...]) -> _Slots:
-    """The slots of one rank.
+    """The slots of one rank's passes in the repeated block.
 
     Args:
         rank: the rank.
@@ -132,7 +132,8 @@ def _next(slot: int, place: int) -> int:
 
 
 def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """The V-shape with rank-to-rank distances 4, 2, 4 and 2.
+    """The V-shape in which neighbouring ranks run a pass 4, 2, 4 and 2 slots apart: F down, F up, B
+    down and B up.
 
     Source: ZB-V of Zero Bubble (Qi et al., arXiv 2401.10241, section 6), as V-ZB of arXiv
     2405.15362.
@@ -148,7 +149,8 @@ def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
 
 
 def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """The V-shape with rank-to-rank distances 1, 2, 1 and 2.
+    """The V-shape in which neighbouring ranks run a pass 1, 2, 1 and 2 slots apart: F down, F up, B
+    down and B up.
 
     Source: V-Half of Qi et al., arXiv 2405.15362.
 
@@ -163,7 +165,7 @@ def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
 
 
 def v_min(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """The V-shape with all rank-to-rank distances 1.
+    """The V-shape in which neighbouring ranks run every pass 1 slot apart.
 
     Source: V-Min of Qi et al., arXiv 2405.15362.
 

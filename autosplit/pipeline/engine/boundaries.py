@@ -28,7 +28,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """The meta of a tensor that needs no gradient."""
+        """The ``TensorMeta`` of a tensor that needs no gradient."""
         return cls(tensor.shape, tensor.dtype, False)
 
     def __str__(self) -> str:

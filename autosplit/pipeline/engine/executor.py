@@ -225,7 +225,10 @@ class Executor:
         moves, kind, position = self.moves, action.kind, self._positions[action].popleft()
         if kind.is_move:
             if moves is None:
-                raise PipelineError(f"{action} is scheduled, but the executor has no Moves")
+                raise PipelineError(
+                    f"{action} is scheduled, but the executor cannot move: pass "
+                    "Executor(moves=Moves(...))"
+                )
             return BoundAction(action, partial(moves.start, position))
         if kind in SHARDING:
             return BoundAction(action, self._sharding_call(action))
@@ -306,7 +309,10 @@ class Executor:
             self._forward_stages.add(action.stage)
             return BoundAction(action, forward, self._inputs_of(action), self._outputs_to(action))
         if not isinstance(stage, BackwardStage):
-            raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
+            raise PipelineError(
+                f"{action} is scheduled, but stage {action.stage} has no backward: its class needs "
+                "the methods of autosplit.Stage, such as backward_input()"
+            )
         if kind.is_memory:
             return BoundAction(
                 action, partial(self._require_recompute(action).recompute, microbatch)

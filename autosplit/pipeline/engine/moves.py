@@ -105,11 +105,11 @@ class PartnerMemory:
         self._groups, self._partner, self._device = groups, partner, device
 
     def put(self, data: Tensor) -> None:
-        """Send a storage."""
+        """Send the bytes of a storage to the partner rank."""
         self._run(self._groups.isend(data, self._partner, LANE))
 
     def take(self, ticket: None, data: Tensor) -> None:
-        """Receive a storage."""
+        """Receive the bytes of a storage from the partner rank."""
         self._run(self._groups.irecv(data, self._partner, LANE))
 
     def announce(self, storages: Sequence[Tensor]) -> None:
@@ -194,13 +194,13 @@ class Moves:
 
     @property
     def storages_in_transit(self) -> list[Tensor]:
-        """Storages that are leaving or arriving now, and those kept for the partner."""
+        """Storages that are leaving or arriving now, and storages that are kept for the partner."""
         # Copies, because lanes change these lists.
         return [tensor for storages in [*self._in_transit.values()] for tensor in [*storages]]
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Around steps whose thread counts the allocations of this process."""
+        """Context around steps in which another thread counts the allocations of this process."""
         self._counting = self._device.type == "cpu"
         try:
             yield
@@ -208,7 +208,7 @@ class Moves:
             self._counting = False
 
     def begin_step(self, other_references: Callable[[int], Iterable[Tensor]]) -> None:
-        """Start a step.
+        """Prepare for the moves of a new step.
 
         Args:
             other_references: maps a microbatch to its tensors that others than stages refer to.
@@ -254,7 +254,7 @@ class Moves:
         return wait_for_moves
 
     def finish_step(self) -> list[Span]:
-        """End a step; returns the spans of all moves in the order of the row.
+        """Wait for the moves of the step, and return their spans in the order of the row.
 
         Raises:
             ActionError, LostPeerError: as ``start``.
@@ -276,7 +276,10 @@ class Moves:
             )
         target = self._target if move.partner is None else self._partner
         if target is None:
-            raise PipelineError(f"{action} is scheduled, but the rank has no offload target")
+            raise PipelineError(
+                f"{action} is scheduled, but this rank has no offload target: pass "
+                "Moves(target=...)"
+            )
 
         def start_departure() -> TransferFuture:
             """Detach the tensors from the stage, and start their transfer."""

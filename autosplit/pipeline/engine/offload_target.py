@@ -28,7 +28,8 @@ class _FileRange(NamedTuple):
 
 
 class OffloadFile:
-    """For stages on the CPU: a file without a name, which disappears with its process.
+    """Offload target of stages on the CPU: a file without a name, which disappears with its
+    process.
 
     It is read and written at offsets, not through a mapping. Both use the page cache; but if the
     disk is full or the file was truncated, a mapping kills the process (SIGBUS), whereas a call
@@ -116,7 +117,7 @@ def _memory_of(data: Tensor) -> memoryview:
 
 
 class PinnedMemory:
-    """For stages on an accelerator: pinned host memory, which torch caches by size.
+    """Offload target of stages on an accelerator: pinned host memory, which torch caches by size.
 
     Copies run on the caller's stream, and the caller waits for them.
 

@@ -90,7 +90,7 @@ class SplitStage:
 
 
 def traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage]:
-    """The stages with graphs; a user's own factory may make stages without."""
+    """The stages that run graphs. A user's own stage factory may make stages without graphs."""
     return {index: stage for index, stage in stages.items() if isinstance(stage, Stage)}
 
 
@@ -200,7 +200,9 @@ _NO_TENSOR = "no tensor: return it as it is, without .item() or float()"
 
 
 def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
-    """Compile the graphs that the schedule runs. In a step, other ranks would wait for it."""
+    """Compile the graphs that the schedule runs, before the step: during it, other ranks would
+    wait.
+    """
     for index, stage in traced(stages).items():
         row = schedule.ranks[schedule.placement[index]]
         stage.compile([_call_of(action, index) for action in row if action.kind.is_compute])

@@ -71,7 +71,8 @@ class StageSeeds:
         self._states: GeneratorStates | None = None
 
     def offer(self, *, evaluates: bool) -> tuple[int, int]:
-        """This rank's part of the agreement on the next step's number, to be reduced with AND.
+        """This rank's part of the agreement of all ranks on the next step's number, to be reduced
+        with AND.
 
         Returns:
             The number of the step, -1 on other ranks than the source; and 0 if a stage is known to
@@ -81,7 +82,9 @@ class StageSeeds:
         return (next_number() if self._is_source else -1), (0 if draws else -1)
 
     def begin_step(self, number: int, draws: int, *, evaluates: bool) -> None:
-        """Begin a step, with the agreed numbers of ``offer``."""
+        """Take the number of a new step and whether its stages draw, as all ranks agreed on them
+        (``offer``).
+        """
         # If the previous step drew unexpectedly, it had the same number: use other seeds.
         late = not draws and not self._drawing[evaluates]
         self._drawing[evaluates] |= not draws
@@ -89,14 +92,16 @@ class StageSeeds:
         self._first = ((2 * late + evaluates) * self._shares + self._share) * self._stages
 
     def expect_draws(self) -> bool:
-        """Record on all ranks that a stage draws in such a step; returns whether that is new."""
+        """Record that some rank's stage draws in steps of this kind (training or evaluation), and
+        return whether that is new. All ranks call it.
+        """
         new = not self._drawing[self._evaluates]
         self._drawing[self._evaluates] = True
         return new
 
     @property
     def drew(self) -> bool:
-        """Whether stages of this rank have drawn in such a step."""
+        """Whether stages of this rank have drawn in such a step: training or evaluation."""
         return self._drew[self._evaluates]
 
     @contextlib.contextmanager

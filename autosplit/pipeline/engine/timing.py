@@ -25,7 +25,7 @@ class Recorder:
         self._moves: list[Span] = []
 
     def begin(self) -> None:
-        """Start a step."""
+        """Start to record a step."""
         self._computed, self._moves = [], []
 
     def run(self, actions: Sequence[Action], compute: Callable[[], T]) -> T:

@@ -95,7 +95,7 @@ class Mailbox:
             yield from (tensor for tensor in transfer.tensors if tensor is not None)
 
     def begin_step(self) -> None:
-        """Start a step."""
+        """Prepare for the messages of a new step."""
         self._posted = self._retired = 0
 
     def start_send(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> None:
@@ -118,7 +118,7 @@ class Mailbox:
             self._wait(self._sending.popleft())
 
     def finish_step(self) -> None:
-        """End a step: wait for all sends."""
+        """Wait until all sends of the step have ended."""
         self.retire(self._retired + len(self._sending))
 
     def post_next(self) -> None:
@@ -134,7 +134,7 @@ class Mailbox:
 
         Args:
             message: the message.
-            place: its place in the order of the peer.
+            place: the message's place in the peer's order of sends.
             acked_sends: how many sends to the peer have arrived if this message has any tensor.
         """
         while self._posted <= place:
@@ -241,7 +241,7 @@ class Transport:
         self._local: dict[StageMessage, list[Tensor | None]] = {}
 
     def begin_step(self) -> None:
-        """Start a step."""
+        """Prepare for the messages of a new step."""
         for box in self._mailboxes.values():
             box.begin_step()
 
@@ -250,7 +250,7 @@ class Transport:
         return [self._mailboxes[peer].post_next for peer in self._posts.get(action, ())]
 
     def finish_step(self) -> None:
-        """End a step: wait until everything sent has arrived.
+        """Wait until everything that the step has sent has arrived.
 
         Raises:
             LostPeerError: a peer died or did not take a message in time.
@@ -463,7 +463,8 @@ def output_gradients(stage: int, dataflow: StageDataflow, receives: Sequence[Rec
 def gradients_for(
     source: int, stage: int, dataflow: StageDataflow
 ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None:
-    """A function from the gradients of a stage's inputs to those of the outputs of ``source``.
+    """Return a function that chooses, from the gradients of a stage's inputs, the gradients of the
+    outputs of ``source``.
 
     An output that the stage takes more than once gets the sum. None: the gradients are the same.
     """

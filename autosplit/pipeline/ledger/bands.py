@@ -27,7 +27,7 @@ class Band:
 
     Attributes:
         start: seconds, on the clock of the step's timeline.
-        end: likewise.
+        end: seconds, on the same clock.
         during: the action, as ``"0F1"``; empty between two.
         fixed: bytes of parameters, buffers, gradients and optimizer state, which do not depend on
             the schedule. New gradients count from the beginning of the action that computes them.
@@ -43,7 +43,7 @@ class Band:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Fixed and activation bytes together."""
         return self.fixed + self.activations
 
 
@@ -75,7 +75,7 @@ class StepMemory:
     def of(
         cls, rows: Sequence[tuple[Sequence[Band], int | None]], limits: tuple[int, ...] = ()
     ) -> StepMemory:
-        """From each rank's bands and its predicted peak."""
+        """Build it from each rank's bands and predicted peak."""
         return cls(
             tuple(max(band.activations for band in bands) for bands, _ in rows),
             tuple(predicted for _, predicted in rows),
@@ -113,8 +113,8 @@ class StepMemory:
         return all(peak <= limit for peak, limit in zip(self.peaks, self.limits, strict=True))  # type: ignore[operator]
 
     def left(self, rank: int) -> int:
-        """Bytes of activations at the end of the step minus those at its beginning. If they are
-        positive in every step, the step leaks.
+        """Bytes of activations at the end of the step, less the bytes at its beginning. A step that
+        leaks has a positive number each time.
         """
         bands = self.bands[rank]
         return bands[-1].activations - bands[0].activations

@@ -100,7 +100,7 @@ def _is_measurable(node: fx.Node) -> bool:
 
 
 def _signature(node: fx.Node) -> Hashable:
-    """A key on which the kernel and its sizes depend."""
+    """A key of an operator's call: calls with equal keys run the same kernel on equal sizes."""
     return node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: _values(n, _described)))
 
 

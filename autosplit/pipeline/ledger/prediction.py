@@ -102,8 +102,8 @@ class StageBytes:
         )
 
     def joined_weight(self, count: int) -> int:
-        """By how much the peak of W of several microbatches as one call exceeds that of the first
-        of them, before which all are held.
+        """Bytes by which the peak of one call for the Ws of ``count`` microbatches exceeds the peak
+        of the first W alone, while all of them are held.
         """
         roles: dict[_Memory, set[Role]] = defaultdict(set)
         for role, memory in self._left.items():
@@ -206,7 +206,7 @@ def message_levels(
     now = 0
 
     def add_holders(message: StageMessage, more: int) -> None:
-        """Add ``more`` holders to a message's tensors; those with holders count as memory."""
+        """Add ``more`` holders to a message's tensors. Tensors with holders count as memory."""
         nonlocal now
         metas = boundaries.tensors_in(message, dataflow)
         places = dataflow.positions(message.boundary, message.taker) or range(len(metas))

@@ -127,7 +127,7 @@ def _moves_of(
 
 
 def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the place of each action that waits for departures, and their places.
+    """For each action that waits for departures, yield its place in the row, and their places.
 
     A departure that an F, a RECOMPUTE or an AWAIT has waited for is not yielded again.
     """
@@ -220,7 +220,7 @@ class WorstCaseMemory:
 
     @property
     def most(self) -> float:
-        """The most that the rank may hold now."""
+        """The worst case of the rank's memory in the present action, in the unit of its sizes."""
         most = now = self._level
         for transfer in self._unsure:
             now += transfer.size

@@ -73,7 +73,9 @@ class Wiring:
                 f"{len(self.outputs)} entries"
             )
         if len(set(self.names)) != len(self.names):
-            raise PipelineError(f"Wiring: names must be different; got {self.names}")
+            raise PipelineError(
+                f"Wiring: the names of the batch's inputs must be different; got {self.names}"
+            )
         for stage, sources in enumerate(self.inputs):
             for place, source in enumerate(sources):
                 problem = self._problem(stage, source)
@@ -82,7 +84,7 @@ class Wiring:
 
     @property
     def stage_count(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.inputs)
 
     def _problem(self, stage: int, source: Source) -> str | None:
@@ -201,7 +203,9 @@ class StageDataflow:
         expected = self.wiring.outputs[stage]
         if count != expected:
             raise PipelineError(
-                f"stage {stage} has {count} output tensors; the wiring says {expected}"
+                f"stage {stage} returned {count} tensors, but Wiring.outputs has {expected} for "
+                "it: "
+                "return as many, or change the wiring"
             )
 
 
@@ -261,7 +265,7 @@ class StageMessage(NamedTuple):
 
     @property
     def taker(self) -> int:
-        """The stage after that boundary."""
+        """The stage after the boundary that the message crosses."""
         return self.stage if self.forward else self.result.stage
 
     @property

@@ -123,7 +123,7 @@ _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """``kind`` on one microbatch of one stage.
+    """One action of a row: ``kind`` on one microbatch of one stage.
 
     The text form is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in
     ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``. Memory actions have the same form, as in

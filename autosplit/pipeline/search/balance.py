@@ -47,18 +47,20 @@ def balance(
     Args:
         schedule: a legal one that evicts nothing yet.
         bound: the most a rank may hold of its microbatches at once, whatever transfers take, in the
-            unit of ``costs.memory``: one number, or one for each rank. None: the paper's, which for
-            1F1B is ceil((N+2)/2) microbatches; for other schedules, half of what a rank and its
-            partner hold and one microbatch more.
-        costs: of every stage; None: all stages take and hold the same, and both saved and deferred
-            tensors of a microbatch count as 1.
+            unit of ``costs.memory``: one number, or one for each rank. None: that of BPipe's paper,
+            which for 1F1B over N ranks is ceil((N+2)/2) microbatches; for other schedules, half of
+            what a rank and its partner hold and one microbatch more.
+        costs: the costs of every stage; None: all stages take and hold the same, and both saved and
+            deferred tensors of a microbatch count as 1.
 
     Raises:
-        ScheduleError: the schedule evicts already, or the bound cannot be kept; says what could.
+        ScheduleError: the schedule has EVICT actions already, or no schedule keeps the bound; the
+            text then has the smallest bound that one keeps.
     """
     if any(action.kind is ActionKind.EVICT for row in schedule.ranks for action in row):
         raise ScheduleError(
-            f"{schedule.name!r} evicts already: balance the schedule that it was made from"
+            f"{schedule.name!r} evicts already, as after an earlier balance(): pass the schedule "
+            "without EVICT actions"
         )
     if costs is None:
         count = schedule.stages

@@ -109,13 +109,13 @@ def necessary(
     windows: Sequence[OffloadWindow],
     size: Callable[[Residency], float] = attrgetter("size"),
 ) -> list[OffloadWindow]:
-    """The windows, and their waits, without which a rank would exceed its bound.
+    """The windows, and the waits for them, without which a rank would exceed its bound.
 
     Args:
         level: per slot, what the rank holds without any window.
         bound: the most that it may hold.
         windows: candidates; an earlier one is dropped before a later one.
-        size: what a window frees.
+        size: the memory that a window frees.
     """
     remaining, needed = [*level], []
     for window in windows:
@@ -139,7 +139,7 @@ def necessary(
 
 
 def insert(schedule: Schedule, insertions: Insertions) -> Schedule:
-    """The schedule with further actions."""
+    """The schedule with further actions inserted into its rows."""
     rows = list(schedule.ranks)
     for timeline, actions in insertions:
         inserted: dict[int, list[Action]] = defaultdict(list)
@@ -163,8 +163,8 @@ def bring_below(
 
     Args:
         schedule: a legal one.
-        costs: of every stage.
-        bounds: by rank.
+        costs: the costs of every stage.
+        bounds: the most memory that each rank may hold, by rank.
         groups: ranks that are changed together.
         propose: schedules to try for a group of which one rank is above its bound. Proposals that
             deadlock are skipped; the smallest excess wins, then the shortest step.

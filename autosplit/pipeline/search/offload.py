@@ -37,7 +37,7 @@ def offload(
 
     Args:
         schedule: a legal one.
-        costs: of every stage; ``costs.transfer.host`` is the link to the host's memory.
+        costs: the costs of every stage; ``costs.transfer.host`` is the link to the host's memory.
         limit: the most a rank may hold of its microbatches at once, whatever transfers take, in the
             unit of ``costs.memory``: one number, or one for each rank. None: as little as the
             link's bandwidth allows without a longer step.

@@ -41,7 +41,7 @@ class RankTimeline:
 
     Args:
         schedule: a legal one.
-        costs: of every stage.
+        costs: the costs of every stage.
         timeline: the schedule's, with these costs.
         rank: the rank.
 

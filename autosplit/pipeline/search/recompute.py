@@ -20,7 +20,7 @@ def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) 
 
     Args:
         schedule: a legal one.
-        costs: of every stage, with the inputs that its F keeps.
+        costs: the costs of every stage, with the inputs that its F keeps.
         limit: the most a rank may hold of its microbatches at once, in the unit of
             ``costs.memory``: one number, or one for each rank.
 

@@ -49,7 +49,7 @@ def search(
     ``costs``.
 
     Args:
-        costs: of every stage, and how the trainer runs them.
+        costs: the costs of every stage, and how the trainer runs them.
         microbatches: M >= 1.
         ranks: number of processes; None means one for each stage.
         placement: the rank of every stage; None leaves it open.
@@ -110,7 +110,10 @@ def named_schedules(
                 if placement is None or schedule.placement == tuple(placement):
                     schedules.append(replace(schedule, crosses_step=False))
     if not schedules and placement is not None:
-        raise ScheduleError(f"no named schedule places the stages on the ranks {list(placement)}")
+        raise ScheduleError(
+            f"no named schedule places the stages on the ranks {list(placement)}: leave "
+            "placement out, or pass that of a built schedule"
+        )
     if not schedules:
         raise ScheduleError(
             f"{len(times)} stages cannot fill {ranks} ranks: each rank needs at least one stage"
@@ -125,7 +128,7 @@ def forms(
     placement of W that it admits.
 
     Raises:
-        ScheduleError: it does not admit the counts.
+        ScheduleError: the schedule does not admit the counts.
     """
     family = SCHEDULES[name]
     for weights in (*(["fused"] if family.fused else []), *(family.weights or ("own",))):
@@ -149,12 +152,13 @@ def constructed(
     placements: Iterable[tuple[int, ...]],
     caps: Sequence[float],
 ) -> Iterator[Schedule]:
-    """Yield the schedules of list scheduling: F before I while there is memory, and I before F.
+    """Yield schedules that list scheduling builds: by some rules F runs before I while there is
+    memory, by others I before F.
 
     Args:
-        costs: of every stage.
+        costs: the costs of every stage.
         microbatches: M.
-        placements: of the stages; each gets schedules of its own.
+        placements: the placements of the stages; each gets schedules of its own.
         caps: per rank, the most it may keep.
     """
     for placement, forward_first in itertools.product(placements, (True, False)):

@@ -77,7 +77,7 @@ def search_within(
     those of list scheduling. The number of simulated actions is bounded.
 
     Args:
-        costs: of every stage.
+        costs: the costs of every stage.
         microbatches: M >= 1.
         limit: bytes that a rank may hold: one number, or one for each rank.
         ranks: number of processes; None means one for each stage.
@@ -94,7 +94,9 @@ def search_within(
     limits = caps_of(limit, count)
     fixed = fixed or [0.0] * count
     if len(fixed) != count:
-        raise ScheduleError(f"expected the fixed bytes of each of {count} ranks, got {len(fixed)}")
+        raise ScheduleError(
+            f"fixed= needs the bytes of each of {count} ranks; got {len(fixed)} numbers"
+        )
     caps = [total - size for total, size in zip(limits, fixed, strict=True)]
     best = _LimitSearch(costs, microbatches, count, placement, caps).run()
     if best.excess > 0.0:
@@ -153,8 +155,8 @@ class _LimitSearch:
         return min(candidates, key=lambda candidate: candidate.key)
 
     def _least_excess(self) -> list[float]:
-        """Per rank, by how much one microbatch on any of its stages, which every schedule holds,
-        exceeds the limit; under the placement for which that is least.
+        """By how much each rank exceeds the limit even with a single microbatch of its largest
+        stage, the least that any schedule holds; under the placement with the least such excess.
         """
         excesses = []
         for placement in dict.fromkeys(base.placement for base in self._bases):
@@ -166,8 +168,9 @@ class _LimitSearch:
         return min(excesses, key=max)
 
     def _remedied(self) -> Iterator[_Candidate]:
-        """Bases, the shortest first, with each remedy; the first of them also with a second remedy
-        for what the first one leaves above the limit.
+        """Yield the base schedules, the shortest first, alone and with each remedy. The first few
+        are also tried with a second remedy, for activations that the first one leaves above the
+        limit.
         """
         work, shortest = _WORK, math.inf
         for number, base in enumerate(self._bases):
@@ -188,9 +191,9 @@ class _LimitSearch:
                     return
 
     def _frugal(self, excess: Sequence[float]) -> Iterator[_Candidate]:
-        """The most frugal base with each remedy, for the least limit that any schedule can have.
-        That limit does not depend on the one asked for: a search with the limit that a refusal
-        advised finds the same schedule.
+        """Yield the base with the smallest peak, alone and with each remedy, for the least limit
+        that any schedule can keep. That limit does not depend on the user's: a search with the
+        limit that a refusal advised finds the same schedule.
         """
         least = [max(cap + over, 1.0) for cap, over in zip(self._caps, excess, strict=True)]
         base = min(map(self._candidate, self._bases), key=lambda candidate: candidate.excess)

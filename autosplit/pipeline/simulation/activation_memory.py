@@ -41,7 +41,7 @@ class StageMemory:
         deferred: kept from I to W.
         inputs: the stage's inputs. A microbatch that will be recomputed keeps only these.
         again: what recomputing needs besides: the buffers that F writes.
-        generators: likewise, the states of random generators.
+        generators: memory that recomputing needs for the states of random generators.
         workspace: additional memory of F, I, W and B while they run, messages included.
 
     Raises:
@@ -67,7 +67,7 @@ class StageMemory:
         """The memory that a compute action allocates and frees.
 
         Args:
-            kind: of the action.
+            kind: the kind of the action.
             again: whether the microbatch will be, or is, recomputed.
         """
         at_start, at_end = self._kept(kind, again=again)
@@ -94,7 +94,7 @@ class StageMemory:
 
     @property
     def dropped(self) -> float:
-        """The memory of a microbatch that will be recomputed."""
+        """The memory that a microbatch holds until its RECOMPUTE, in place of saved tensors."""
         return self.inputs + self.again + self.generators
 
     def moved(self, *, deferred: bool) -> float:
@@ -151,7 +151,7 @@ def _moves(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[dict[int, C
 
 
 def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
-    """``levels_of`` for one row, given the changes of its actions."""
+    """The memory that one rank keeps while each action of its row runs; see ``levels_of``."""
     memory = WorstCaseMemory(row)
     for action, change in zip(row, changes, strict=True):
         if action.kind.is_move:
@@ -174,6 +174,6 @@ def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]
     """
     if len(sizes) != schedule.stages:
         raise ScheduleError(
-            f"expected the memory of each of {schedule.stages} stages, got that of {len(sizes)}"
+            f"expected one StageMemory for each of {schedule.stages} stages, got {len(sizes)}"
         )
     return [max(row, default=0.0) for row in levels_of(schedule, sizes)]

@@ -163,8 +163,8 @@ def simulate(
         transfer = Transfer(latency=transfer)
     if wiring is not None and wiring.stage_count != schedule.stages:
         raise ScheduleError(
-            f"schedule {schedule.name!r} has {schedule.stages} stages, but the wiring that of "
-            f"{wiring.stage_count}"
+            f"schedule {schedule.name!r} has {schedule.stages} stages, but the wiring has "
+            f"{wiring.stage_count}: pass the wiring of the same stages"
         )
     dataflow = None if wiring is None else StageDataflow(schedule.stages, wiring)
     graph, rows = StepGraph(schedule, dataflow=dataflow, transfer=transfer), rows_of(schedule)
@@ -232,13 +232,13 @@ class Costs:
     def __post_init__(self) -> None:
         if not self.times or len(self.times) != len(self.memory):
             raise ScheduleError(
-                f"expected times and memory of each stage, got {len(self.times)} times and "
-                f"{len(self.memory)} memories"
+                f"Costs needs one entry of times and of memory for each stage; got "
+                f"{len(self.times)} times and {len(self.memory)} memories"
             )
         if self.wiring is not None and self.wiring.stage_count != len(self.times):
             raise ScheduleError(
-                f"expected the wiring of {len(self.times)} stages, got that of "
-                f"{self.wiring.stage_count}"
+                f"Costs has times of {len(self.times)} stages, but its wiring has "
+                f"{self.wiring.stage_count}: pass the wiring of the same stages"
             )
 
     def in_chunks(self, chunks: int) -> Costs:
@@ -250,7 +250,10 @@ class Costs:
         if chunks == 1:
             return self
         if self.wiring is not None:
-            raise ScheduleError("stages with a wiring cannot be cut further")
+            raise ScheduleError(
+                "stages with a wiring cannot be cut further: leave chunks at 1, or pass the costs "
+                "and the wiring of smaller stages"
+            )
 
         return replace(
             self,
@@ -267,7 +270,7 @@ class Costs:
         )
 
     def seconds(self, action: Action) -> float:
-        """How long ``action`` takes."""
+        """The duration of ``action`` in seconds."""
         forward, inputs, weights = self.times[action.stage]
         if action.kind is ActionKind.BACKWARD_INPUT:
             return inputs
@@ -276,10 +279,11 @@ class Costs:
         return inputs + weights if action.kind is ActionKind.BACKWARD else forward
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """A step of ``schedule``.
+        """Simulate a step of ``schedule``.
 
         Raises:
-            ScheduleError: it deadlocks, or something that it needs is not known; see ``simulate``.
+            ScheduleError: the schedule deadlocks, or a duration or size that it needs is missing;
+                see ``simulate``.
         """
         return simulate(
             schedule,

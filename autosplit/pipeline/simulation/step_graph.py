@@ -112,13 +112,13 @@ class StepGraph:
 
     Attributes:
         actions: by number.
-        ranks: of every action, the rank that runs it.
-        needs: of every action, the messages that it waits for.
-        makes: of every action, the messages that it sends. If several actions compute the same
+        ranks: for every action, the rank that runs it.
+        needs: for every action, the messages that it waits for.
+        makes: for every action, the messages that it sends. If several actions compute the same
             result, such as an I and a B, only the first to run sends it.
         stage_messages: the stage messages by number.
-        takers: of every stage message, the rank that waits for it.
-        makers: of every stage message, the first action that computes it; -1 if none does.
+        takers: for every stage message, the rank that waits for it.
+        makers: for every stage message, the first action that computes it; -1 if none does.
     """
 
     def __init__(
@@ -165,7 +165,9 @@ class StepGraph:
         return number
 
     def _number(self, result: Action, stage: int, rank: int) -> int:
-        """The number of the message with a result for a stage on a rank; new if there is none."""
+        """The number of the message that carries a result to a stage on a rank; a new number if no
+        such message exists.
+        """
         numbers = self._of_result[result]
         for number in numbers:
             if self.takers[number] == rank and self.stage_messages[number].stage == stage:
@@ -241,7 +243,7 @@ def add_lanes(
     """Add the transfers of a schedule's moves to its step graph, with the waits for them.
 
     Args:
-        graph: of the schedule; gets the transfers as further actions.
+        graph: the graph of the schedule; gets the transfers as further actions.
         schedule: the schedule.
         rows: per rank, the numbers of its actions.
         seconds: per action; gets the durations of the transfers.
@@ -268,7 +270,9 @@ def _took(
     memory: Sequence[StageMemory] | None,
     move: ActivationMove,
 ) -> tuple[float, float]:
-    """Seconds for which each way of a move occupies its lane, and then to its arrival."""
+    """Seconds for which each transfer of a move occupies its lane, and seconds of latency until it
+    arrives.
+    """
     link = transfer.host or Link()
     if move.partner is not None:
         link = Link(transfer.latency, transfer.bandwidth)

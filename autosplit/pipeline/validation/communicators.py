@@ -86,10 +86,10 @@ _WIDEST = 40
 
 @dataclass(frozen=True)
 class Stuck:
-    """Why a step never ends.
+    """The reason why a step never ends.
 
     Attributes:
-        programs: of all ranks.
+        programs: the programs of all ranks.
         circle: operations of which each waits for the next, and the last for the first; or a
             single one whose counterpart never comes.
         lacks: the missing counterpart, in words.

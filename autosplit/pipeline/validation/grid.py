@@ -34,7 +34,7 @@ def format_grid(
             the note of its row.
         widest: the most columns and rows to show: those near a mark, or without marks the first
             ones. None shows all.
-        notes: by row.
+        notes: the text at the end of the line under a row, by row.
 
     Returns:
         The lines, without a final newline.

@@ -71,13 +71,13 @@ _SENDS = {
 
 
 class Host:
-    """Puts down what one rank's host enqueues, action by action.
+    """Records the operations that one rank's host enqueues, action by action.
 
     As with torch's groups over NCCL, what communicates starts behind all that the stream that
     computes was given before; and a wait for it is that stream's, not the host's.
 
     Args:
-        rank: of the pipeline.
+        rank: a rank of the pipeline.
         placement: the rank of each stage.
         communicators: one of ``COMMUNICATORS``.
         dimensions: the mesh dimensions with several ranks.

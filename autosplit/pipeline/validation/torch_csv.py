@@ -54,7 +54,11 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     ends = zip(schedule.ranks, done, strict=True)
     stuck = [str(row[count]) for row, count in ends if count < len(row)]
     if stuck:
-        raise ScheduleError(f"schedule {schedule.name!r} deadlocks: {', '.join(stuck)} wait")
+        raise ScheduleError(
+            f"schedule {schedule.name!r} deadlocks, because {', '.join(stuck)} wait for each "
+            "other: "
+            "change their order"
+        )
     return tuple(map(tuple, rows))
 
 
@@ -165,7 +169,8 @@ def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
     if len(homes) <= max(homes):
         missing = [str(stage) for stage in range(len(homes)) if stage not in homes]
         raise ScheduleError(
-            f"{name!r} has stages up to {max(homes)}, but never runs {few(missing, 9)}"
+            f"{name!r} has stages up to {max(homes)}, but no action of stage {few(missing, 9)}: "
+            "stages must be numbered without gaps"
         )
     return Schedule(
         name,

@@ -74,7 +74,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _sizes(schedule: Schedule) -> Iterator[_Fault]:
-    """Check the counts of a schedule, and the placement of its stages."""
+    """Yield the faults in the counts of a schedule, and in the placement of its stages."""
     for noun, count in (("stages", schedule.stages), ("microbatches", schedule.microbatches)):
         if count < 1:
             yield _Fault(f"{noun} must be at least 1, got {count}")
@@ -109,7 +109,7 @@ def _misfit(action: Action, schedule: Schedule) -> str | None:
 
 
 def _strays(schedule: Schedule) -> Iterator[_Fault]:
-    """Yield actions that do not exist in this pipeline, or stand on a wrong rank."""
+    """Yield the actions that do not exist in this pipeline, or that are listed on a wrong rank."""
     unsplit = []
     for rank, row in enumerate(schedule.ranks):
         for position, action in enumerate(row):
@@ -130,7 +130,9 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
 
 
 def _counts(schedule: Schedule) -> Iterator[_Fault]:
-    """Every F once, and per microbatch one B or one I and one W."""
+    """Yield the actions that are missing or repeated: each microbatch of a stage needs one F, and
+    one B or one I and one W.
+    """
     cells_of: dict[Action, list[Cell]] = defaultdict(list)
     for rank, row in enumerate(schedule.ranks):
         for position, action in enumerate(row):

@@ -111,9 +111,9 @@ def test_bad_arguments_are_refused() -> None:
         search(costs, 2, ranks=3)
     with pytest.raises(ScheduleError, match="microbatches must be an integer >= 1, got 0"):
         search(costs, 0)
-    with pytest.raises(ScheduleError, match="expected times and memory of each stage, got 1"):
+    with pytest.raises(ScheduleError, match="of memory for each stage; got 1"):
         Costs([(1.0, 1.0, 1.0)], [])
-    with pytest.raises(ScheduleError, match="expected the wiring of 2 stages, got that of 3"):
+    with pytest.raises(ScheduleError, match="has times of 2 stages, but its wiring has 3"):
         replace(costs, wiring=chain_of((1, 1)))
     with pytest.raises(ScheduleError, match=r"with a wiring cannot be cut further"):
         replace(costs, wiring=chain_of((1,))).in_chunks(2)

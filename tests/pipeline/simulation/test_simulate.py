@@ -78,7 +78,7 @@ def test_a_message_to_each_stage_that_takes_of_a_result() -> None:
 
 
 def test_a_wiring_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"'table' has 3 stages, but the wiring that of 2"):
+    with pytest.raises(ScheduleError, match=r"'table' has 3 stages, but the wiring has 2"):
         simulate(FUSED_CHAIN, UNIT, wiring=chain_of((1,)))
 
 

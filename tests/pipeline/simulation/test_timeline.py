@@ -81,7 +81,5 @@ def test_impossible_sizes_are_refused(value: float) -> None:
 
 def test_a_size_for_each_stage() -> None:
     schedule = build("1f1b", 2, 2)
-    with pytest.raises(
-        ScheduleError, match="expected the memory of each of 2 stages, got that of 1"
-    ):
+    with pytest.raises(ScheduleError, match="expected one StageMemory for each of 2 stages, got 1"):
         peak_memory(schedule, [StageMemory(1.0, 1.0)])

@@ -114,7 +114,7 @@ def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
     [
         ("0F0,0X0", "expected an action such as '0F1'"),
         ("", "'file' has no F, I, W or B"),
-        ("0F0,2F0", "has stages up to 2, but never runs 1\n"),
+        ("0F0,2F0", "has stages up to 2, but no action of stage 1:"),
         ("0F0,0I0", "stage 0 never runs 0W0"),
     ],
 )
@@ -132,7 +132,7 @@ def test_files_that_are_no_schedule(text: str, message: str, tmp_path: Path) -> 
             b"1000000000000F0",
             "numbers of at most 9 digits without leading zeros, got '1000000000000F0'",
         ),
-        (b"0F0,0B0,999999999F0", "has stages up to 999999999, but never runs 1\n"),
+        (b"0F0,0B0,999999999F0", "has stages up to 999999999, but no action of stage 1:"),
         (b"9" * 100_000, "expected an action such as '0F1'"),
         (b"\xff\xfe\x00", "not UTF-8 text .invalid start byte at byte 0."),
         (b"0F0,\x000B0", "expected an action such as|is no CSV file: line contains NUL"),
