@@ -110,6 +110,7 @@ def test_dump(tmp_path: pathlib.Path) -> None:
         "backward_weight.py",
         "boundary.md",
         "forward.py",
+        "graphs.svg",
         "joint.py",
     ]
     text = (tmp_path / "part1" / "backward_weight.py").read_text()

@@ -376,7 +376,11 @@ def test_training_without_gradients_is_refused() -> None:
         ({"schedule": "1f2b", "ranks": 1}, PipelineError, "known: naive, gpipe, 1f1b"),
         ({"weights": "later", "ranks": 1}, ScheduleError, "2bp, fill"),
         ({"microbatches": 0, "ranks": 1}, ScheduleError, "0"),
-        ({"autocast": torch.float16}, PipelineError, "None or torch.bfloat16; got torch.float16"),
+        (
+            {"autocast": torch.float64},
+            PipelineError,
+            "torch.bfloat16 or torch.float16; got torch.float64",
+        ),
         (
             {"schedule": "auto", "split_backward": False, "ranks": 1},
             PipelineError,
