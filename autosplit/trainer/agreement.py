@@ -282,10 +282,11 @@ class StepReduction:
         if not nonfinite or not self._raises:
             return
         stages = [f"stage {stage} (rank {rank})" for stage, rank in nonfinite]
+        averaged = ", after averaging over replicas" if len(self._layout.pipelines) > 1 else ""
         raise PipelineError(
-            f"gradients are not finite in {few(stages, 4)}{self._causes(numbers)}. No optimizer "
-            "has used them. RunOptions(nonfinite='skip') drops the gradients of such a step and "
-            "continues with the next; 'ignore' lets optimizers use them"
+            f"gradients are not finite in {few(stages, 4)}{averaged}{self._causes(numbers)}. No "
+            "optimizer has used them. RunOptions(nonfinite='skip') drops the gradients of such a "
+            "step and continues with the next; 'ignore' lets optimizers use them"
         )
 
     def _causes(self, numbers: Tensor) -> str:
