@@ -36,10 +36,9 @@ _TITLES = {
 
 def graph_tables(functions: SplitFunctions, title: str) -> str:
     """Tables of the graphs and of the boundary between I and W."""
-    graphs = functions.graphs
-    parts = [
-        f"{title}: {', '.join(functions.capture.inputs)} -> {', '.join(functions.capture.outputs)}"
-    ]
+    graphs, capture = functions.graphs, functions.capture
+    results = [*capture.outputs, *(value.name for value in capture.values)]
+    parts = [f"{title}: {', '.join(capture.inputs)} -> {', '.join(results)}"]
     parts += [graph_table(functions), *sizes_text(functions)]
     if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
         parts.append("Captured without gradients: there is no backward and nothing is saved.")

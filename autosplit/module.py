@@ -156,6 +156,7 @@ class SplitModule(ModuleProxy):
             require_graph=require_graph,
             traced=attributes["_queue"].hide_lazy_gradients,
             sharding=sharded,
+            values="any",
         )
         attributes["_anchor"] = WeightAnchor(attributes["_queue"], sharded)
 
@@ -251,6 +252,8 @@ class SplitModule(ModuleProxy):
         capture = functions.capture
         for name in reversed(functions.updated_inputs):
             leaves[capture.inputs.index(name)].copy_(outputs.pop())
+        for value in reversed(capture.values):
+            value.set(self.unsplit, outputs.pop())
         return tree_unflatten(outputs, capture.output_spec)
 
     @untraced

@@ -306,7 +306,10 @@ class Stage:
         else:
             state = MicrobatchState(functions, result.saved, module_state, storages)
             self._saved.add_state(microbatch, state)
-        return result.outputs[: len(self._outputs)]
+        count = len(self._outputs)
+        for value, tensor in zip(functions.capture.values, result.outputs[count:], strict=False):
+            value.set(self.module, tensor)
+        return result.outputs[:count]
 
     def recompute(self, microbatch: int) -> None:
         """Run F again for a microbatch that kept only its inputs, to save tensors for its backward.

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import warnings
 from collections import ChainMap
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
+from autosplit.capture.attribute_values import attribute_values, label_values, returned_values
 from autosplit.capture.backward_reads import BackwardReads, refuse_written
 from autosplit.capture.diagnosis import forward_of
 from autosplit.capture.guards import DYNAMO, ForwardScope, Guards, traced_call
@@ -52,6 +54,8 @@ def export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     regions: RegionSession | None = None,
+    *,
+    values: bool = False,
 ) -> tuple[fx.GraphModule, Guards]:
     """Export a module by Dynamo as one full graph, with guards.
 
@@ -63,9 +67,11 @@ def export(
         args: example positional inputs.
         kwargs: example keyword inputs.
         regions: session whose blocks Dynamo does not trace into.
+        values: whether the graph returns the tensors that the forward sets as attributes of its
+            modules, see ``values_of``.
 
     Raises:
-        PythonStateError: the forward changes Python state.
+        PythonStateError: the forward changes Python state, other than by such tensors.
         CaptureError: the forward reads values or draws numbers that a graph cannot contain.
     """
     # The forward may have a form without the long loop.
@@ -73,14 +79,14 @@ def export(
         for numbers in (True, False):
             reads = BackwardReads(numbers=numbers)
             try:
-                return _export(module, args, kwargs, regions, reads)
+                return _export(module, args, kwargs, regions, reads, values)
             except Exception:
                 if limit.line is not None:
                     break
                 if not reads.read_numbers:
                     raise
     with report_compiling():
-        return _export(module, args, kwargs, regions, reads)
+        return _export(module, args, kwargs, regions, reads, values)
 
 
 def _export(
@@ -89,8 +95,12 @@ def _export(
     kwargs: dict[str, Any],
     regions: RegionSession | None,
     reads: BackwardReads,
+    returns_values: bool,
 ) -> tuple[fx.GraphModule, Guards]:
     opaque = contextlib.nullcontext if regions is None else regions.opaque
+    returning: AbstractContextManager[list[tuple[str, str]]] = contextlib.nullcontext([])
+    if returns_values:
+        returning = returned_values()
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(DYNAMO):
         warnings.simplefilter("always")  # issued after the trace: as errors they would end it
         # The steps of torch's dynamo_graph_capture_for_export, which itself drops the guards.
@@ -111,6 +121,7 @@ def _export(
                 record_writes() as written,
                 opaque(),
                 reads.traced(),
+                returning as returned,
             ):
                 captured = fullgraph_capture(module, args, kwargs)
             output = captured.graph_capture_output
@@ -119,11 +130,13 @@ def _export(
             if regions is not None:
                 regions.forget_stand_ins(captured, scope)
             guards = Guards.of(module, args, kwargs, captured)
-            guards.setters = setters(module, captured, written, scope)
+            values = attribute_values(module, guards, scope, returned)
+            guards.setters = setters(module, captured, written, scope, values)
         _return_something(module, captured)
         with detach_graph_attributes(module, captured.backend_input):
             examples = hold(args), hold(kwargs)
             exported = create_fx_graph_from_captured_output(captured, module, *examples)
+        label_values(exported, values.values())
         inline_compile_regions(exported)
         return_tensors_once(exported)
         track_global_tensors(exported)

@@ -322,6 +322,10 @@ class Guards:
                 return False
         return True
 
+    def reads_constant(self, value: object) -> bool:
+        """Whether the forward reads this tensor, which is neither an input nor state."""
+        return any(value is tensor for _, tensor in self._constants)
+
     def constant_path(self, constant: Tensor) -> str | None:
         """Path by which the forward reads a constant; None for a constant that tracing made."""
         for code, tensor in self._constants:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autosplit.capture.attribute_values import AttributeValue, values_of
 from autosplit.capture.diagnosis import forward_of, user_errors
 from autosplit.capture.export import export
 from autosplit.capture.guards import Guards, unobserved
@@ -57,7 +58,8 @@ class TracedJoint:
 
     Attributes:
         graph: the joint graph; only a forward if nothing needs a gradient.
-        names: path of every leaf of the result.
+        names: path of every leaf of the result, then names of the values that the forward sets as
+            attributes.
         spec: structure of the result.
         shardings: descriptor of an input or output that is a DTensor outside of the graph -> its
             sharding.
@@ -96,7 +98,8 @@ def trace_joint(
         with tracing(context):
             joint = export_joint(exported, *inputs, decompositions)
     sharding_by_desc = shardings(joint, module, tree_flatten(inputs)[0])
-    return TracedJoint(joint.graph_module, results.names, joint.out_spec, sharding_by_desc)
+    spec = results.spec or joint.out_spec
+    return TracedJoint(joint.graph_module, results.names, spec, sharding_by_desc)
 
 
 def export_joint(
@@ -204,14 +207,17 @@ class _Results:
     traced as well: it makes views of parameters that the module returns (``self.weight.mT``).
 
     Attributes:
-        names: path of every leaf of the result; set by the trace.
+        names: path of every leaf of the result, then names of attribute values; set by the trace.
+        spec: structure of the result; None if the graph returns nothing else.
         copied: positions of leaves to return as copies.
     """
 
     def __init__(self, exported: Any) -> None:
         codegen = exported.graph._codegen  # AOTAutograd interprets the graph and calls this codegen
         self._original = codegen.dynamo_bytecode_unflatten  # the original runs untraced
+        self._values = values_of(exported)
         self.names: tuple[str, ...] = ()
+        self.spec: TreeSpec | None = None
         self.copied: set[int] = set()
         codegen.dynamo_bytecode_unflatten = self
 
@@ -221,12 +227,22 @@ class _Results:
         put_together = original.out.forward_callable(
             compiled_fn=lambda *_: leaves, extra_globals=original.f_globals
         )
-        tree = hold(put_together(*args, **kwargs))
-        self.names = tuple(name for name, _ in flatten_named("output", tree))
+        result = put_together(*args, **kwargs)
+        tensors: list[Any] = []
+        if self._values:
+            result, *tensors = result
+        tree = hold(result)
+        names = [name for name, _ in flatten_named("output", tree)]
+        self.names = (*names, *(value.name for value in self._values))
         values, spec = tree_flatten(tree)
+        values += tensors
         for index in self.copied:
             values[index] = values[index].clone()
-        return hold(tree_unflatten(values, spec))
+        result = hold(tree_unflatten(values[: len(names)], spec))
+        if not self._values:
+            return result
+        self.spec = spec
+        return (result, *values[len(names) :])
 
 
 _ATTEMPTS = 4  # captures around blocks, each without the blocks refused so far
@@ -245,6 +261,8 @@ class Capture:
         shardings: role of an input or output that is a DTensor outside of the graph -> its
             sharding.
         sizes: positions in the inputs of the graph's symbolic sizes; None if all sizes are fixed.
+        values: tensors that the forward sets as attributes of its modules; the graph returns them
+            after the result.
     """
 
     joint: fx.GraphModule
@@ -254,6 +272,7 @@ class Capture:
     guards: Guards
     shardings: Mapping[Role, Sharding] = dataclasses.field(default_factory=dict)
     sizes: InputSizes | None = None
+    values: tuple[AttributeValue, ...] = ()
 
 
 def capture(
@@ -263,6 +282,7 @@ def capture(
     decompositions: Decompositions = None,
     *,
     split: SplitBlock | None = None,
+    values: bool = False,
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
@@ -279,16 +299,18 @@ def capture(
         decompositions: operators to trace through, if the backend needs them decomposed.
         split: captures and splits a block. With it, repeated blocks of the module are captured once
             for each kind, and the joint graph calls them.
+        values: whether the forward may set tensors as attributes of its modules, which the graph
+            returns. Blocks are then not captured once for each kind.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
     with user_errors(module), same_tensors(module), unobserved():
-        if split is not None and captures_blocks():
+        if split is not None and not values and captures_blocks():
             captured = _around_regions(module, args, kwargs, decompositions, split)
             if captured is not None:
                 return captured
-        exported, guards = export(module, args, kwargs)
+        exported, guards = export(module, args, kwargs, values=values)
         _prepare(module, exported)
         return _traced(module, exported, guards, (args, kwargs), decompositions)
 
@@ -361,8 +383,10 @@ def _traced(
     }
     joint = with_roles(traced.graph, roles)
     sizes = open_sizes or None  # tracing may specialise all open sizes
+    values = values_of(exported)
+    outputs = traced.names[: len(traced.names) - len(values)]
     spec = traced.spec
-    return Capture(joint, inputs, traced.names, spec, guards, sharding_by_role, sizes)
+    return Capture(joint, inputs, outputs, spec, guards, sharding_by_role, sizes, values)
 
 
 @contextlib.contextmanager

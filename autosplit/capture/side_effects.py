@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from traceback import FrameSummary
 from typing import Any, NamedTuple
 
@@ -115,7 +115,11 @@ def _left(effects: Any, variable: Any) -> dict[Any, Any] | None:
 
 
 def setters(
-    module: nn.Module, captured: CaptureOutput, written: list[Written], scope: dict[str, Any]
+    module: nn.Module,
+    captured: CaptureOutput,
+    written: list[Written],
+    scope: dict[str, Any],
+    returned: Collection[tuple[str, str]] = (),
 ) -> list[Setter]:
     """Find the writes of a forward that set values which are already there, and refuse others.
 
@@ -124,6 +128,7 @@ def setters(
         captured: Dynamo's output for it.
         written: objects that existed before the call and are written to.
         scope: variables of the forward.
+        returned: object and attribute of the tensors that the graph returns.
 
     Raises:
         PythonStateError: a call changes Python state.
@@ -150,7 +155,7 @@ def setters(
         for key, value in left.items():
             place = f"{source}[{key!r}]" if isinstance(target, dict) else f"{source}.{key}"
             name, current = _name_of(value, traced), _current_value(target, key)
-            if name == place:
+            if name == place or (source, key) in returned:
                 continue
             if _same(_value_of(value, name, scope), current):
                 unchanged.append(Setter(target, key, current))

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from autosplit.errors import (
     PythonStateError,
     SplitError,
 )
-from autosplit.passes import PassError, SplitGraphs, run
+from autosplit.passes import Kind, PassError, SplitGraphs, run
+from autosplit.passes.graph import inputs
 from autosplit.passes.lowering.codegen import generate
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
@@ -56,6 +57,8 @@ DUMP_VARIABLE = "AUTOSPLIT_DUMP"
 Dimensions: TypeAlias = "dict[int, frozenset[int]]"
 """Position of an input leaf -> its dimensions whose sizes are left open."""
 
+Values: TypeAlias = Literal["none", "constant", "any"]
+
 _KINDS = {Tensor, nn.Parameter}
 
 
@@ -66,9 +69,11 @@ def trace(
     options: SplitOptions,
     *,
     called: bool = False,
+    has_run: bool = False,
     require_graph: bool = True,
     regions: bool = False,
     gathering: Gathering | None = None,
+    values: Values = "none",
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these.
 
@@ -86,11 +91,14 @@ def trace(
         kwargs: example keyword inputs.
         options: how it is split.
         called: whether the caller runs the module on these inputs next.
+        has_run: whether the module ran on such inputs before, after a FirstCallError.
         require_graph: whether the module may not run without a graph, so that a first call may be
             made to get one.
         regions: whether repeated blocks are captured once for each kind and called by the graphs.
             Ignored if the memory setting computes some weight gradients in I.
         gathering: gathers the parameters that graphs read, if ``fully_shard`` has sharded them.
+        values: which tensors the forward may set as attributes of its modules in every call:
+            ``"constant"``, those that need no gradient.
 
     Raises:
         CaptureError: the module cannot be captured.
@@ -111,12 +119,13 @@ def trace(
         # Which weight gradients I computes early depends on all blocks together.
         if regions and not options.memory_policy.allows_early_weight_grads:
             split = partial(_split_block, compiler, options, dump)
-        traced = _capture(module, args, kwargs, compiler, split, called, require_graph)
+        options_of_call = (called, require_graph and not has_run, values)
+        traced = _capture(module, args, kwargs, compiler, split, *options_of_call)
         try:
             functions_class = DTensorFunctions if traced.shardings else SplitFunctions
-            make = checked(
-                functions_class, partial(plain_call, module, tree_flatten((args, kwargs))[1])
-            )
+            spec = tree_flatten((args, kwargs))[1]
+            plain = partial(plain_call, module, spec, traced.values)
+            make = checked(functions_class, plain)
             graphs = split_capture(traced, compiler, options, dump)
             functions = make(traced, graphs, compiler, Accumulation.named(options.accumulation))
         except PassError as error:
@@ -171,9 +180,11 @@ def _capture(
     backend: Backend,
     split: Callable[..., tuple[Capture, SplitGraphs]] | None,
     called: bool,
-    require_graph: bool,
+    warms_up: bool,
+    values: Values,
 ) -> Capture:
-    """Capture a module, after its first call if that has side effects.
+    """Capture a module, after its first call if that has side effects. Only if later calls have
+    them, too, are tensors that the forward sets as attributes outputs of the graph.
 
     Raises:
         CaptureError: the module cannot be captured.
@@ -196,10 +207,21 @@ def _capture(
         if called:
             refuse_own_generators(module)  # the second call would draw from them, too
             raise FirstCallError(str(error)) from error
-        if not require_graph:
+        refused = error
+        if values == "none" and not warms_up:
             raise
-    warm_up(module, args, kwargs)
-    return capture(module, args, kwargs, **options)
+    if warms_up:
+        warm_up(module, args, kwargs)
+        try:
+            return capture(module, args, kwargs, **options)
+        except PythonStateError:
+            if values == "none":
+                raise
+    traced = capture(module, args, kwargs, **options, values=True)
+    trained = {role.name for role in inputs(traced.joint.graph, Kind.TANGENT)}
+    if values == "constant" and any(value.name in trained for value in traced.values):
+        raise refused
+    return traced
 
 
 def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -50,6 +50,9 @@ from autosplit.torch_internals.state import allows_other_memory
 from .functions import ForwardResult, SplitFunctions
 from .residuals import Residuals, State, is_plain
 
+if TYPE_CHECKING:
+    from autosplit.capture.attribute_values import AttributeValue
+
 CHECK_VARIABLE = "AUTOSPLIT_CHECK"
 
 Plain = Callable[[State, Sequence[Any]], Sequence[Any]]
@@ -74,13 +77,18 @@ def checked(kind: type[F], plain: Plain) -> Callable[..., F]:
 
 
 def plain_call(
-    module: nn.Module, spec: TreeSpec, state: State, leaves: Sequence[Any]
+    module: nn.Module,
+    spec: TreeSpec,
+    values: Sequence[AttributeValue],
+    state: State,
+    leaves: Sequence[Any],
 ) -> Sequence[Any]:
-    """``Plain`` of a module that takes arguments of this structure."""
+    """``Plain`` of a module that takes arguments of this structure, and sets these values."""
     from autosplit.capture.joint_graph import same_tensors  # imports Dynamo
 
     with same_tensors(module):  # functional_call leaves its own in a module of two names
-        return tree_flatten(functional_call(module, {**state}, *tree_unflatten(leaves, spec)))[0]
+        result = functional_call(module, {**state}, *tree_unflatten(leaves, spec))
+        return [*tree_flatten(result)[0], *(value.get(module) for value in values)]
 
 
 class HookCount:

@@ -31,7 +31,7 @@ from autosplit.errors import (
     RecursiveCallError,
     SplitError,
 )
-from autosplit.runtime.build import Dimensions, trace, without_history
+from autosplit.runtime.build import Dimensions, Values, trace, without_history
 from autosplit.runtime.call_cache import MAX_CALLS, CallCache
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.open_sizes import OpenSizes
@@ -173,6 +173,7 @@ class Specializations:
         sharding: presents a sharded model as a plain one to captures and guards, and gathers its
             parameters for graphs; None for a model that is not sharded.
         warned: whether to suppress the warning that most weight gradients cannot be deferred.
+        values: which tensors of ``Capture.values`` the caller sets on the modules, see ``trace``.
 
     Attributes:
         sharding: the argument.
@@ -191,6 +192,7 @@ class Specializations:
         computed: bool = False,
         sharding: ShardedModule | None = None,
         warned: bool = False,
+        values: Values = "none",
     ) -> None:
         self._model, self._split, self._computed = model, split, computed
         self._limit, self._require_graph, self._traced = limit, require_graph, traced
@@ -198,7 +200,7 @@ class Specializations:
         # Signature -> captured functions, newest first, each with its form for those sizes.
         self._by_signature: dict[CallSignature, list[tuple[SplitFunctions, SplitFunctions]]] = {}
         self._captured: dict[SplitFunctions, CallSignature] = {}  # least recently used first
-        self._sizes = OpenSizes(split)
+        self._sizes, self._values = OpenSizes(split), values
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
         self._busy = self._full = False
@@ -358,8 +360,10 @@ class Specializations:
             # The caller runs the first call of a kind without a graph; the second is captured.
             options: dict[str, Any] = {
                 "called": called and call.signature not in self._first,
+                "has_run": called and call.signature in self._first,
                 "require_graph": self._require_graph or not called,
                 "regions": True,
+                "values": self._values,
                 "gathering": self.sharding and self.sharding.gathering,
             }
             name, count = type(named_module(self._model)).__name__, len(self._captured)

@@ -93,7 +93,9 @@ class StageSpecializations(Specializations):
         options: SplitOptions,
         sharding: ShardedModule | None = None,
     ) -> None:
-        super().__init__(module, options, computed=True, sharding=sharding, warned=True)
+        super().__init__(
+            module, options, computed=True, sharding=sharding, warned=True, values="constant"
+        )
         self._name = name
         self._leaves, spec = tree_flatten(tuple(args))
         self._spec = None if all(isinstance(arg, Tensor) for arg in args) else spec

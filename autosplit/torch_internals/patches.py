@@ -48,6 +48,11 @@ _LAUNCH = "autosplit/ranks/launch.py"
 STATE = (
     # Attributes of torch, replaced by ``patched`` while a graph is traced.
     GlobalState(
+        "InstructionTranslator._return",
+        "autosplit/capture/attribute_values.py",
+        "lets a traced forward return the tensors that it sets as attributes, too",
+    ),
+    GlobalState(
         "AutogradFunctionApplyVariable.trace_backward_graph",
         _READS,
         "knows whether a custom function's backward is being traced",
