@@ -119,8 +119,9 @@ def trace(
         # Which weight gradients I computes early depends on all blocks together.
         if regions and not options.memory_policy.allows_early_weight_grads:
             split = partial(_split_block, compiler, options, dump)
-        options_of_call = (called, require_graph and not has_run, values)
-        traced = _capture(module, args, kwargs, compiler, split, *options_of_call)
+        # Sharded parameters may have no memory now; then the run before must suffice.
+        warms_up = require_graph and (gathering is None or not has_run)
+        traced = _capture(module, args, kwargs, compiler, split, called, warms_up, values)
         try:
             functions_class = DTensorFunctions if traced.shardings else SplitFunctions
             spec = tree_flatten((args, kwargs))[1]
