@@ -31,7 +31,8 @@ from .pending import PendingQueue, PendingWork
 def weights_for_late_hooks(
     queue: PendingQueue, work: PendingWork, sentinel_parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Run W at once, after all pending work, because hooks came between forward and backward.
+    """Run W at once, after all pending work, because hooks were registered between forward and
+    backward.
 
     The engine calls the hooks of ``sentinel_parameters`` now, unless these wait for other
     parameters too. All other hooks are called at the end of the backward, with the sum of the

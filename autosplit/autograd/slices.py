@@ -72,8 +72,9 @@ class BackwardSlices:
         self._gradients: dict[Role, Tensor] = {}
 
     def weights(self, at: int) -> list[Tensor | None]:
-        """Run one slice, and return the gradients of its parameters. A graph without some of the
-        outputs' gradients may complete them in another order, and then runs more slices at once.
+        """Run one slice, and return the gradients of its parameters. A graph for a backward in
+        which some outputs have no gradient may complete parameters in another order, and then runs
+        more slices at once.
         """
         roles = [Role(Kind.PARAMETER_GRAD, name) for name in self._names[at]]
         self._run_until(roles)

@@ -95,7 +95,9 @@ _MUTATING: Any = torch.ops.higher_order.auto_functionalized_v2
 
 
 def forward_value(value: Any, backward: Collection[fx.Node]) -> Any:
-    """The value that the forward leaves in a tensor that both halves write; None if unknown."""
+    """The value that the forward leaves in a tensor that both forward and backward write, found
+    from the backward's ``value``; None if unknown.
+    """
     node = value
     while isinstance(node, fx.Node) and node in backward:
         node = node.args[0] if node.args else None

@@ -270,7 +270,7 @@ def capture_graph(
         traced.fake_mode.shape_env, dict(enumerate(value for _, value in graph_inputs))
     )
     if sizes and sharding_by_desc:
-        raise CaptureError("DTensor inputs do not support dynamic shapes")
+        raise CaptureError("DTensor inputs do not support dynamic shapes: pass batches of one size")
     runtime = RuntimeWrapper(_idle(graph, descs, meta), differs, disable_amp=False)
     state = [tensor for _, tensor in module.named_parameters(remove_duplicate=False)]
     state += [tensor for _, tensor in module.named_buffers(remove_duplicate=False)]  # type: ignore[misc]

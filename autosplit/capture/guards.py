@@ -42,7 +42,7 @@ _TRACKERS = {ModuleTracker._fw_pre_hook, ModuleTracker._fw_post_hook}
 
 
 def _tracked() -> bool:
-    """Whether a module tracker is active."""
+    """Whether a hook of torch's ``ModuleTracker`` is registered for all modules."""
     return any(_is_tracker(hook) for hooks in _HOOKS for hook in hooks.values())
 
 

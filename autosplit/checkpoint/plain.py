@@ -33,7 +33,7 @@ def load_plain(content: bytes | Path, subject: object, *, mmap: bool = False) ->
 
 
 def plain(value: Any) -> Any:
-    """The value with Python's numbers in place of those of numpy and others."""
+    """The value with Python's numbers in place of numbers of numpy and other libraries."""
     if value is None or isinstance(value, bool | str | bytes | Tensor):
         return value
     if isinstance(value, Integral):

@@ -177,7 +177,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if (path / METADATA).exists():
             return _distributed(path)
         if not path.exists():
-            raise CheckpointError(f"there is no checkpoint at {path}")
+            raise CheckpointError(f"there is no checkpoint at {path}: check the path")
         tensors = _of_folder(path) if path.is_dir() else _of_file(path)
         entries: dict[str, Any] = {
             name: BytesStorageMetadata()
@@ -382,7 +382,9 @@ def _check_places(metadata: Metadata) -> None:
             info = metadata.storage_data[index]
             if info.transform_descriptors:
                 raise CheckpointError(
-                    "the checkpoint was written with stream extensions, which are not supported"
+                    "the checkpoint was written with stream extensions, which are not supported: "
+                    "save "
+                    "it without them"
                 )
             if _leads_out(info.relative_path):
                 raise CheckpointError(

@@ -224,7 +224,9 @@ class PartialModel:
 
     @property
     def deferred_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients W computes: inputs of graphs in that call."""
+        """The parameters whose gradients W computes: the trained inputs of graphs in the latest
+        forward.
+        """
         seen = self._seen
         return [] if seen is None or seen.fused_backward else [*seen.deferred]
 

@@ -155,7 +155,7 @@ class Deferral:
             owner.discard_all()
 
     def _owners(self) -> list[PendingOnParameters]:
-        """Owners of pending work for the parameters."""
+        """The queues with pending work for these parameters."""
         slots = [GradientSlot.of(parameter) for parameter in self._parameters]
         queues = dict.fromkeys(slot.queue for slot in slots if slot)
         owners = [queue for queue in queues if isinstance(queue, PendingOnParameters)]

@@ -144,7 +144,7 @@ class RankLayout:
 
     @property
     def experts(self) -> bool:
-        """Whether ranks may have experts of their own."""
+        """Whether ranks may have different experts."""
         return self.inner == EXPERT
 
     @property

@@ -116,7 +116,9 @@ class RowAgreement:
             raise
 
     def _inputs(self, stage: SplitPipelineStage, microbatches: int) -> Any:
-        """The inputs of a stage per microbatch, and their structure as one argument."""
+        """The inputs of a stage for each microbatch, and their structure if they are one argument,
+        else None.
+        """
         if stage.is_first or self._is_missing(stage, stage.stage_index - 1):
             return [() if stage.is_first else stage.example_inputs()] * microbatches, None
         return self._receive(stage.stage_index - 1, "outputs")
@@ -141,7 +143,7 @@ class RowAgreement:
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Any, TreeSpec | None]:
-        """Trace a stage for the first microbatch and for each of other shapes.
+        """Trace a stage for the first microbatch, and again for each microbatch of other shapes.
 
         Returns:
             The outputs per microbatch, and their structure, for the next stage.

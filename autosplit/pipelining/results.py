@@ -102,7 +102,7 @@ class Results:
             )
 
     def inputs_given(self, flags: Sequence[bool] | None) -> list[bool]:
-        """For each of the graph's inputs, whether it gets a gradient.
+        """For each input of the graph, whether it gets a gradient.
 
         Args:
             flags: for each output tensor, whether it gets a gradient; None: all do.

@@ -201,7 +201,9 @@ def _graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
 
 
 def kinds(whole: WholeModel) -> list[list[int]]:
-    """The blocks that cost the same; the first is by itself, as it has no input gradient."""
+    """Groups of blocks that cost the same, each a list of block numbers. The first block has no
+    input gradient, and so a group of its own.
+    """
     groups: dict[Hashable, list[int]] = {}
     for index, block in enumerate(whole.blocks):
         groups.setdefault((block.signature, index == 0), []).append(index)

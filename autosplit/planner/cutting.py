@@ -106,7 +106,7 @@ def _likeness(one: str, other: str) -> int:
 
 
 def _placed(aliases: list[str], readers: Mapping[int, set[str]]) -> dict[int, list[str]]:
-    """Stage -> the names that a parameter or buffer has there."""
+    """Map each stage to the names that a parameter or buffer has there."""
     by_stage = {
         stage: [a for a in aliases if a.rpartition(".")[0] in modules] or aliases[:1]
         for stage, modules in readers.items()

@@ -195,7 +195,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _forbidden(line: OperationSequence) -> dict[int, str]:
-    """Cuts that would divide operations of one stage, with the reasons."""
+    """Positions at which a cut would divide operations that must be in one stage, each with the
+    reason.
+    """
     reasons: dict[int, str] = {}
     for first, last, why in (*_unsendable(line), *_settings_changed(line), *_writes(line)):
         for cut in range(first + 1, last + 1):
@@ -208,7 +210,9 @@ _Together = Iterator[tuple[int, int, str]]
 
 
 def _unsendable(line: OperationSequence) -> _Together:
-    """Results that cannot be sent, with their readers."""
+    """Yield, for each result that cannot be sent, the operations from the one that computes it to
+    its last reader.
+    """
     for index, node in enumerate(line.body):
         value = line.value(node)
         last = min(line.last_use[node], len(line.body) - 1)

@@ -147,7 +147,9 @@ def _order(source: Source) -> tuple[int, int]:
 
 
 def _input(graph: fx.Graph, name: str, line: OperationSequence, node: fx.Node | None) -> fx.Node:
-    """A placeholder, permuted to the order of dimensions in the model; see ``line.layout``."""
+    """A placeholder for the value of a node, in the order of dimensions that the value has in the
+    model (see ``line.layout``).
+    """
     placeholder = graph.placeholder(name)
     order = line.layout(node) if node is not None and node in line.position else None
     inverse = None if order is None else sorted(range(len(order)), key=order.__getitem__)
@@ -266,7 +268,9 @@ class StageModule(nn.Module):
             raise program
         if len(inputs) != len(program.shapes):
             raise PlanError(
-                f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}"
+                f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}: pass "
+                "what "
+                "the stages before it return"
             )
         for position, (tensor, shape) in enumerate(zip(inputs, program.shapes, strict=True)):
             if tensor is not None and shape is not None and tuple(tensor.shape) != shape:

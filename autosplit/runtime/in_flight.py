@@ -400,7 +400,8 @@ class OffloadableStorages:
         if phase is None:
             raise SplitError(
                 f"{self._owner}: microbatch {microbatch} holds nothing that could be moved: it is "
-                "neither between F and its backward nor between I and W"
+                "neither between F and its backward nor between I and W. Call held() after "
+                "forward() or backward_input()"
             )
         return phase.get(microbatch), [
             state for phase in phases for state in phase.all_except(microbatch)

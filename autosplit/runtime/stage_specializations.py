@@ -216,7 +216,10 @@ class StageSpecializations(Specializations):
         """
         first = self._example_layout
         if len(inputs) != len(first.specs):
-            raise SplitError(f"{self._name} takes {len(first.specs)} inputs, got {len(inputs)}")
+            raise SplitError(
+                f"{self._name} takes {len(first.specs)} inputs, as in its examples; got "
+                f"{len(inputs)}"
+            )
         for position, (tensor, spec) in enumerate(zip(inputs, first.specs, strict=True)):
             if (tensor.dim(), tensor.dtype, tensor.device) != (
                 len(spec.shape),

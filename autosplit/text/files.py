@@ -100,7 +100,9 @@ def check_folder(path: str | os.PathLike[str]) -> None:
             folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
         )
         if not existing.is_dir():
-            raise OutputError(f"cannot write into a folder {path}: {existing} is a file")
+            raise OutputError(
+                f"cannot write into a folder {path}, because {existing} is a file: name another"
+            )
         _check_place(existing)
 
 

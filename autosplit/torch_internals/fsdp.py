@@ -66,7 +66,7 @@ class Root:
 
     @property
     def is_inner(self) -> bool:
-        """Whether it has run as a submodule of another module of ``fully_shard``."""
+        """Whether this root has run as a submodule of another module of ``fully_shard``."""
         return self._state._is_root is False
 
     def make_ready(self) -> None:

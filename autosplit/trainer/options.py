@@ -458,7 +458,8 @@ def store_for(
         return open_offload_target(device, folder)
     if folder is not None:
         raise PipelineError(
-            f"store={str(folder)!r} has no effect: schedule {schedule.name!r} offloads nothing"
+            f"store={str(folder)!r} has no effect: schedule {schedule.name!r} offloads nothing. "
+            "Omit store="
         )
     return None
 

@@ -91,7 +91,7 @@ class StageSource:
         """
         stages = _stages_of(model, count)
         if count not in (None, stages.count):
-            raise PipelineError(f"got {stages.count} stages, but stages={count}")
+            raise PipelineError(f"got {stages.count} stages, but stages={count}: leave stages out")
         if stages.count < 1:
             raise PipelineError(f"a pipeline needs at least one stage; got {stages.count}")
         return stages

@@ -200,7 +200,7 @@ class StepReports(RankSession):
                 progress.advance(self._note)
 
     def _note(self) -> str:
-        """Return the loss and the rate of the last step, if they are known, in a few words."""
+        """Return the loss and the rate of the last step in words, as far as they are known."""
         if self._figures.means is None:
             return ""
         metrics = self._local_metrics(None)

@@ -40,7 +40,9 @@ def refuse_whole_model_options(model: Model, **options: object) -> None:
     for name, value in options.items():
         if value is not None:
             kind = "a model that is already cut" if isinstance(model, Partitioned) else "stages"
-            raise PipelineError(f"{name} has no effect with {kind}: it is for a whole nn.Module")
+            raise PipelineError(
+                f"{name} has no effect with {kind}: it is for a whole nn.Module. Leave it out"
+            )
 
 
 def cut_whole_model(

@@ -286,7 +286,7 @@ def test_refusals() -> None:
         strange[0][2] = float("nan")  # of microbatch 1
     tied = [((0, "2.scale"), (1, "2.scale"))]
     no_mesh = "and PipelineTrainer has no mesh with 'dp_shard': pass mesh=init_device"
-    whole, along = nn.Linear(6, 6), "along the trainer's mesh these are ["
+    whole, along = nn.Linear(6, 6), "along the trainer's mesh these ranks are ["
     assert_refused(
         [
             ("the mesh has 'dp_shard', and parameter '0.0.weight' of stage", built(uneven)),

@@ -151,7 +151,7 @@ def test_refusals() -> None:
     some = mesh if dist.get_rank() % 2 else None
     assert_refused(
         [
-            ("along the trainer's mesh these are [", lambda: of_words(mesh, 1, elsewhere)),
+            ("along the trainer's mesh these ranks are [", lambda: of_words(mesh, 1, elsewhere)),
             ("torch does not reshard to fewer ranks", lambda: of_words(line, 1, fewer)),
             (
                 "the same trainer, but the layout of pipelines in the mesh is",

@@ -61,7 +61,7 @@ def test_segments_run_by_themselves() -> None:
     (result,) = module(*inputs)
     assert result.shape == (2, 8, 32)
     assert {name.partition(".layers.")[0] for name, _ in module.named_parameters()} == {"model"}
-    with pytest.raises(PlanError, match="blocks first < last of 0 to 6, got 3 to 3"):
+    with pytest.raises(PlanError, match="first < last <= 6; got first=3 and last=3"):
         whole.segment(3, 3)
 
 

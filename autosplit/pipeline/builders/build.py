@@ -259,7 +259,7 @@ class ScheduleRequest:
         if isinstance(schedule, Schedule) and self.ranks not in (None, len(schedule.ranks)):
             raise ScheduleError(
                 f"the schedule {schedule.name!r} has {len(schedule.ranks)} ranks, "
-                f"but ranks={self.ranks}"
+                f"but ranks={self.ranks}: leave ranks out"
             )
 
     @property

@@ -78,7 +78,7 @@ def _block(ranks: int, distances: Distances) -> list[_Slots]:
     if best is None:
         raise ScheduleError(
             f"no block of passes with the distances {distances} repeats every {_INTERVAL} slots on "
-            f"{ranks} ranks"
+            f"{ranks} ranks: use zb_v, v_half or v_min"
         )
     return best[1]
 

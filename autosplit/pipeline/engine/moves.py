@@ -332,8 +332,8 @@ class Moves:
         return lambda: self._submit(place, work)
 
     def _tensors_of_other_stages(self, move: ActivationMove) -> Iterator[Tensor]:
-        """Tensors of the microbatch that other stages of the rank hold: their inputs are
-        outputs.
+        """Tensors of the microbatch that other stages of this rank hold as inputs, because they may
+        be outputs of the stage that moves.
         """
         for index, stage in self._stages.items():
             if index != move.stage and hasattr(stage, "held"):

@@ -278,7 +278,7 @@ class PartialStage:
         if microbatch not in microbatches:
             raise SplitError(
                 f"stage {self.index}: microbatch {microbatch} has not run {call}, or its result "
-                "was used already"
+                f"was used already: call {call}() for it first"
             )
         return microbatches.pop(microbatch)
 

@@ -48,7 +48,8 @@ class KernelWorkspace:
         return can_count(self._device)
 
     def of_graph(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        """Workspace bytes of a graph's operators; those without workspace are left out.
+        """Workspace bytes of a graph's operators, by operator; operators without workspace are left
+        out.
 
         Operators that cannot be run alone are left out as well: collectives, custom operators, and
         operators that refuse made-up values.
@@ -162,9 +163,7 @@ class CallMemory:
         return generator_state(self._device).nbytes if self._device.type == "cpu" else 0
 
     def converted_sums(self, stage: Stage, call: str) -> dict[str, int]:
-        """Bytes of the sums into which a call's gradients are converted, by parameter; those of
-        the sums' own dtype are left out.
-        """
+        """Bytes of the sums whose dtype differs from that of the call's gradients, by parameter."""
         if (dtype := stage.grad_dtype) is None:
             return {}
         gradients = {

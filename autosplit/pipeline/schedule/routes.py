@@ -74,7 +74,7 @@ class Wiring:
             )
         if len(set(self.names)) != len(self.names):
             raise PipelineError(
-                f"Wiring: the names of the batch's inputs must be different; got {self.names}"
+                f"Wiring: names must be different for all inputs of the batch; got {self.names}"
             )
         for stage, sources in enumerate(self.inputs):
             for place, source in enumerate(sources):
@@ -220,7 +220,8 @@ def result_of(action: Action) -> Action:
 
 
 def needs_of(action: Action, dataflow: StageDataflow) -> tuple[Action, ...]:
-    """The results that must exist before ``action`` starts: its own stage's first.
+    """The results that must exist before ``action`` starts; the result of its own stage comes
+    first.
 
     F needs the outputs of earlier stages. I and B need their own F and the input gradients of later
     stages. W needs its own I, RECOMPUTE its own F. The needs of moves are in ``moves``.

@@ -54,7 +54,9 @@ def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sche
     """The schedule that offloads until bounds are kept, or that comes as near to that as it can."""
 
     def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
-        """Schedules in which one rank offloads just enough, one for each rule and order."""
+        """Yield schedules in which one rank offloads just enough to keep its bound, by different
+        choices of windows.
+        """
         (timeline,) = sides
         for rule, order, fraction in product(_RULES, (1, -1), (1.0, 0.75)):
             # Offload what is used last, or first; a lower bound may leave each transfer more time.

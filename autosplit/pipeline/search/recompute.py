@@ -37,7 +37,9 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
         return residency.size - costs.memory[residency.stage].dropped
 
     def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
-        """The schedule in which one rank recomputes just enough activations."""
+        """Yield the schedule in which one rank recomputes just enough activations to keep its
+        bound.
+        """
         (timeline,) = sides
         candidates = (
             OffloadWindow(r, r.first + 1, r.first + 1, r.last)

@@ -104,7 +104,7 @@ def lay_out(schedule: Schedule) -> tuple[list[dict[int, str]], list[list[int]]]:
 
 
 def _columns(width: int, marks: Mapping[Cell, str], widest: int | None) -> list[int | None]:
-    """The columns to show; None stands for columns left out."""
+    """The numbers of the grid's columns to show, from 0; None stands for columns left out."""
     if widest is None or width <= widest:
         return list(range(width))
     if not marks:
@@ -114,14 +114,14 @@ def _columns(width: int, marks: Mapping[Cell, str], widest: int | None) -> list[
 
 
 def _shown(count: int, under: Mapping[int, object], widest: int | None) -> list[int | None]:
-    """The rows to show; None stands for rows left out."""
+    """The numbers of the grid's rows to show, from 0; None stands for rows left out."""
     if widest is None or count <= widest:
         return list(range(count))
     return _with_gaps(sorted(under) or list(range(widest)), count)
 
 
 def _with_gaps(wanted: Sequence[int], count: int) -> list[int | None]:
-    """The wanted numbers below ``count``, with None in place of each gap."""
+    """The numbers ``wanted``, with None in place of each gap below ``count``."""
     shown: list[int | None] = []
     for previous, number in pairwise([-1, *wanted]):
         shown += [number] if number == previous + 1 else [None, number]

@@ -147,7 +147,7 @@ class Host:
             self.compute(str(action), *self._exchanges)
 
     def compute(self, text: str, *dimensions: str) -> None:
-        """Enqueue a computation, with collectives along these dimensions."""
+        """Enqueue a computation called ``text``, with a collective along each mesh dimension."""
         parts = [
             Part(f"{dimension} of rank {self._rank}", text, (self._rank,))
             for dimension in dimensions

@@ -162,7 +162,9 @@ def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
     pairs = ((rank, action) for rank, row in enumerate(ranks) for action in row)
     actions = [(rank, action) for rank, action in pairs if action.kind.is_compute]
     if not actions:
-        raise ScheduleError(f"{name!r} has no F, I, W or B")
+        raise ScheduleError(
+            f"{name!r} has no F, I, W or B: expected a line of actions such as 0F0 for each rank"
+        )
     homes: dict[int, int] = {}
     for rank, action in actions:
         homes.setdefault(action.stage, rank)

@@ -55,7 +55,8 @@ def validate(schedule: Schedule) -> None:
     count = sum(map(len, schedule.ranks))
     if count > LARGEST:
         raise ScheduleError(
-            f"{describe(schedule)}, {count:,} actions: more than the limit of {LARGEST:,}"
+            f"{describe(schedule)}, {count:,} actions: more than the limit of {LARGEST:,}. "
+            "Use fewer and larger microbatches"
         )
     # Lazily, because a schedule may name a billion microbatches and run none of them.
     faults = list(islice(_sizes(schedule), _MOST + 1))
