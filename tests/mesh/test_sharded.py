@@ -120,6 +120,10 @@ def test_a_step_is_that_of_one_process(
         with collectives() as counted:
             assert_step(engine, share_of(mesh), expected)
         assert engine.evaluate(share_of(mesh)).tolist() == expected[0]
+        engine.record = True
+        engine.forward_backward(share_of(mesh))
+        kinds = {span.action.kind for span in engine.timeline().spans}
+        assert {ActionKind.UNSHARD, ActionKind.REDUCE_GRAD} <= kinds
         groups = 2 * len(engine.modules)
         local = [p for module in engine.modules.values() for p in module.parameters()]
         assert len(gradients_of(engine)) == len(local)

@@ -231,14 +231,16 @@ class Executor:
                 )
             return BoundAction(action, partial(moves.start, position))
         if kind in SHARDING:
-            return BoundAction(action, self._sharding_call(action))
+            # The span of an UNSHARD is the wait for it.
+            recorded = (action,) if kind is ActionKind.REDUCE_GRAD else ()
+            return BoundAction(action, self._sharding_call(action), recorded=recorded)
         wait = None if moves is None else moves.wait_before(position)
         waits = [*([wait] if wait else []), *self.messages.posts(action)]
         if not kind.is_compute:
             return BoundAction(action, _do_nothing, waits=tuple(waits))
         if self._sharding is not None and action.stage in self._gathering:
             self._gathering.remove(action.stage)
-            waits.append(partial(self._sharding.finish_gather, action.stage))
+            waits.append(partial(self._finish_gather, action.stage))
         bound = self._bind_compute(action)
         if self._seeds is not None and not isinstance(self._stages[action.stage], Stage):
             bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
@@ -288,6 +290,15 @@ class Executor:
             sharding.start_reduction(stage)
 
         return reduce
+
+    def _finish_gather(self, stage: int) -> None:
+        """Wait for the all-gather that a stage's UNSHARD has started."""
+        sharding: Any = self._sharding
+        call = partial(sharding.finish_gather, stage)
+        if self._recorder is None:
+            call()
+        else:
+            self._recorder.run((Action(stage, ActionKind.UNSHARD, 0),), call)
 
     def _bind_compute(self, action: Action) -> BoundAction:
         """Bind the input, the work and the result of F, I, W, B or RECOMPUTE."""
