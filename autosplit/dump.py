@@ -58,7 +58,9 @@ def graph_tables(functions: SplitFunctions, title: str) -> str:
 
 
 def specialized_text(functions: SplitFunctions) -> list[str]:
-    """The sets of missing gradients for which specialised graphs exist."""
+    """Lines for a report: the sets of outputs without a gradient for which specialised graphs
+    exist.
+    """
     return [
         f"Backwards without a gradient of {few(sorted(missing), 3)} run I and W of their own, "
         "compiled at the first of them, without what only these outputs need. The tables here and "

@@ -145,7 +145,9 @@ def _arrow(
 
 
 def _nudge(span: Span) -> float:
-    """Seconds from a slice's edge to its arrow. An arrow on the edge may bind to a neighbour."""
+    """Seconds between the edge of an action's slice and an arrow of it. An arrow on the edge may
+    bind to a neighbouring slice.
+    """
     return min(1e-6, (span.end - span.start) / 2)
 
 

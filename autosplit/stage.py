@@ -532,8 +532,8 @@ class Stage:
         return state
 
     def _accumulate_sharded(self) -> None:
-        """Move gradients to the sharded parameters' own sums, if those are in the dtype of the
-        reduction.
+        """Add the sums of sharded parameters' gradients to FSDP's sums, if FSDP sums in another
+        dtype than the parameters'.
         """
         if any(group.converts_gradients for group in self.sharding.groups):
             self._weights.sums.add_to_parameters()

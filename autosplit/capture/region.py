@@ -208,7 +208,7 @@ class RegionCall:
         return f"call_{self.region.name}"
 
     def __call__(self, anchor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace the call; the block's result as fake tensors."""
+        """Trace the call of the block, and return its result as fake tensors."""
         region = self.region
         leaves, _ = tree_flatten((args, kwargs))
         leaf_by_path = dict(zip(region.capture.inputs, leaves, strict=True))

@@ -232,7 +232,9 @@ class PartialModel:
 
     @property
     def ordinary_parameters(self) -> list[nn.Parameter]:
-        """The model's other parameters: an ordinary backward computes their gradients."""
+        """The trained parameters whose gradients an ordinary backward computes: all but
+        ``deferred_parameters``.
+        """
         late = set(self.deferred_parameters)
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         return (

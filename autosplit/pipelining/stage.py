@@ -342,7 +342,9 @@ class SplitPipelineStage(RuntimeStage):
             self._end()
 
     def _publish_other_dtypes(self) -> None:
-        """Publish gradients of sharded parameters that are summed in another dtype."""
+        """Add gradient sums of sharded parameters to ``.grad``, if their dtype differs from the
+        parameters'.
+        """
         if any(group.converts_gradients for group in self.sharding.groups):
             self._publish()
 

@@ -56,7 +56,8 @@ def _keys(line: OperationSequence) -> list[list[Any]]:
 
 
 def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
-    """The positions in another capture of the cuts of this one.
+    """Find the positions at which a second capture of the model (``line``) has the cuts of
+    ``layout``.
 
     Raises:
         PlanError: the model cannot be cut there.

@@ -30,7 +30,8 @@ class Accumulation:
 
     @classmethod
     def named(cls, setting: str | int) -> Accumulation:
-        """The accumulation of a setting, a name or a number of rows, see ``autosplit.split``.
+        """The accumulation for a setting, which is a name or a number of rows; see
+        ``accumulation=`` of ``autosplit.split``.
 
         Raises:
             SplitError: an unknown name or a negative number; lists the known names.

@@ -315,8 +315,8 @@ class SplitFunctions:
 
     @staticmethod
     def sentinel_parameters(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Parameters to which autograd's node of F has edges although it returns no gradients for
-        them, so that a backward that requests parameter gradients is noticed.
+        """A few parameters that are also arguments of autograd's node of F, although it returns no
+        gradients for them: through them F sees that a backward requests gradients of parameters.
 
         Each edge costs the engine a visit, so only the first and last few parameters get one.
         """

@@ -50,8 +50,8 @@ class GradientSums:
             skipped: parameters that get no gradient.
 
         Returns:
-            None if a parameter is skipped, has neither a sum nor memory for one, or has hooks,
-            which must see the gradient of each microbatch.
+            The sums; None if a parameter is skipped, has neither a sum nor memory for one, or has
+            hooks, which must see the gradient of each microbatch.
 
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.

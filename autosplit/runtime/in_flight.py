@@ -122,7 +122,7 @@ class InFlightMicrobatches:
         return state
 
     def get(self, microbatch: int) -> MicrobatchState:
-        """Return a microbatch's state, and keep it.
+        """Return a microbatch's state without removing it.
 
         Raises:
             SplitError: the microbatch is not in this phase.

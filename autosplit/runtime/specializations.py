@@ -240,12 +240,13 @@ class Specializations:
 
     @property
     def static_because(self) -> tuple[str, ...]:
-        """The reasons why varying sizes could not be left open."""
+        """The reasons why sizes that vary became constants of the graphs."""
         return self._sizes.refusals
 
     @property
     def latest(self) -> SplitFunctions:
-        """The most recently used functions with a backward; without one, if none has a backward.
+        """The most recently used functions that have a backward; if none has one, the most recently
+        used functions.
 
         Raises:
             SplitError: nothing has been captured yet.

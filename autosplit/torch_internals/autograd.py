@@ -534,7 +534,8 @@ _OUTSIDE = _dispatch_outside()
 
 
 def any_referenced(gradients: Iterable[Tensor]) -> bool:
-    """Whether a gradient is referenced by anything but ``.grad`` of one parameter and this list.
+    """Whether a gradient is referenced by anything but the ``.grad`` of one parameter and the list
+    ``gradients``.
 
     References to its memory count too: views, NumPy arrays, flat buffers.
     """

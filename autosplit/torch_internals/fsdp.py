@@ -218,7 +218,7 @@ class ParameterGroup:
 
     @property
     def writes(self) -> list[int]:
-        """Version of each sharded parameter, which counts writes.
+        """For each sharded parameter, a number that grows with every write into it.
 
         Operators on a DTensor count there, and those on its local tensor count on that, so this is
         the sum of both.

@@ -92,7 +92,7 @@ def check_built_alike(
 def check_tied_forms(
     shared: Sequence[Sequence[Holder]], forms: Mapping[tuple[int, str], str]
 ) -> None:
-    """Check that all holders of a tied parameter have the same form of it."""
+    """Check that all holders of a tied parameter have it with equal properties (``form_of``)."""
     for holders in shared:
         if len({forms[stage, name] for stage, name in holders}) > 1:
             listed = "; ".join(f"{name!r} of stage {at}: {forms[at, name]}" for at, name in holders)

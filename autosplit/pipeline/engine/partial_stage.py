@@ -235,7 +235,9 @@ class PartialStage:
     def _enter(
         self, inputs: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[GradientEdge | None]]:
-        """The inputs as tensors of a new autograd graph, and the edges at which it ends."""
+        """The inputs as tensors of a new autograd graph, and the edges of that graph at which the
+        gradients of inputs arrive.
+        """
         args = tuple(
             _enter(self._root, tensor) if needs_grad else tensor.detach()
             for tensor, needs_grad in zip(inputs, self._needs_grad, strict=True)

@@ -171,7 +171,9 @@ class Mailbox:
     def _start(
         self, transfer: _Transfer, start: Callable[[Tensor, int], dist.Work | None], tensor: Tensor
     ) -> None:
-        """Start an operation on one tensor of a transfer."""
+        """Call ``start``, which begins to send or receive one tensor of a transfer, and keep its
+        handle.
+        """
         transfer.tensors.append(tensor)
         start_time = perf_counter()
         try:

@@ -114,7 +114,9 @@ def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
 def read_actions(
     path: str | Path, name: str | None = None
 ) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
-    """``read_csv``, and every listed action of each rank if the file lists sends and receives."""
+    """Read a schedule as ``read_csv`` does. If the file lists sends and receives, also return every
+    listed action of each rank.
+    """
     path = Path(path)
     rows = _rows(path)
     schedule = _schedule(path.stem if name is None else name, rows)
