@@ -292,7 +292,7 @@ class SplitPipelineStage(RuntimeStage):
             with torch.no_grad(), without_autocast():
                 if full_backward:
                     input_grads = self._call_graph(
-                        "B", chunk, self._weights.backward, flight, arrived
+                        "B", chunk, self._weights.backward, chunk, flight, arrived
                     )
                 else:
                     input_grads = self._call_graph(
