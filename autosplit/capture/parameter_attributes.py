@@ -64,7 +64,9 @@ def attribute_names(exported: fx.GraphModule) -> dict[str, str]:
 
 
 class _WithAttributes(InputProcessor):
-    """Arguments of the code that finds a graph's inputs in the exported module."""
+    """Input processor that first sets the registered attributes on the exported parameters, where
+    the code that collects the graph's inputs reads them.
+    """
 
     def __call__(self, inputs: Any) -> Any:
         root: Any = self.root

@@ -508,7 +508,9 @@ def _state_of(module: Any) -> Any:
 
 
 def _handle_ids(state: Any) -> list[int]:
-    """Ids of the hooks on forwards. A handle may have several hooks, and two the same."""
+    """Ids of FSDP's hooks on forwards. One handle may have several hooks, and two handles the same
+    one.
+    """
     ids = []
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         ids += [part.id for part in getattr(handle, "handles", (handle,))]

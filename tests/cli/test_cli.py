@@ -266,7 +266,7 @@ def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
     assert figures["weight_gradient_flops"]["in_w"] == graphs["backward_weight"]["flops"]
     assert max(row["bytes"] for row in figures["deferred"]) > 0
     assert "WithLoss: args[0], args[1] -> output" in result.output
-    assert "model.layers.1.feed_forward.gate.weight" in result.output
+    assert "model.layers.*.feed_forward.gate.weight" in result.output
     assert (tmp_path / "d" / "backward_input.py").exists()
 
 

@@ -73,8 +73,8 @@ _SENDS = {
 class Host:
     """Records the operations that one rank's host enqueues, action by action.
 
-    As with torch's groups over NCCL, what communicates starts behind all that the stream that
-    computes was given before; and a wait for it is that stream's, not the host's.
+    As with torch's groups over NCCL, a communication starts after all that the compute stream has
+    been given before it. The compute stream waits for the communication; the host does not.
 
     Args:
         rank: a rank of the pipeline.
@@ -116,7 +116,9 @@ class Host:
         return len(self.operations) - 1
 
     def hold(self, text: str, places: Iterable[int], members: Iterable[int] = ()) -> None:
-        """Hold the host until the operations at these places end, or other hosts come as well."""
+        """Make the host wait until the operations at these places have ended. With ``members``, it
+        also waits until the hosts of these ranks make the same call.
+        """
         parts = (Part("hosts", text, tuple(members)),) if members else ()
         self.operations.append(Operation(text, (HOST,), parts, tuple(places)))
 
