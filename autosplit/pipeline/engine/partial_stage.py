@@ -154,7 +154,10 @@ class PartialStage:
             PythonStateError: the forward leaves a tensor that needs a gradient in an attribute.
         """
         if microbatch in self._graphs:
-            raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
+            raise SplitError(
+                f"stage {self.index}: microbatch {microbatch} has run its forward already: run its "
+                "backward first, or use another number"
+            )
         with torch.enable_grad():
             args, entries = self._enter(inputs)
             inputs.clear()
