@@ -64,7 +64,7 @@ PIECES += [
     "int8 products",
     "autograd in a backward",
 ]
-IN_PARTS = ["losses in a new list", "losses in one list", "scales on modules"]
+IN_PARTS = ["losses in a new list", "losses in one list"]
 IN_PARTS += ["mask of documents", "autograd in a backward"] if TORCH < (2, 12) else []
 
 
