@@ -133,7 +133,7 @@ class ShardedModule:
         self._make_ready()
         kept = [group for group in self.groups if whole or not group.reshards_after_forward]
         missing = [group for group in kept if not group.is_unsharded]
-        self.gather(missing)
+        self.gather_groups(missing)
         self._index_parameters()
         return bool(missing)
 
@@ -149,7 +149,7 @@ class ShardedModule:
             for group in missing:
                 group.start_unshard()
 
-    def gather(self, groups: Sequence[ParameterGroup]) -> None:
+    def gather_groups(self, groups: Sequence[ParameterGroup]) -> None:
         """Gather these groups: one all-gather per group, all started at once."""
         self.start_gather(groups)
         with self.waiting() if groups else contextlib.nullcontext():
@@ -288,7 +288,7 @@ class GatherOrder:
         self._calls: list[Sequence[ParameterGroup]] = []
         self.kept: set[ParameterGroup] = set()
 
-    def begin_step(self) -> None:
+    def begin_order(self) -> None:
         """Expect the order of the last step. All groups must have been freed."""
         if self._calls:
             self._expected, self._calls = self._calls, []
@@ -375,7 +375,7 @@ class Gathering:
         kept = set() if self.order is None else self.order.kept
         missing = [group for group in groups if group in kept or not group.is_unsharded]
         self._gathered_by_forward.difference_update(missing)
-        self._sharded.gather(missing)
+        self._sharded.gather_groups(missing)
         if self.order is not None and missing:
             following = self.order.next_after(missing)
             self._sharded.start_gather(following)

@@ -496,7 +496,7 @@ class Stage:
         Raises:
             SplitError: a microbatch has not run its W.
         """
-        hooked = self._weights.publish()
+        hooked = self._weights.publish_sums()
         if self.waiting_hooks is None:
             call_accumulate_hooks(hooked)
         else:

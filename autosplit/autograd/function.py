@@ -226,7 +226,7 @@ class Split(torch.autograd.Function):
         if call.slices is not None:
             skipped |= _frozen(call)
             remaining = functions.backward_slices(saved, arrived)
-            call.slices.start(remaining, functions.dependence.borrowed, skipped, idle)
+            call.slices.begin_backward(remaining, functions.dependence.borrowed, skipped, idle)
             input_grads = [None] * len(functions.capture.inputs)  # the last slice has them
             return (None, call.slices.zero, *input_grads, *call.slices.weights(0))
         with without_autocast():

@@ -53,7 +53,7 @@ class BackwardSlices:
             token = _Slice.apply(self, at, token, *self.parameters[at])  # type: ignore[no-untyped-call]
         return token
 
-    def start(
+    def begin_backward(
         self,
         slices: Iterator[dict[Role, Any]],
         borrowed: Collection[str],

@@ -283,7 +283,7 @@ class StageBackward:
         except SplitError as error:
             raise SplitError(f"{self._owner}: {error}") from None
 
-    def publish(self) -> list[Tensor]:
+    def publish_sums(self) -> list[Tensor]:
         """Move the sums into the parameters' ``.grad``; see ``GradientSums.add_to_parameters``.
 
         Raises:

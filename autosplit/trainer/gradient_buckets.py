@@ -222,7 +222,7 @@ class GradientBuckets:
         self.buckets: list[GradientBucket] = []
         self._places: dict[int, tuple[GradientBucket, int]] = {}
         self._writers: list[set[int]] = []  # stages that write into the first buckets
-        self._pending: list[set[int]] = []  # those whose last W has not completed them
+        self._pending: list[set[int]] = []  # stages whose last W is still to come, by bucket
         self._waits: list[Wait] = []  # for reductions that have started
         self.arrange({}, None)
 

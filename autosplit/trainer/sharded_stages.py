@@ -184,7 +184,7 @@ class ShardedStages:
         """Free the gathered parameters of all sharded stages, between steps."""
         for sharded in self._stages.values():
             sharded.reshard()
-        self._order.begin_step()
+        self._order.begin_order()
 
     @contextlib.contextmanager
     def gathered(self, stage: int) -> Iterator[None]:

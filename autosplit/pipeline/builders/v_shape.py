@@ -229,7 +229,7 @@ def _phases(near: int, ranks: int, count: int) -> Row:
 
     # Phase 3: nI1W1F1, the zero-bubble warm-up
     for _ in range(later):
-        row.inputs(1)
+        row.backward_inputs(1)
         row.weight()
         row.forward(1)
 
@@ -253,12 +253,12 @@ def _phases(near: int, ranks: int, count: int) -> Row:
         if position < full:
             row.backward(stage)
         else:
-            row.inputs(stage)
+            row.backward_inputs(stage)
 
     # Phase 7: nW0I0
     for _ in range(later):
         row.weight()
-        row.inputs(0)
+        row.backward_inputs(0)
 
     # Phase 8: nW
     while row.pending:
@@ -283,7 +283,7 @@ class _RowWriter:
     def backward(self, which: int) -> None:
         self.row.append(backward(*next(self._backwards[which])))
 
-    def inputs(self, which: int) -> None:
+    def backward_inputs(self, which: int) -> None:
         """Append the next backward as an I; its W is pending."""
         stage, microbatch = next(self._backwards[which])
         self.row.append(Action(stage, ActionKind.BACKWARD_INPUT, microbatch))

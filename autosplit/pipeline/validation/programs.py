@@ -138,17 +138,17 @@ class Host:
             shards = [
                 dimension for dimension in self._dimensions if dimension in (SHARD, EXPERT_SHARD)
             ]
-            self.compute(str(action), *(f"{shard} gathers" for shard in shards))
+            self.add_computation(str(action), *(f"{shard} gathers" for shard in shards))
         elif kind is ActionKind.REDUCE_GRAD:
-            self.compute(
+            self.add_computation(
                 str(action), *(dimension for dimension in self._dimensions if dimension != TENSOR)
             )
         elif not kind.is_whole:
             if kind in _RECEIVES:
                 self._wait(replace(action, kind=_RECEIVES[kind]))
-            self.compute(str(action), *self._exchanges)
+            self.add_computation(str(action), *self._exchanges)
 
-    def compute(self, text: str, *dimensions: str) -> None:
+    def add_computation(self, text: str, *dimensions: str) -> None:
         """Enqueue a computation called ``text``, with a collective along each mesh dimension."""
         parts = [
             Part(f"{dimension} of rank {self._rank}", text, (self._rank,))
@@ -303,7 +303,7 @@ class _EngineRank(Host):
                 self._retired[sender] += 1
         reduces = self._has_replicas and self._last_weights.get(action.stage) == action
         if reduces:
-            self.compute(f"{action} begins", *self._exchanges)
+            self.add_computation(f"{action} begins", *self._exchanges)
             self._reduce(f"{action} reduces")
         self.enqueue(action)
         if reduces:
