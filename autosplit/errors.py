@@ -100,8 +100,9 @@ class BackendError(SplitError):
 
 
 class DeferralWarning(UserWarning):
-    """Less than half of a module's weight gradients can be deferred to ``backward_weight()``, sums
-    that the user's own backward writes wait for it, too, or a pipeline's stage runs in parts.
+    """Deferral helps less, or reaches further, than a user expects: less than half of the weight
+    gradients can be deferred to ``backward_weight()``; a custom backward adds into a sum of its own,
+    which is complete after ``backward_weight()`` only; or a stage runs as several graphs.
     """
 
     @classmethod

@@ -93,7 +93,9 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """A context in which the module is a plain one, for captures and guards."""
+        """Replace DTensor parameters by their local tensors inside the context; then captures and
+        guards see an unsharded module.
+        """
         with self.with_gathered_parameters():
             for view in self._views:
                 view.enter()

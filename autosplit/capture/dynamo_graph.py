@@ -298,7 +298,9 @@ def capture_graph(
 
 
 def _returned(graph: fx.Graph) -> list[tuple[Any, Any]]:
-    """Descriptor and value of each result of a joint graph, without meshes."""
+    """Return the descriptor and the node of each output of a joint graph. Outputs that are the
+    device meshes of DTensors are left out.
+    """
     output = graph.output_node()
     pairs = zip(output.meta["desc"], output.args[0], strict=True)  # type: ignore[arg-type]
     return [(whole(desc), value) for desc, value in pairs if desc is not None and not is_mesh(desc)]

@@ -431,7 +431,10 @@ def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
         for leaf in leaves
     )
     if not all(type(leaf) in _LEAF_TYPES for leaf in leaves):
-        raise CaptureError("the block takes objects other than plain tensors, numbers and text")
+        raise CaptureError(
+            "the block takes an argument that is no tensor, number or text, "
+            "so that it is captured with the model"
+        )
     return type(block), torch.is_grad_enabled(), str(spec), described
 
 

@@ -29,10 +29,17 @@ from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 def _split(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], factory: str, **options: Any
 ) -> SplitModule:
-    """The module split, and captured for its inputs.
+    """Split the model, and capture it for these inputs.
+
+    Args:
+        model: the model.
+        args: its positional inputs.
+        kwargs: its keyword inputs.
+        factory: ``MODULE:NAME`` of the factory that made the model, for messages.
+        options: see ``split``.
 
     Raises:
-        PipelineError: the model fails on its inputs, split or not.
+        PipelineError: the model itself raises an error for its inputs, also without ``split``.
         AutosplitError: as for ``split``.
     """
     try:

@@ -248,9 +248,9 @@ class Partition:
         layout = StageLayout(line, _places(self._layout, line))
         if layout.sent_specs() != self._layout.sent_specs():
             raise PlanError(
-                "the stages would send each other different tensors than in the captured mode. If "
-                "only one mode returns a result such as a cache, turn it off (transformers: "
-                "config.use_cache = False)"
+                "in training and in evaluation mode the stages would send each other different "
+                "tensors. Let the forward return the same results in both modes; if only one "
+                "returns a cache, turn it off (transformers: config.use_cache = False)"
             )
         return layout
 

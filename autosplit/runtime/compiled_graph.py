@@ -211,9 +211,10 @@ class GradientGraph:
         self._variants: dict[tuple[torch.dtype | None, AddingForm, int, Parts], Boxed] = {}
 
     def most_joined(self, dtype: torch.dtype | None) -> int:
-        """The most microbatches that one call runs: 1 if it would join no products.
+        """Return the most microbatches that one call of the graph can compute.
 
-        Sums of another dtype than the gradients' add the gradient of each microbatch.
+        It is 1 if no product of the graph is joined. None is, if ``dtype`` is not the gradients'
+        dtype, because the gradient of each microbatch is then added by itself.
         """
         is_wider = dtype is not None and any(v.dtype is not dtype for v in self._gradients)
         return MOST_JOINED if self._gains_by_joining and not is_wider else 1

@@ -157,8 +157,8 @@ class StageBackward:
     Attributes:
         in_flight: the microbatches between I and W.
         sums: the weight gradients, summed over the microbatches that have run W or B.
-        last: the number of the microbatch whose W or B is the last of a step, and what it reports;
-            None reports nothing.
+        last: the number of the microbatch whose W or B is the last of a step, and the report that
+            is called for gradients as they are complete; None if nobody needs a report.
     """
 
     last: tuple[int, CompletionReport] | None = None
@@ -336,7 +336,9 @@ class RecomputableState:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The inputs and the copies of buffers."""
+        """The tensors that the microbatch keeps for its recomputation: its inputs, and copies of
+        buffers.
+        """
         return [*self.inputs, *self._buffers.values()]
 
     def recompute(self) -> Residuals:

@@ -33,7 +33,7 @@ class GroupHook:
 
 
 def group_hooks(tensor: Tensor) -> list[GroupHook]:
-    """Hooks of groups on a tensor."""
+    """Return the hooks of ``torch.autograd.graph.register_multi_grad_hook`` on a tensor."""
     hooks: dict[int, Any] = tensor._backward_hooks or {}
     return [group for hook in hooks.values() if (group := _group_hook(hook)) is not None]
 

@@ -113,7 +113,9 @@ class StateReader:
 
 
 class _State(dict[str, Any]):
-    """Parameters and buffers by name, and attributes of parameters: a weight's main_grad."""
+    """The parameters and buffers of a module by name. Attributes of parameters that graphs read,
+    such as a weight's main_grad, are looked up when they are asked for.
+    """
 
     def __missing__(self, name: str) -> Any:
         parameter, _, attribute = name.rpartition(".")

@@ -188,7 +188,7 @@ class StepReduction:
                 gradients are not finite, with ``raises``.
         """
         with self._guard.during("the end of a step"):
-            numbers = self._reduced = self._numbers()
+            numbers = self._receive()
             losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
             if len(losses) > 1:
                 self._check_shared(losses, numbers[self._batches : self._stages].tolist())
@@ -271,8 +271,16 @@ class StepReduction:
         """Return the reduced vector; waits for the other ranks the first time only."""
         if self._reduced is None:
             with self._guard.during("the end of a step"):
-                self._reduced = self._numbers()
+                return self._receive()
         return self._reduced
+
+    def _receive(self) -> Tensor:
+        """Wait for the reduced vector, and drop the collective: it keeps connections open, which
+        would hide from other ranks that this one has closed its trainer.
+        """
+        numbers = self._reduced = self._numbers()
+        self._numbers = lambda: numbers
+        return numbers
 
     def _check_finite(self, numbers: Tensor) -> None:
         codes = numbers[self._stages : self._aux].tolist()
@@ -290,8 +298,12 @@ class StepReduction:
         )
 
     def _causes(self, numbers: Tensor) -> str:
-        """A clause about the losses; empty if no known loss is infinite or NaN and some are not
-        known, as on a rank that has not heard of the others.
+        """Return a clause for the error about gradients that are not finite: the losses that are
+        infinite or NaN, or that all losses are finite. Empty if the known losses are finite, and
+        this rank does not know the others.
+
+        Args:
+            numbers: the numbers of the step, see the class.
         """
         losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
         bad_losses = [

@@ -151,10 +151,18 @@ class StepPlans:
         return plan, inputs, targets
 
     def _common_plans(self, fitting: int, *, evaluates: bool, waits: bool) -> list[int]:
-        """Return the bits of the plans that fit on all ranks, and the numbers for ``StageSeeds``.
+        """Agree with all ranks on the plans that fit the batch; collective.
 
-        The bits are 0 if a rank has not seen its batch's signature. Without ``waits``, the rank of
-        the first stage that uses an input of the batch decides alone.
+        Args:
+            fitting: a bit mask of the plans that fit on this rank; 0 if it has not seen the
+                signature of its batch.
+            evaluates: whether the step is an evaluation.
+            waits: whether to wait for all ranks. If False, the mask of the rank whose stage takes
+                the first input of the batch is used.
+
+        Returns:
+            The bit mask of the plans that fit on all ranks, and the numbers that
+            ``StageSeeds.offer`` returned.
         """
         groups, numbers = self._groups, (fitting, *self._seeds.offer(evaluates=evaluates))
         if waits or len(groups.layout.pipelines) > 1:

@@ -71,12 +71,14 @@ class Lane:
     def carry(
         self, action: Action, work: Callable[[], Any], *, counted: bool = False
     ) -> TransferFuture:
-        """Run ``work`` after earlier transfers of the lane and the kernels launched so far.
+        """Run a transfer on the lane's own thread, after the lane's earlier transfers and after the
+        kernels launched so far.
 
         Args:
             action: the move.
             work: the transfer.
-            counted: whether another thread counts the allocations of this process.
+            counted: whether the memory of the step is being recorded, by a thread other than the
+                lane's.
         """
         launched, started = done_so_far(self._device), perf_counter()
 

@@ -82,8 +82,12 @@ class StageSeeds:
         return (next_number() if self._is_source else -1), (0 if draws else -1)
 
     def begin_step(self, number: int, draws: int, *, evaluates: bool) -> None:
-        """Take the number of a new step and whether its stages draw, as all ranks agreed on them
-        (``offer``).
+        """Begin a step.
+
+        Args:
+            number: the number of the step, on which all ranks agreed, see ``offer``.
+            draws: not 0 if a stage of any rank draws random numbers.
+            evaluates: whether the step is an evaluation.
         """
         # If the previous step drew unexpectedly, it had the same number: use other seeds.
         late = not draws and not self._drawing[evaluates]
