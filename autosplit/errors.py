@@ -101,8 +101,8 @@ class BackendError(SplitError):
 
 class DeferralWarning(UserWarning):
     """Deferral helps less, or reaches further, than a user expects: less than half of the weight
-    gradients can be deferred to ``backward_weight()``; a custom backward adds into a sum of its own,
-    which is complete after ``backward_weight()`` only; or a stage runs as several graphs.
+    gradients can be deferred to ``backward_weight()``; a custom backward adds into a sum of its
+    own, which is complete after ``backward_weight()`` only; or a stage runs as several graphs.
     """
 
     @classmethod
