@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from .saving import PendingSave, save_checkpoint
 if TYPE_CHECKING:
     from autosplit.trainer.trainer import PipelineTrainer
 
-_FOLDER = re.compile(r"step-(\d+)")
+_FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})")  # as ``_path`` writes it
 _SCORE = "score"
 
 
@@ -71,22 +71,21 @@ class CheckpointManager:
     @property
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, in order."""
-        matches = [
-            (_FOLDER.fullmatch(path.parent.name), path)
-            for path in self._folder.glob(f"step-*/{METADATA}")
-        ]
-        return sorted(int(match[1]) for match, _ in matches if match)
+        paths = self._folder.glob(f"step-*/{METADATA}")
+        matches = [_FOLDER.fullmatch(path.parent.name) for path in paths]
+        return sorted(int(match[1]) for match in matches if match)
 
     @property
     def latest(self) -> Path | None:
         """The folder of the latest checkpoint; None without one."""
-        return self._path(self.steps[-1]) if self.steps else None
+        steps = self.steps
+        return self._path(steps[-1]) if steps else None
 
     @property
     def best(self) -> Path | None:
         """The folder of the checkpoint with the best score; None if none has a score."""
-        steps = self._best_steps()
-        return self._path(steps[0]) if steps else None
+        best = self._best_first(self.steps)
+        return self._path(best[0]) if best else None
 
     def save(
         self,
@@ -119,8 +118,9 @@ class CheckpointManager:
             extra=content,
             asynchronous=asynchronous,
         )
-        ranks = Ranks(trainer, "saving a checkpoint") if pending is None else None
-        if ranks is not None and ranks.number == 0:
+        with trainer.together("saving a checkpoint") as groups:
+            is_first = groups.everybody.rank == 0
+        if is_first:
             self._remove_old()
         return pending
 
@@ -159,24 +159,23 @@ class CheckpointManager:
         Args:
             stages: as for ``read_planning``.
         """
-        return None if self.latest is None else read_planning(self.latest, stages)
+        latest = self.latest
+        return None if latest is None else read_planning(latest, stages)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
 
-    def _best_steps(self) -> list[int]:
-        """The steps of the checkpoints with a score, the best first."""
-        scores = {step: read_progress(self._path(step))[1].get(_SCORE) for step in self.steps}
+    def _best_first(self, steps: Sequence[int]) -> list[int]:
+        """The steps whose checkpoints have a score, the best first."""
+        scores = {step: read_progress(self._path(step))[1].get(_SCORE) for step in steps}
         scored = [(self._sign * score, step) for step, score in scores.items() if score is not None]
         return [step for _, step in sorted(scored)]
 
     def _remove_old(self) -> None:
-        best = self._best_steps()[: self._keep_best] if self._keep_best else []
-        kept = {*self.steps[-self._keep :], *best}
-        for step in self.steps:
+        steps = self.steps
+        best = self._best_first(steps)[: self._keep_best] if self._keep_best else []
+        for step in {*steps[: -self._keep]}.difference(best):
             path = self._path(step)
-            names = [file.name for file in path.iterdir()]
-            is_ours = all(name == METADATA or path.joinpath(name).match(SAVED) for name in names)
-            if step not in kept and is_ours:
+            if all(file.name == METADATA or file.match(SAVED) for file in path.iterdir()):
                 with contextlib.suppress(OSError):  # a file that is still read elsewhere
                     shutil.rmtree(path)

@@ -114,8 +114,7 @@ class Checkpoint:
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise CheckpointError(
                 f"{index.fqn} in {self.path} is a {value.layout} tensor, quantized or without "
-                "data; only "
-                f"dense tensors can be loaded: save it as one"
+                "data; only dense tensors can be loaded: save it as one"
             )
         if value.shape != sizes or value.dtype != dtype:
             raise CheckpointError(
@@ -383,8 +382,7 @@ def _check_places(metadata: Metadata) -> None:
             if info.transform_descriptors:
                 raise CheckpointError(
                     "the checkpoint was written with stream extensions, which are not supported: "
-                    "save "
-                    "it without them"
+                    "save it without them"
                 )
             if _leads_out(info.relative_path):
                 raise CheckpointError(

@@ -91,3 +91,11 @@ def test_safetensors_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     saved = read_checkpoint(manager.latest)
     assert written.keys() == saved.keys() == model().state_dict().keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in written.items())
+
+
+def test_asynchronous_saves_remove_old_ones_too(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    with trainer() as engine:
+        for step in (1, 2, 3):
+            manager.save(engine, step=step, asynchronous=True)
+    assert manager.steps == [2, 3]  # the second was the last one that was written when 3 began
