@@ -17,7 +17,7 @@ from torch import fx
 
 from autosplit.graph_picture import draw_graphs
 from autosplit.passes.analysis.aliasing import distinct_bytes, is_view
-from autosplit.passes.analysis.boundary import BoundaryTensor, boundary_tensors, total_bytes
+from autosplit.passes.analysis.boundary import BoundaryTensor, boundaries, total_bytes
 from autosplit.passes.analysis.operator_cost import graph_flops, weight_flops
 from autosplit.passes.graph import Kind, calls, inputs, outputs
 from autosplit.passes.lowering import codegen
@@ -40,11 +40,11 @@ def graph_tables(functions: SplitFunctions, title: str) -> str:
     results = [*capture.outputs, *(value.name for value in capture.values)]
     parts = [f"{title}: {', '.join(capture.inputs)} -> {', '.join(results)}"]
     parts += [graph_table(functions), *sizes_text(functions)]
-    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
+    crossing = boundaries(graphs)
+    if not crossing:
         parts.append("Captured without gradients: there is no backward and nothing is saved.")
         return "\n\n".join(parts)
-    saved = boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)
-    deferred = boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
+    saved, deferred = crossing[Kind.SAVED], crossing[Kind.DEFERRED]
     parts.append(
         f"Saved by F for the backward: {len(saved)} tensors, {size_text(total_bytes(saved))}.\n"
         f"Deferred by I for W: {len(deferred)} tensors, {size_text(total_bytes(deferred))}:"
@@ -201,19 +201,16 @@ def split_figures(functions: SplitFunctions) -> dict[str, Any]:
             if name in _TITLES
         },
     }
-    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
+    crossing = boundaries(graphs)
+    if not crossing:
         return figures
     deferred_flops, early_flops = weight_flops(graphs)
-    boundaries = {
-        "saved": boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED),
-        "deferred": boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED),
-    }
     return figures | {
         "weight_gradient_flops": {"in_w": deferred_flops, "in_i": early_flops},
         "not_deferred": {name: str(op) for name, op in functions.dependence.inseparable.items()},
         **{
-            name: [{"name": row.name, "shape": row.shape, "bytes": row.bytes} for row in rows]
-            for name, rows in boundaries.items()
+            kind.value: [{"name": row.name, "shape": row.shape, "bytes": row.bytes} for row in rows]
+            for kind, rows in crossing.items()
         },
     }
 
@@ -301,14 +298,9 @@ def _source(
 
 def _boundary(functions: SplitFunctions, title: str) -> str:
     """Costs of the graphs, and all tensors that cross between them, blocks included."""
-    graphs = functions.graphs
     parts = [f"# {title}", graph_table(functions, "github")]
-    if graphs.backward and graphs.backward_input and graphs.backward_weight:
-        for heading, giver, taker, crossing in (
-            ("Saved: F to the backward", graphs.forward, graphs.backward, Kind.SAVED),
-            ("Deferred: I to W", graphs.backward_input, graphs.backward_weight, Kind.DEFERRED),
-        ):
-            rows = boundary_tensors(giver, taker, crossing)
-            total = f"{len(rows)} tensors, {size_text(total_bytes(rows))} of distinct storage."
-            parts += [f"## {heading}", total, boundary_table(rows, "github")]
+    headings = {Kind.SAVED: "Saved: F to the backward", Kind.DEFERRED: "Deferred: I to W"}
+    for kind, rows in boundaries(functions.graphs).items():
+        total = f"{len(rows)} tensors, {size_text(total_bytes(rows))} of distinct storage."
+        parts += [f"## {headings[kind]}", total, boundary_table(rows, "github")]
     return "\n\n".join(parts) + "\n"

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 from torch import nn
 
-from autosplit.passes import Kind
-from autosplit.passes.analysis.boundary import boundary_tensors
+from autosplit.passes.analysis.boundary import boundaries
 from autosplit.passes.graph import value_text
 from autosplit.pipeline.schedule.routes import StageDataflow, needs_of
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -80,18 +79,9 @@ def parameter_rows(stage: int, module: nn.Module) -> Iterator[LargeTensor]:
 
 def boundary_rows(stage: int, functions: SplitFunctions) -> Iterator[LargeTensor]:
     """Yield what a stage keeps of one microbatch: saved and deferred tensors."""
-    graphs = functions.graphs
-    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
-        return
-    for owner, rows in (
-        ("saved", boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)),
-        (
-            "deferred",
-            boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED),
-        ),
-    ):
+    for kind, rows in boundaries(functions.graphs).items():
         for row in rows:
-            yield LargeTensor(owner, stage, row.name, row.shape, row.bytes)
+            yield LargeTensor(kind.value, stage, row.name, row.shape, row.bytes)
 
 
 def largest(tensors: Iterable[LargeTensor]) -> list[LargeTensor]:
@@ -176,7 +166,7 @@ def _largest_table(rows: Sequence[RankReport]) -> str:
 
 def _waits_table(timeline: Timeline, dataflow: StageDataflow) -> str:
     """One row per rank: its longest wait, and the action whose result ended it."""
-    ends = {(span.action.stage, span.action): span.end for span in timeline.spans}
+    ends = {span.action: span.end for span in timeline.spans}
     table = []
     for rank in range(timeline.ranks):
         spans = [s for s in timeline.spans if s.rank == rank and s.action.kind.is_compute]
@@ -187,9 +177,7 @@ def _waits_table(timeline: Timeline, dataflow: StageDataflow) -> str:
         ]
         wait, span = max(gaps, key=lambda gap: gap[0])
         needs = [
-            (ends[need.stage, need], str(need))
-            for need in needs_of(span.action, dataflow)
-            if (need.stage, need) in ends
+            (ends[need], str(need)) for need in needs_of(span.action, dataflow) if need in ends
         ]
         table.append(
             [

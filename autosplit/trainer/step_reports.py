@@ -11,7 +11,6 @@ from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.stage_builder import traced
-from autosplit.pipeline.engine.stage_memory import footprint
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -201,13 +200,14 @@ class StepReports(RankSession):
 
     def _note(self) -> str:
         """Return the loss and the rate of the last step in words, as far as they are known."""
-        if self._figures.means is None:
+        step = self._runner.memory.step
+        if self._figures.means is None or step is None:
             return ""
-        metrics = self._local_metrics(None)
-        rates = ("tokens", "samples")
-        rate = next((name for name in rates if f"{name}_per_s" in metrics), None)
-        text = f"loss {metrics['loss']:.4g}"
-        return text if rate is None else f"{text}, {metrics[f'{rate}_per_s']:,.0f} {rate}/s"
+        text, counts = f"loss {self._figures.means()['loss']:.4g}", batch_counts(step.metas)
+        unit = next((name for name in ("tokens", "samples") if name in counts), None)
+        if unit is None:
+            return text
+        return f"{text}, {counts[unit] / self._figures.seconds:,.0f} {unit}/s"
 
     def report(self) -> str:
         """A page about the trainer and its last step; collective over the pipeline.
@@ -223,19 +223,16 @@ class StepReports(RankSession):
         if step is None:
             raise PipelineError("there is nothing to report yet: call step(...) first")
         stages, modules = traced(self.stages), self._runner.modules
-        kept = [*map(footprint, stages.values())]
-        tensors = [
-            *(t for stage, module in modules.items() for t in parameter_rows(stage, module)),
-            *(t for at, stage in stages.items() for t in boundary_rows(at, stage.functions)),
-        ]
+        parameters = [t for at, module in modules.items() for t in parameter_rows(at, module)]
+        kept = [t for at, stage in stages.items() for t in boundary_rows(at, stage.functions)]
         recorder = self._runner.memory.recorder
         row = RankReport(
             stages_text(modules.items()),
             *self._runner.memory.fixed_by_owner(),
-            saved=round(sum(saved for saved, _ in kept)),
-            deferred=round(sum(deferred for _, deferred in kept)),
+            saved=sum(tensor.bytes for tensor in kept if tensor.owner == "saved"),
+            deferred=sum(tensor.bytes for tensor in kept if tensor.owner == "deferred"),
             peak=None if recorder is None else max(band.total for band in recorder.bands()),
-            largest=largest(tensors),
+            largest=largest([*parameters, *kept]),
             spans=self._runner.spans,
         )
         with self._guard.during("gathering a report"):

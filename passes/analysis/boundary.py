@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from ..graph import Kind, descendants, inputs, outputs, source_line, value_text
+from ..graph import Kind, SplitGraphs, descendants, inputs, outputs, source_line, value_text
 from .aliasing import storage_bytes, storage_root
 
 
@@ -46,6 +46,20 @@ def boundary_tensors(
         shape = value_text(value.meta["val"])
         rows.append(BoundaryTensor(role.name, shape, size, source_line(value), consumers))
     return rows
+
+
+def boundaries(graphs: SplitGraphs) -> dict[Kind, list[BoundaryTensor]]:
+    """The tensors that F saves for the backward, and those that I defers to W, by kind; empty for
+    graphs without a backward.
+    """
+    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
+        return {}
+    return {
+        Kind.SAVED: boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED),
+        Kind.DEFERRED: boundary_tensors(
+            graphs.backward_input, graphs.backward_weight, Kind.DEFERRED
+        ),
+    }
 
 
 def total_bytes(rows: list[BoundaryTensor]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autosplit.passes import Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes
-from autosplit.passes.analysis.boundary import boundary_tensors, total_bytes
+from autosplit.passes.analysis.boundary import boundaries, total_bytes
 from autosplit.passes.graph import inputs as graph_inputs
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.simulation.activation_memory import StageMemory
@@ -18,12 +18,9 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
     """
     if not isinstance(stage, Stage):
         return (1.0, 1.0)
-    graphs = stage.functions.graphs
-    if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
-        return (0.0, 0.0)
-    saved = boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)
-    deferred = boundary_tensors(graphs.backward_input, graphs.backward_weight, Kind.DEFERRED)
-    return float(total_bytes(saved)), float(total_bytes(deferred))
+    kept = boundaries(stage.functions.graphs)
+    saved, deferred = (total_bytes(kept.get(kind, [])) for kind in (Kind.SAVED, Kind.DEFERRED))
+    return float(saved), float(deferred)
 
 
 def stage_memory(stage: TrainableStage) -> StageMemory:
