@@ -164,25 +164,22 @@ def _choices(
 
 def search_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
     """The configurations for JSON, the best first. Times are in seconds, sizes in bytes."""
-    return [
-        {
+    rows = []
+    for configuration in configurations:
+        outcome = configuration.outcome
+        row: dict[str, Any] = {
             "schedule": configuration.request.name,
             "stages": configuration.stages,
             "microbatches": configuration.request.microbatches,
-            "samples_per_microbatch": configuration.size,
-            "step": configuration.outcome.step,
-            "bubble": configuration.outcome.bubble,
-            "peak_memory": [round(peak) for peak in configuration.outcome.peaks],
         }
-        if isinstance(configuration.outcome, Solution)
-        else {
-            "schedule": configuration.request.name,
-            "stages": configuration.stages,
-            "microbatches": configuration.request.microbatches,
-            "refused": str(configuration.outcome),
-        }
-        for configuration in configurations
-    ]
+        if isinstance(outcome, Solution):
+            row["samples_per_microbatch"] = configuration.size
+            row |= {"step": outcome.step, "bubble": outcome.bubble}
+            row["peak_memory"] = [round(peak) for peak in outcome.peaks]
+        else:
+            row["refused"] = str(outcome)
+        rows.append(row)
+    return rows
 
 
 def search_table(configurations: Sequence[Configuration], rows: int | None = None) -> str:
