@@ -75,6 +75,13 @@ class PythonStateError(CaptureError):
     """
 
 
+def reworded(error: AutosplitError, text: str) -> AutosplitError:
+    """The same error with another text."""
+    if isinstance(error, CaptureError):
+        return type(error)(text, because=error.because)
+    return type(error)(text)
+
+
 class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 

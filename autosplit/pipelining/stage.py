@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import CaptureError, PipelineError
-from autosplit.runtime.accumulation import Accumulation
 from autosplit.runtime.call_cache import CallCache
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
@@ -327,8 +326,7 @@ class SplitPipelineStage(RuntimeStage):
             self._after_weights(chunk, last_backward and chunk == bwd_chunk_id)
 
     def _is_followed_by_weight(self, chunk: int) -> bool:
-        joins = Accumulation.named(self._options.accumulation).joined_rows > 0
-        if not joins or self.sharding.groups:
+        if self.sharding.groups or self.functions.most_joined(self._options.grad_dtype) == 1:
             return False
         return chunk in self._step.weights_that_wait()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, calls_of
 from autosplit.ranks.fault_store import Fault, FaultStore
 from autosplit.ranks.first_error import RankError
 from autosplit.ranks.groups import disconnect
@@ -298,11 +298,7 @@ class StageStep:
 
     def calls(self) -> list[str]:
         """The calls of this stage in one step, in order. Those of other stages are forwards."""
-        stage = self._stage
-        index, other = stage.stage_index, ActionKind.FORWARD
-        kinds = [action.kind if action.stage == index else other for action in self._row]
-        calls = [BACKWARDS.get(kind, "forward") for kind in kinds]
-        return calls or ["backward"] * 2
+        return calls_of(self._row, self._stage.stage_index) or ["backward"] * 2
 
     @property
     def _row(self) -> list[Action]:

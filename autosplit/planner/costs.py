@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.device import generators_kept, settle
-from autosplit.errors import CaptureError, PlanError, SplitError
+from autosplit.errors import CaptureError, PlanError, SplitError, reworded
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
 from autosplit.pipeline.engine.autocast import WithAutocast
@@ -264,7 +264,7 @@ def block_stage(
     except (CaptureError, SplitError) as error:
         # The number is a block's, not that of a stage that the user knows.
         block = f"block {whole.blocks[first].name!r} of {type(whole.model).__name__}"
-        raise type(error)(str(error).replace(f"stage {first}", block, 1)) from error
+        raise reworded(error, str(error).replace(f"stage {first}", block, 1)) from error
 
 
 def _private_copy(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:

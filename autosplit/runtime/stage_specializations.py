@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import CaptureError, FailingCallError, SplitError
+from autosplit.errors import CaptureError, FailingCallError, SplitError, reworded
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.options import SplitOptions
@@ -149,8 +149,7 @@ class StageSpecializations(Specializations):
             if isinstance(error, FailingCallError):
                 received = [(s.shape, s.dtype, True) for s in self._checked.specs]
                 text += f" cannot take its inputs, {_described(received)}"
-            because = {"because": error.because} if isinstance(error, CaptureError) else {}
-            raise type(error)(f"{text}: {error}", **because) from error
+            raise reworded(error, f"{text}: {error}") from error
         if self.outputs and functions is not self.current:
             self._check_outputs(functions)
         self.current = functions

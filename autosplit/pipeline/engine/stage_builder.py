@@ -16,6 +16,7 @@ from autosplit.errors import (
     FailingCallError,
     FirstCallError,
     PipelineError,
+    reworded,
     with_code,
 )
 from autosplit.pipeline.engine.boundaries import (
@@ -32,7 +33,7 @@ from autosplit.pipeline.engine.stage_protocols import (
 )
 from autosplit.pipeline.engine.transport import Receive, bind_arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
-from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, Schedule
+from autosplit.pipeline.schedule.schedule import Schedule, calls_of
 from autosplit.ranks.groups import Groups
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.refusals import misfit
@@ -78,10 +79,8 @@ class SplitStage:
         """Make a stage that runs in parts, or raise ``error``."""
         needed_by = "fully_shard" if fsdp_part(module) is not None else self.fullgraph
         if isinstance(needed_by, str):
-            raise type(error)(
-                f"{error}\n  Such a stage can run in parts, but {needed_by} needs one graph",
-                because=error.because,
-            ) from error
+            text = f"{error}\n  Such a stage can run in parts, but {needed_by} needs one graph"
+            raise reworded(error, text) from error
         if needed_by:
             raise error
         from autosplit.pipeline.engine.partial_stage import PartialStage  # imports Dynamo
@@ -205,12 +204,8 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
     """
     for index, stage in traced(stages).items():
         row = schedule.ranks[schedule.placement[index]]
-        stage.compile([_call_of(action, index) for action in row if action.kind.is_compute])
-
-
-def _call_of(action: Action, stage: int) -> str:
-    """The call of a stage; ``"forward"``, which is compiled, for an action of another stage."""
-    return BACKWARDS.get(action.kind, "forward") if action.stage == stage else "forward"
+        # Moves between two Ws keep them apart, as in the executor.
+        stage.compile(calls_of(row, index))
 
 
 def _examples(

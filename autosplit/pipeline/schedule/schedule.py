@@ -7,6 +7,7 @@ from __future__ import annotations
 import enum
 import re
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
@@ -160,6 +161,13 @@ class Action:
 
 LARGEST = 1_000_000
 """Most actions of a step. More take minutes and gigabytes to build and to check."""
+
+
+def calls_of(row: Iterable[Action], stage: int) -> list[str]:
+    """The calls of a stage for each action of its rank's row, as ``SplitFunctions.compile_calls``
+    takes them: ``"forward"`` for all but the stage's own backwards.
+    """
+    return [BACKWARDS.get(a.kind, "forward") if a.stage == stage else "forward" for a in row]
 
 
 def check_size(stages: int, microbatches: int, most: int = LARGEST) -> None:
