@@ -49,7 +49,7 @@ def read_schedule(
     if source in SCHEDULES and ranks is not None:
         stages = ranks * (SCHEDULES[source].chunks or 2)
         request = ScheduleRequest(source, microbatches or 2 * ranks, ranks)
-        return prepare_schedule(request, stages).schedule, None
+        return prepare_schedule(request, stages), None
     if not Path(source).is_file():
         raise ScheduleError(
             f"{source!r} is neither a file nor, with --mesh {PIPELINE}=..., one of the schedules "

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.builders.placement import StageTimes
-from autosplit.pipeline.schedule.routes import StageDataflow, Wiring
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.pipeline.validation.validate import validate
 
 
@@ -16,11 +14,11 @@ def prepare_schedule(
     request: ScheduleRequest,
     stages: int,
     times: Sequence[StageTimes] | None = None,
-    wiring: Wiring | None = None,
-) -> PreparedSchedule:
+) -> Schedule:
     """Prepare the schedule of a step.
 
-    The steps, and the folder of ``pipeline/`` that has each::
+    The steps of a schedule's way, and the file of ``pipeline/`` that has each. This function takes
+    it to the Schedule; the executor's builder makes the ``PreparedSchedule``::
 
         ScheduleRequest     a name, or a Schedule from a user, a file or a search
           |  build          the family's rows of F and B for each rank      builders/families.py
@@ -41,7 +39,6 @@ def prepare_schedule(
         request: the schedule and its options.
         stages: the number of stages.
         times: (F, I, W) of each stage, for schedules that place Ws by time; None: F = I = W.
-        wiring: the dataflow between stages; None: a chain.
 
     Raises:
         ScheduleError: an option does not fit the schedule; or a given Schedule is illegal, or for
@@ -50,4 +47,4 @@ def prepare_schedule(
     schedule = request.build(stages, times)
     if isinstance(request.schedule, Schedule):  # builders make legal ones
         validate(schedule)
-    return PreparedSchedule(schedule, StageDataflow(stages, wiring))
+    return schedule

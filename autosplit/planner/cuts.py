@@ -146,8 +146,8 @@ class _Search:
             return self._solutions[firsts]
         stages = self._stages(firsts)
         seconds = [stage.times for stage in stages]
-        prepared = prepare_schedule(self._request, self._count, seconds)
-        schedule = replace(prepared.schedule, crosses_step=False)
+        schedule = prepare_schedule(self._request, self._count, seconds)
+        schedule = replace(schedule, crosses_step=False)
         sent = {at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)}
         links = replace(self._links, message_bytes=sent)
         costs = Costs(

@@ -369,7 +369,7 @@ class TrainerOptions:
             with as_pipeline_error():
                 request = replace(self.schedule, ranks=ranks)
                 request.check_fits(stages)
-            schedule = prepare_schedule(request, stages, usual_times(stages)).schedule
+            schedule = prepare_schedule(request, stages, usual_times(stages))
         self._refuse(schedule)
         return schedule
 

@@ -291,7 +291,7 @@ class Runner:
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = None
         if prepared.moves:
-            moves = Moves(stages, schedule, groups, self._device, self._store)
+            moves = Moves(stages, prepared, groups, self._device, self._store)
         plan.executor = Executor(
             stages,
             schedule,

@@ -22,8 +22,9 @@ from torch import Tensor
 from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
 from autosplit.pipeline.engine.offload_target import OffloadTarget
-from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
-from autosplit.pipeline.schedule.schedule import LANES, Action, Schedule
+from autosplit.pipeline.schedule.moves import ActivationMove, waited_departures
+from autosplit.pipeline.schedule.schedule import LANES, Action
+from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import ActionError, LostPeerError
 from autosplit.ranks.groups import Groups, as_lost_peer
@@ -150,7 +151,7 @@ class Moves:
 
     Args:
         stages: the rank's stages by index.
-        schedule: a legal schedule.
+        prepared: a legal schedule, with its moves.
         groups: the trainer's process groups.
         device: the device of the stages.
         target: the rank's offload target; None if it offloads nothing.
@@ -166,11 +167,12 @@ class Moves:
     def __init__(
         self,
         stages: Mapping[int, Any],
-        schedule: Schedule,
+        prepared: PreparedSchedule,
         groups: Groups,
         device: torch.device,
         target: OffloadTarget | None = None,
     ) -> None:
+        schedule = prepared.schedule
         self.transferred = TransferredBytes()
         self._stages, self._target, self._device = stages, target, device
         self._rank = groups.rank
@@ -181,14 +183,13 @@ class Moves:
         self._waited_departures = dict(waited_departures(self._row))
         self._lanes = {name: Lane(f"autosplit-{name}", device) for name in {*LANES.values()}}
         self._counting = False
-        moves = find_moves(schedule)
-        pairs = ((move.rank, move.partner) for move in moves if move.partner is not None)
+        pairs = ((move.rank, move.partner) for move in prepared.moves if move.partner is not None)
         groups.connect({(min(pair), max(pair)) for pair in pairs}, LANE)
         self._partner = PartnerMemory(groups, schedule.partner(groups.rank), device)
         self._transfers: dict[int, TransferFuture] = {}
         self._in_transit: dict[int, list[Tensor]] = {}
         self._other_references: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
-        for move in moves:
+        for move in prepared.moves:
             if move.rank == groups.rank:
                 self._add(move)
             elif move.partner == groups.rank:
