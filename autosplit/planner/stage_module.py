@@ -269,8 +269,7 @@ class StageModule(nn.Module):
         if len(inputs) != len(program.shapes):
             raise PlanError(
                 f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}: pass "
-                "what "
-                "the stages before it return"
+                "what the stages before it return"
             )
         for position, (tensor, shape) in enumerate(zip(inputs, program.shapes, strict=True)):
             if tensor is not None and shape is not None and tuple(tensor.shape) != shape:

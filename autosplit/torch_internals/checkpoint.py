@@ -72,8 +72,7 @@ class _Unpickler(pickle._Unpickler):
             return _CALLABLES[module, name]
         raise CheckpointError(
             f"the pickle names {module}.{name}, which torch.distributed.checkpoint never writes: "
-            "loading "
-            "this pickle could run code. No code was run"
+            "loading this pickle could run code. No code was run"
         )
 
     def load_build(self) -> None:

@@ -238,7 +238,7 @@ class Executor:
         waits = [*([wait] if wait else []), *self.messages.posts(action)]
         if not kind.is_compute:
             return BoundAction(action, _do_nothing, waits=tuple(waits))
-        if self._sharding is not None and action.stage in self._gathering:
+        if action.stage in self._gathering:
             self._gathering.remove(action.stage)
             waits.append(partial(self._finish_gather, action.stage))
         bound = self._bind_compute(action)

@@ -41,20 +41,20 @@ def add_gathers(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def _with_gathers(row: Sequence[Action], stages: Collection[int]) -> tuple[Action, ...]:
-    uses: dict[int, list[int]] = defaultdict(list)
+    last_uses: dict[int, int] = {}
     trained = {action.stage for action in row if action.kind in BACKWARDS}
     ahead: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
     previous = 0
     for place, action in enumerate(row):
         if action.kind.is_compute:
-            if action.stage in stages and action.stage not in uses:
+            if action.stage in stages and action.stage not in last_uses:
                 ahead[previous].append(Action(action.stage, ActionKind.UNSHARD, 0))
-            uses[action.stage].append(place)
+            last_uses[action.stage] = place
             previous = place
-    for stage in uses.keys() & stages:
+    for stage in last_uses.keys() & stages:
         kinds = [ActionKind.RESHARD, *([ActionKind.REDUCE_GRAD] if stage in trained else [])]
-        after[uses[stage][-1]] += [Action(stage, kind, 0) for kind in kinds]
+        after[last_uses[stage]] += [Action(stage, kind, 0) for kind in kinds]
     return tuple(
         item for place, action in enumerate(row) for item in (*ahead[place], action, *after[place])
     )

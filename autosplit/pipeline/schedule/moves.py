@@ -211,12 +211,9 @@ class WorstCaseMemory:
         # Arrivals that may have happened, each after the departures for which it was the first to
         # wait. Any prefix of this list may have happened by now.
         self._unsure: list[_WorstCaseTransfer] = []
-        self._latest: dict[
-            tuple[int, int], _WorstCaseTransfer
-        ] = {}  # the last arrival of a microbatch
-        self._pending: dict[
-            int, _WorstCaseTransfer
-        ] = {}  # departures by place that may not have happened
+        # The last arrival of each microbatch, and by place the departures that may still come.
+        self._latest: dict[tuple[int, int], _WorstCaseTransfer] = {}
+        self._pending: dict[int, _WorstCaseTransfer] = {}
 
     @property
     def most(self) -> float:

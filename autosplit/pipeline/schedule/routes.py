@@ -204,8 +204,7 @@ class StageDataflow:
         if count != expected:
             raise PipelineError(
                 f"stage {stage} returned {count} tensors, but Wiring.outputs has {expected} for "
-                "it: "
-                "return as many, or change the wiring"
+                "it: return as many, or change the wiring"
             )
 
 

@@ -135,9 +135,7 @@ class Host:
         elif kind in _SENDS:
             self._wait(replace(action, kind=_SENDS[kind]))
         elif kind is ActionKind.UNSHARD:
-            shards = [
-                dimension for dimension in self._dimensions if dimension in (SHARD, EXPERT_SHARD)
-            ]
+            shards = _shards(self._dimensions)
             self.add_computation(str(action), *(f"{shard} gathers" for shard in shards))
         elif kind is ActionKind.REDUCE_GRAD:
             self.add_computation(
@@ -233,11 +231,15 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
         schedule: a legal one.
         dimensions: the mesh dimensions with several ranks.
     """
-    is_sharded = not {SHARD, EXPERT_SHARD}.isdisjoint(dimensions)
-    schedule = add_gathers(schedule, range(schedule.stages) if is_sharded else ())
+    schedule = add_gathers(schedule, range(schedule.stages) if _shards(dimensions) else ())
     prepared = PreparedSchedule(schedule, StageDataflow(schedule.stages))
     ranks = range(len(schedule.ranks))
     return {rank: _EngineRank(prepared, rank, dimensions).run() for rank in ranks}
+
+
+def _shards(dimensions: Iterable[str]) -> list[str]:
+    """The mesh dimensions along which parameters are sharded."""
+    return [dimension for dimension in dimensions if dimension in (SHARD, EXPERT_SHARD)]
 
 
 class _EngineRank(Host):
@@ -252,7 +254,7 @@ class _EngineRank(Host):
         schedule = prepared.schedule
         super().__init__(rank, schedule.placement, "edge", dimensions)
         self._schedule, self._routes = schedule, prepared.routes[rank]
-        self._is_sharded = not {SHARD, EXPERT_SHARD}.isdisjoint(dimensions)
+        self._is_sharded = bool(_shards(dimensions))
         self._posts = prepared.recv_posts[rank]
         receives = self._routes.receives
         self._receives = {peer: deque(messages) for peer, messages in receives.items()}

@@ -56,8 +56,7 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     if stuck:
         raise ScheduleError(
             f"schedule {schedule.name!r} deadlocks, because {', '.join(stuck)} wait for each "
-            "other: "
-            "change their order"
+            "other: change their order"
         )
     return tuple(map(tuple, rows))
 
