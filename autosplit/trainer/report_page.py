@@ -11,9 +11,9 @@ from torch import nn
 
 from autosplit.passes.analysis.boundary import boundaries
 from autosplit.passes.graph import value_text
-from autosplit.pipeline.schedule.routes import StageDataflow, needs_of
+from autosplit.pipeline.schedule.routes import StageDataflow, needs_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.simulate import Span, Timeline
+from autosplit.pipeline.simulation.simulate import Span, Timeline, window_of
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.text.figures import milliseconds, size_text
 from autosplit.torch_internals.dtensor import local_tensor
@@ -166,19 +166,18 @@ def _largest_table(rows: Sequence[RankReport]) -> str:
 
 def _waits_table(timeline: Timeline, dataflow: StageDataflow) -> str:
     """One row per rank: its longest wait, and the action whose result ended it."""
-    ends = {span.action: span.end for span in timeline.spans}
+    # Needs are named by results: I stands for the gradient of a B.
+    ends = {result_of(s.action): (s.end, str(s.action)) for s in timeline.spans}
+    first, _ = window_of(timeline.spans)
     table = []
     for rank in range(timeline.ranks):
         spans = [s for s in timeline.spans if s.rank == rank and s.action.kind.is_compute]
-        first = min(span.start for span in timeline.spans)
         gaps = [
             (span.start - end, span)
             for span, end in zip(spans, [first, *(span.end for span in spans)], strict=False)
         ]
         wait, span = max(gaps, key=lambda gap: gap[0])
-        needs = [
-            (ends[need], str(need)) for need in needs_of(span.action, dataflow) if need in ends
-        ]
+        needs = [ends[need] for need in needs_of(span.action, dataflow) if need in ends]
         table.append(
             [
                 str(rank),

@@ -12,6 +12,11 @@ from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.routes import StageDataflow
+from autosplit.pipeline.schedule.schedule import Action
+from autosplit.pipeline.simulation.simulate import Span
+from autosplit.trainer.report_page import RankReport, page
 
 WIDTH, SAMPLES = 16, 8
 
@@ -108,3 +113,31 @@ def test_progress_shows_steps_loss_and_rate(
     assert "training:  50%" in bar
     assert f"loss {shown[0]:.4g}, " in bar
     assert " samples/s" in bar
+
+
+@pytest.mark.parametrize(("backward", "text"), [("B", "0B0 1B0"), ("I", "0I0 1I0")])
+def test_a_report_names_the_action_that_a_rank_waited_for(backward: str, text: str) -> None:
+    actions = {
+        0: [("0F0", 0, 1), (f"0{backward}0", 5, 6)],
+        1: [("1F0", 1, 2), (f"1{backward}0", 2, 5)],
+    }
+    rows = [
+        RankReport(
+            f"{rank} Linear",
+            0,
+            0,
+            0,
+            0,
+            0,
+            None,
+            (),
+            [
+                Span(rank, Action.parse(name), float(start), float(end))
+                for name, start, end in spans
+            ],
+        )
+        for rank, spans in actions.items()
+    ]
+    schedule = build("1f1b", 2, 1, split_backward=backward == "I")
+    last_row = page(schedule, StageDataflow(2), rows).splitlines()[-2]
+    assert last_row.split("4,000.0")[-1].split() == text.split()
