@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -65,6 +65,18 @@ def form_of(tensor: Tensor) -> str:
     sharding = sharding_of(tensor)
     over = "" if sharding is None else f" over {sharding}"
     return f"{TensorMeta.of(tensor)}{over}{trained}"
+
+
+def named_tensors(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of stages, named for errors."""
+    for stage, module in modules.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield f"stage {stage}'s {name}", tensor
+
+
+def forms_of(modules: Mapping[int, nn.Module]) -> list[str]:
+    """Name and form of each parameter and buffer, see ``form_of``."""
+    return [f"{name}: {form_of(tensor)}" for name, tensor in named_tensors(modules)]
 
 
 def check_built_alike(

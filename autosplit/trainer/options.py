@@ -159,7 +159,13 @@ class RunOptions:
     @property
     def scales(self) -> bool:
         """Whether losses are scaled."""
-        return self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        return self.scaler is not None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of losses; None without one, or if it is disabled."""
+        scaler = self.grad_scaler
+        return scaler if scaler is not None and scaler.is_enabled() else None
 
     @property
     def on_nonfinite(self) -> NonFinite:
@@ -320,15 +326,10 @@ class TrainerOptions:
     @property
     def optimizer_mesh(self) -> DeviceMesh | None:
         """The replicas that have a part of the optimizer's state each, if they divide it."""
-        layout = self.mesh_layout
-        if (
-            self.mesh is None
-            or not self.run.shard_optimizer
-            or layout is None
-            or layout.shards == 1
-        ):
+        if self.mesh is None or not self.run.shard_optimizer:
             return None
-        return self.mesh[REPLICATE]
+        replicas = self.mesh[REPLICATE]
+        return replicas if replicas.size() > 1 else None
 
     def layout(self, stages: int) -> RankLayout:
         """The layout of the ranks that hold ``stages`` stages.

@@ -49,6 +49,7 @@ class RankStages:
         loss_fn: the loss, which runs at the end of the last stage.
         schedule: its placement says which rank has which stage.
         options: the trainer's options.
+        factory: makes a stage of a module.
         model: this rank's modules and parameters.
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
@@ -66,6 +67,7 @@ class RankStages:
         loss_fn: LossFunction,
         schedule: Schedule,
         options: TrainerOptions,
+        factory: StageFactory,
         model: RankModel,
         groups: Groups,
         dataflow: StageDataflow,
@@ -83,7 +85,7 @@ class RankStages:
             if len({schedule.placement[stage] for stage, _ in holders}) > 1
             for holder in holders
         ]
-        self._factory: StageFactory = options.factory(cut=stages.cut)
+        self._factory = factory
         self._shares_tensors = groups.layout.tensor_ranks > 1
         self._last = schedule.stages - 1
         self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}

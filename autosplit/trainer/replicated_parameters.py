@@ -8,7 +8,7 @@ gradient at the end of a step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -33,7 +33,9 @@ from autosplit.trainer.copy_checks import (
     check_tied_forms,
     find_holders,
     form_of,
+    forms_of,
     is_expert,
+    named_tensors,
 )
 from autosplit.trainer.gradient_buckets import PEERS, LocalCopies
 from autosplit.trainer.stage_modules import Holder
@@ -196,7 +198,7 @@ class ReplicatedParameters:
         own_set = next(ranks for ranks in sets if self._groups.members[self._groups.rank] in ranks)
         whole: dict[int, Tensor] = {}
         parts = 0
-        for name, tensor in _named_tensors(self._modules):
+        for name, tensor in named_tensors(self._modules):
             sharding = self._sharding(tensor)
             if sharding is not None:
                 parts += 1
@@ -205,7 +207,7 @@ class ReplicatedParameters:
                     self._groups.add_external_group(process_group)
             elif isinstance(tensor, nn.Parameter):
                 whole[id(tensor)] = tensor
-        forms = [f"{name}: {form_of(tensor)}" for name, tensor in _named_tensors(self._modules)]
+        forms = forms_of(self._modules)
         tied = {holder: form_of(parameter) for holder, parameter in self._tied.items()}
         rows = dict(zip(everybody.members, everybody.gather((forms, tied, parts)), strict=True))
         if len(own_set) > 1 and not any(parts for _, _, parts in rows.values()):
@@ -329,13 +331,6 @@ def broadcast_from(
             tensor.copy_(values)
 
 
-def _named_tensors(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers, named for errors."""
-    for stage, module in modules.items():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            yield f"stage {stage}'s {name}", tensor
-
-
 def _tensors(modules: Modules) -> list[Tensor]:
     """Return parameters and buffers, each once."""
-    return list({id(tensor): tensor for _, tensor in _named_tensors(modules)}.values())
+    return list({id(tensor): tensor for _, tensor in named_tensors(modules)}.values())

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.evaluation import forward_only
@@ -31,7 +31,7 @@ from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget
 from autosplit.pipeline.engine.stage_builder import check_loss, compile_stages, traced
-from autosplit.pipeline.engine.stage_protocols import ForwardStage, TrainableStage
+from autosplit.pipeline.engine.stage_protocols import ForwardStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
@@ -82,6 +82,7 @@ class Runner:
         loss_fn: the loss, which runs at the end of the last stage.
         schedule: the schedule of the first training step.
         options: the trainer's options.
+        factory: makes a stage of a module.
         model: this rank's modules and parameters; stages are built from them at the first batch.
         groups: the trainer's process groups.
         guard: the trainer's guard.
@@ -106,6 +107,7 @@ class Runner:
         loss_fn: LossFunction,
         schedule: Schedule,
         options: TrainerOptions,
+        factory: StageFactory,
         model: RankModel,
         groups: Groups,
         guard: Guard,
@@ -130,8 +132,8 @@ class Runner:
         source = schedule.placement[self.dataflow.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule, source)
         self._count = schedule.microbatches
-        self._scales, scaler = options.run.scales, options.run.grad_scaler
-        self.losses = LossGradients(groups, schedule, device, scaler if self._scales else None)
+        self._scales = options.run.scales
+        self.losses = LossGradients(groups, schedule, device, options.run.scaler)
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
         stages_here, wiring = schedule.stages_on(groups.rank), stages.wiring
@@ -157,6 +159,7 @@ class Runner:
             loss_fn,
             schedule,
             options,
+            factory,
             model,
             groups,
             self.dataflow,
@@ -167,11 +170,6 @@ class Runner:
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
         self._limited = False
-
-    @property
-    def modules(self) -> Mapping[int, nn.Module]:
-        """This rank's modules by stage."""
-        return self._model.modules
 
     @property
     def settled(self) -> bool:
@@ -273,7 +271,7 @@ class Runner:
             plan.loss_grads = self.losses.of_step(plan.dtype, plan.boundaries.part_names)
             executor = self._build_executor(plan, self.schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
-        if self._tuner is not None and self._tuner.limits and not self._limited:
+        if self._tuner is not None and self.limits and not self._limited:
             self._limited = True
             self.memory.set_step(plan, _tensors(inputs + targets))
             self._change_schedule(self._tuner.search_schedule(self.stages))

@@ -20,7 +20,7 @@ from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, REPLICATE, SHARD
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.trainer.copy_checks import check_built_alike, form_of
+from autosplit.trainer.copy_checks import check_built_alike, forms_of
 from autosplit.trainer.replicated_parameters import broadcast_from
 from autosplit.trainer.stage_modules import Holder
 
@@ -95,12 +95,7 @@ def shard_stages(
 def _check_built_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
     """Check that replicas can take each other's parameters; collective."""
     everybody = groups.everybody
-    forms = [
-        f"stage {index}'s {name}: {form_of(parameter)}"
-        for index, module in modules.items()
-        for name, parameter in module.named_parameters()
-    ]
-    rows = dict(zip(everybody.members, everybody.gather(forms), strict=True))
+    rows = dict(zip(everybody.members, everybody.gather(forms_of(modules)), strict=True))
     check_built_alike(rows, groups.layout.peers, "replicas of the same stages")
 
 

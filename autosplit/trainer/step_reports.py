@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
@@ -55,11 +56,12 @@ class StepReports(RankSession):
     _runner: Runner  # set when the modules are built
     optimizer: torch.optim.Optimizer | None
     device: torch.device
+    modules: Mapping[int, nn.Module]
 
     def __init__(self, layout: RankLayout, options: TrainerOptions, device: torch.device) -> None:
         self._figures = StepFigures()
         self._drops_nonfinite = options.run.on_nonfinite == "skip"
-        self.grad_scaler = options.run.grad_scaler if options.run.scales else None
+        self.grad_scaler = options.run.scaler
         super().__init__(layout, options.mesh, device, options.run.timeout)
 
     @property
@@ -222,7 +224,7 @@ class StepReports(RankSession):
         step = self._runner.memory.step
         if step is None:
             raise PipelineError("there is nothing to report yet: call step(...) first")
-        stages, modules = traced(self.stages), self._runner.modules
+        stages, modules = traced(self.stages), self.modules
         parameters = [t for at, module in modules.items() for t in parameter_rows(at, module)]
         kept = [t for at, stage in stages.items() for t in boundary_rows(at, stage.functions)]
         recorder = self._runner.memory.recorder

@@ -219,6 +219,7 @@ class PipelineTrainer(StepReports):
             loss_fn,
             schedule,
             options,
+            factory,
             rank_model,
             self._groups,
             self._guard,
@@ -360,14 +361,13 @@ class PipelineTrainer(StepReports):
         figures.means = agreement.means
         if self._max_norm is not None:
             figures.norm = agreement.norm()
-        self._optimizer_moves = is_finite = agreement.finite
+        self._optimizer_moves = agreement.finite
         if self._optimizer_moves:
             self._runner.backward_batch()
         else:
             self._model.drop_gradients()
             figures.skipped += 1
-        if self.grad_scaler is not None:
-            self._runner.losses.update_scale(finite=is_finite)
+        self._runner.losses.update_scale(finite=self._optimizer_moves)
         figures.bounds = agreement.bounds()
         return losses
 

@@ -63,7 +63,6 @@ class Tuner:
         limits: the most bytes that each rank may hold; empty: no limit.
 
     Attributes:
-        limits: see Args.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Tuner:
     ) -> None:
         self._schedule = self._running = schedule
         self._groups, self._dataflow = groups, dataflow
-        self._memory, self.limits = memory, limits
+        self._memory, self._limits = memory, limits
         self._steps: list[list[Span]] = []
 
     def after_step(
@@ -102,9 +101,9 @@ class Tuner:
                 that was found to work, and the bytes that it is needed for.
         """
         costs = self._costs(stages)
-        if self.limits:
-            with working(f"searching a schedule within {_limit_text(self.limits)} bytes"):
-                self._running = self._shortest(costs, self.limits)
+        if self._limits:
+            with working(f"searching a schedule within {_limit_text(self._limits)} bytes"):
+                self._running = self._shortest(costs, self._limits)
             return self._running
         try:
             with working("searching a schedule for the times of the first steps"):
@@ -206,7 +205,7 @@ class Tuner:
         takes the time of a move to the store.
         """
         links = Transfer()
-        if self.limits:
+        if self._limits:
             host = self._memory.host_link()
             links = Transfer(host.latency, host.bandwidth, host=host)
         measured = (
