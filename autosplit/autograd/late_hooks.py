@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
@@ -77,7 +76,7 @@ def _groups(late: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[in
     for name, parameter in late.items():
         for group in group_hooks(parameter):
             if nodes is None:
-                nodes = {get_gradient_edge(p).node for p in parameters if p.requires_grad}
+                nodes = {*nodes_of_leaves(parameters)}
             outside = [node for node in group.nodes or () if node not in nodes]
             if any(map(will_run, outside)):  # unused parameters do not
                 _refuse_group(name)

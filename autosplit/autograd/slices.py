@@ -39,7 +39,7 @@ class BackwardSlices:
         self._inputs = functions.capture.inputs
         self.parameters = [[*map(state.__getitem__, names)] for names in self._names]
         with torch.no_grad():
-            self.zero = next(filter(None.__ne__, self.parameters))[0].new_zeros(())
+            self.zero = self.parameters[0][0].new_zeros(())
 
     def anchor(self, leaf: Tensor, leaves: Sequence[Any]) -> Tensor:
         """The input of the node ``Split`` that stands for all slices but the first.

@@ -28,7 +28,7 @@ from autosplit.capture.workarounds.dynamo import current_line
 from autosplit.errors import CaptureError, SplitError
 from autosplit.passes.analysis.operators import READ
 from autosplit.passes.graph import source_line
-from autosplit.torch_internals.dynamo import source_name, traced_value
+from autosplit.torch_internals.dynamo import all_nodes, source_name, traced_value
 from autosplit.torch_internals.patches import patched
 
 _NUMBERS = {float: torch.float64, int: torch.int64}
@@ -146,10 +146,9 @@ def refuse_written(exported: fx.GraphModule) -> None:
     Raises:
         CaptureError: names the tensor and the line.
     """
-    graphs = [module for module in exported.modules() if isinstance(module, fx.GraphModule)]
-    for node in (node for module in graphs for node in module.graph.nodes):
+    for node in all_nodes(exported):
         if node.target is _OPERATOR and traced_value(node)._version:
-            place = node.args[0].partition("].")[2]
+            place = str(node.args[0]).partition("].")[2]
             raise CaptureError(
                 f"the backward of a custom autograd function writes into {place} (from "
                 f"{source_line(node)}), which is neither a buffer nor an attribute of a "

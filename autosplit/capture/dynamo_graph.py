@@ -50,7 +50,7 @@ from autosplit.errors import CaptureError, ShardedError, SplitError
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import STATE, placeholders
-from autosplit.torch_internals.dynamo import source_name
+from autosplit.torch_internals.dynamo import input_sources
 
 _ROOT = re.compile(r"[LG]\['\w+'\]")
 _MARK = "_is_torch_compile"  # an attribute meant for the wrapper that ``torch.compile`` returns
@@ -157,12 +157,6 @@ def require_runnable(module: fx.GraphModule) -> fx.GraphModule:
     if any(node.target is tag_activation_checkpoint for node in module.graph.nodes):
         raise SkipFrame("the graph uses activation checkpointing and cannot be split")
     return module
-
-
-def input_sources(module: fx.GraphModule) -> list[str]:
-    """Dynamo's source of each input of the graph, as Python: ``L['self'].weight``."""
-    sources = [getattr(node, "_dynamo_source", None) for node in placeholders(module.graph)]
-    return [*map(source_name, sources)]
 
 
 # Bases that AOTAutograd makes from inputs that share memory, if the graph writes into one of them.

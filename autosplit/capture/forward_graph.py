@@ -33,6 +33,7 @@ from autosplit.capture.workarounds.operators import (
 )
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.distributed import refuse_sharded
+from autosplit.torch_internals.operators import written_arguments
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
 
 # In training these write the running statistics, which their schemas do not declare.
@@ -141,10 +142,7 @@ class EffectRecorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield argument_value
+    yield from written_arguments(func, args, kwargs)
     if func._overloadpacket.__name__ in _BATCH_NORMS and args[_TRAINING]:
         yield from args[_STATISTICS]
 

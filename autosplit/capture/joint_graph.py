@@ -41,6 +41,7 @@ from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes import Role
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dtensor import Sharding
+from autosplit.torch_internals.operators import written_arguments
 from autosplit.torch_internals.pytree import (
     TreeSpec,
     flatten_named,
@@ -183,7 +184,7 @@ class _RealTensorUse(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(isinstance(arg, FakeTensor) for arg in args):
             self.value_read |= torch.Tag.data_dependent_output in func.tags
-        if func._schema.is_mutable and any(map(_is_real, _written_by(func, args, kwargs))):
+        if func._schema.is_mutable and _is_real_written(func, args, kwargs):
             self.written = True
             leaves, spec = tree_flatten((args, kwargs))
             copies = [leaf.clone() if _is_real(leaf) else leaf for leaf in leaves]
@@ -195,11 +196,9 @@ def _is_real(value: object) -> bool:
     return type(value) is Tensor
 
 
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operator writes into."""
-    arguments = func._schema.arguments
-    named = {arg.name: value for arg, value in zip(arguments, args, strict=False)} | kwargs
-    return tree_flatten([named.get(arg.name) for arg in arguments if arg.is_write])[0]
+def _is_real_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator writes into a tensor with data."""
+    return any(map(_is_real, tree_flatten([*written_arguments(func, args, kwargs)])[0]))
 
 
 class _Results:

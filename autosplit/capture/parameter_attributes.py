@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import InputProcessor
 
-from autosplit.passes.graph import placeholders
-from autosplit.torch_internals.dynamo import source_name
+from autosplit.torch_internals.dynamo import input_sources
 
 _ATTRIBUTE = re.compile(r"_parameters\['\w+'\]\.(\w+)$")
 _NAMES = "parameter_attributes"
@@ -36,8 +35,7 @@ def register_attributes(module: nn.Module, exported: Any) -> None:
         module: the module of the parameters.
         exported: its export; changed in place.
     """
-    sources = [getattr(node, "_dynamo_source", None) for node in placeholders(exported.graph)]
-    read = {match[1] for name in map(source_name, sources) if (match := _ATTRIBUTE.search(name))}
+    read = {m[1] for source in input_sources(exported) if (m := _ATTRIBUTE.search(source))}
     attributes = [
         (name, value)
         for name, value in (named_attributes(module) if read else ())

@@ -24,7 +24,6 @@ from autosplit.capture.dynamo_graph import (
     GraphCapture,
     capture_graph,
     frozen_parameters,
-    input_sources,
     refuse_thawed,
     require_runnable,
     skip_mistraced_frames,
@@ -44,6 +43,7 @@ from autosplit.runtime.input_overlap import OverlapCheck
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.residuals import State
 from autosplit.torch_internals.distributed import refuse_sharded
+from autosplit.torch_internals.dynamo import input_sources
 
 
 def input_roles(

@@ -79,7 +79,7 @@ class PendingOnParameters(PendingQueue):
         # Dynamo keeps the graph and this queue, which must not keep the parameters.
         work.state, work.leaves = weakref.WeakValueDictionary(work.state), None
         super().add(microbatch, work, moved=moved)
-        if not work.parameters:  # no gradient would lead to the sums that wait
+        if work.graph.sums and not work.parameters:  # no gradient would lead to the sums that wait
             at_end_of_backward(self.compute)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import linecache
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,19 @@ def source_name(source: Any) -> str:
         return name() if callable(name) else str(name)
     except NotImplementedError:
         return ""
+
+
+def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the nodes of a graph and of the graphs inside it."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield from part.graph.nodes
+
+
+def input_sources(module: fx.GraphModule) -> list[str]:
+    """Dynamo's source of each input of the graph, as Python: ``L['self'].weight``."""
+    nodes = module.graph.find_nodes(op="placeholder")
+    return [source_name(getattr(node, "_dynamo_source", None)) for node in nodes]
 
 
 _TORCH = os.path.dirname(torch.__file__)

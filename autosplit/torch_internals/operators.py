@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,13 @@ _FUNCTIONS = {
     "transpose.int": torch.transpose,
     "where.self": torch.where,
 }
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that a call of an operator writes into, by its schema."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
 def norms_of(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import source_line
-from autosplit.torch_internals.dynamo import source_name, traced_value
+from autosplit.torch_internals.dynamo import all_nodes, source_name, traced_value
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _UNMATERIALISED = FunctionCtx.set_materialize_grads.__code__
@@ -47,8 +47,7 @@ def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]
 
 
 def _calls(module: fx.GraphModule) -> list[fx.Node]:
-    graphs = [graph.graph for graph in module.modules() if isinstance(graph, fx.GraphModule)]
-    return [node for graph in graphs for node in graph.nodes if node.target is _APPLY]
+    return [node for node in all_nodes(module) if node.target is _APPLY]
 
 
 def _has_several_outputs(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.passes.analysis.operators import OPERATORS
 from autosplit.passes.graph import source_line
 from autosplit.torch_internals import TORCH
-from autosplit.torch_internals.dynamo import traced_value
+from autosplit.torch_internals.dynamo import all_nodes, traced_value
 from autosplit.torch_internals.patches import patched
 
 _CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -62,7 +62,7 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
     """Calls of recurrent layers on padded sequences, including calls in checkpointed regions.
     Packed sequences read their lengths from data, which Dynamo leaves outside of graphs.
     """
-    return [node for node in _nodes(module) if node.target in _CELLS]
+    return [node for node in all_nodes(module) if node.target in _CELLS]
 
 
 # Dispatch keys of kernels that tracing does not run: of devices, and of vmap, which torch registers
@@ -301,7 +301,7 @@ def refuse_traced_otherwise(module: fx.GraphModule) -> None:
     Raises:
         CaptureError: such an operator is in Dynamo's graph or in a checkpointed region.
     """
-    for node in _nodes(module):
+    for node in all_nodes(module):
         if node.op == "call_function" and _is_traced_otherwise(node):
             name = getattr(node.target, "__name__", str(node.target))
             raise CaptureError(
@@ -349,8 +349,3 @@ def _is_traced_otherwise(node: fx.Node) -> bool:
     drops = arguments["train"] and arguments["dropout"] != 0 and arguments["num_layers"] > 1
     misshapen = node.target is torch.lstm and TORCH < (2, 13)
     return drops or misshapen or getattr(traced_value(arguments["input"]), "dtype", None) in _COARSE
-
-
-def _nodes(module: fx.GraphModule) -> list[fx.Node]:
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    return [node for graph in graphs for node in graph.nodes]
