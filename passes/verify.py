@@ -12,7 +12,6 @@ from torch import fx
 from .analysis.aliasing import is_view, storage_root
 from .analysis.operator_cost import recompute_cost
 from .analysis.operators import (
-    WRITE,
     is_accumulation,
     is_attention,
     is_check,
@@ -192,8 +191,9 @@ def _only_adds(node: fx.Node) -> bool:
 
 def _writes_state(node: fx.Node) -> bool:
     """Whether the node adds to, or replaces the value of, state that the backward writes."""
-    into = node.args[0] if node.target is WRITE or is_accumulation(node) else None
-    return isinstance(into, fx.Node) and into in inputs(node.graph, Kind.WRITTEN).values()
+    into: Any = node.args[0] if is_accumulation(node) else None
+    is_input = into is not None and into.op == "placeholder"
+    return is_input and role_of(into).kind is Kind.WRITTEN
 
 
 def _is_accumulator(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role
-from autosplit.passes.analysis.operators import READ, SUMS
+from autosplit.passes.analysis.operators import READ, is_sum
 from autosplit.passes.graph import inputs, is_like, outputs, placeholders, source_line
 
 _LIBRARY = torch.library.Library(READ, "FRAGMENT")
@@ -82,7 +82,7 @@ def _is_sum(value: fx.Node, state: fx.Node | None) -> bool:
 
 def _summed(node: fx.Node) -> Any:
     """The tensor to which a node adds; None for a node that does not add."""
-    if node.target in SUMS:
+    if is_sum(node):
         return node.args[0]
     call: Any = node.args[0] if node.target is operator.getitem else None
     if isinstance(call, fx.Node) and call.target is _MUTATING and len(call.users) == 1:

@@ -152,8 +152,11 @@ WRITE: Any = torch.ops.aten.copy_.default
 SUMS: Mapping[Any, Any] = {
     getattr(getattr(torch.ops.aten, op._schema.name[6:-1]), op._overloadname): op
     for op in OPERATORS["accumulates"]
+    if op is not WRITE
 }
-"""Operator that returns the sum of its first argument and others -> the one that adds in place."""
+"""Operator that returns the sum of its first argument and others -> the one that adds in place.
+Which of its calls are sums says ``is_sum``.
+"""
 
 IN_PLACE: Mapping[Any, Any] = {
     op: _operator("_.".join(str(op).removeprefix("aten.").split(".")))
@@ -268,6 +271,15 @@ def is_read(node: fx.Node) -> bool:
 def is_accumulation(node: fx.Node) -> bool:
     """Whether the node adds into its first argument, or overwrites it."""
     return node.target in OPERATORS["accumulates"]
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether the node's value is its first argument, not scaled nor overwritten in part, plus
+    others.
+    """
+    if node.target not in SUMS:
+        return False
+    return _argument(node, "beta") in {None, 1} and _argument(node, "accumulate") in {None, True}
 
 
 _WAIT = "wait_tensor"

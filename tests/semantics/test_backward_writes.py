@@ -72,6 +72,26 @@ class _Largest(_Function):
         return g, None
 
 
+class _Overwriting(_Function):
+    """Writes that are no sums, although operators that can add make them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, history: Tensor, total: Tensor) -> Tensor:
+        ctx.kind, ctx.history, ctx.total = kind, history, total
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        match ctx.kind:
+            case "copied":
+                ctx.history.copy_(g.abs().max())
+            case "assigned":
+                ctx.total[torch.tensor([1, 3]), torch.tensor([0, 2])] = g[:2, 0]
+            case "averaged":
+                ctx.total.addmm_(g.t(), g, beta=0.9, alpha=0.1)
+        return g, None, None, None
+
+
 class _Counted(_Function):
     """A number of backwards, and a sum of vectors, which are as small in I as in W."""
 
@@ -156,6 +176,10 @@ KINDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "class": lambda m, h: _IntoClass.apply(h, m.weight),
     "twice": lambda m, h: _IntoSum.apply(_IntoSum.apply(h, m.weight, m.total), m.weight, m.total),
 }
+OVERWRITING = ["copied", "assigned", "averaged"]
+KINDS |= {
+    kind: lambda m, h: _Overwriting.apply(h, m.kind, m.history, m.total) for kind in OVERWRITING
+}
 REFUSED = ["parameter", "class"]
 
 
@@ -203,6 +227,18 @@ def written(model: nn.Module) -> dict[str, Tensor]:
 def test_split(kind: str, breaks: bool) -> None:
     split = assert_equals_autograd(Writer(kind, breaks), batches())
     assert breaks or "Deferred: 100.0 %" in split.report()
+
+
+@pytest.mark.parametrize("kind", OVERWRITING)
+def test_input_gradients_overwrite_state_in_the_order_of_plain_autograd(kind: str) -> None:
+    model = Writer(kind)
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model, max_pending=math.inf)
+    for (x,) in batches():
+        for module in (split, plain):
+            module(x).square().sum().backward()
+        assert_same("written before any W", written(model), written(plain))
+    assert not split.functions[-1].sums
 
 
 def test_inductor() -> None:
