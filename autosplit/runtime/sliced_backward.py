@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from autosplit.backends.backend import Backend
 from autosplit.passes import Kind, Role
+from autosplit.passes.graph import inputs, outputs
 
-from .compiled_graph import compile_graph
+from .compiled_graph import CompiledGraph, compile_graph
 
 
 class SlicedBackward:
-    """The slices of one fused backward, compiled.
+    """The slices of one fused backward.
 
     Args:
         modules: the slices, in order.
@@ -25,14 +27,18 @@ class SlicedBackward:
     """
 
     def __init__(self, modules: Sequence[fx.GraphModule], backend: Backend) -> None:
-        self._graphs = [
-            compile_graph(f"backward_slice_{at}", module, backend)
-            for at, module in enumerate(modules)
-        ]
-        self._last = {role: at for at, graph in enumerate(self._graphs) for role in graph.inputs}
+        self._modules, self._backend = modules, backend
+        self._last = {role: at for at, part in enumerate(modules) for role in inputs(part.graph)}
         self.parameters = [
-            [role.name for role in graph.outputs if role.kind is Kind.PARAMETER_GRAD]
-            for graph in self._graphs
+            [role.name for role, _ in outputs(part.graph, Kind.PARAMETER_GRAD)] for part in modules
+        ]
+
+    @cached_property
+    def _graphs(self) -> list[CompiledGraph]:
+        """Compiled when they run first: one slice alone never does."""
+        return [
+            compile_graph(f"backward_slice_{at}", module, self._backend)
+            for at, module in enumerate(self._modules)
         ]
 
     def run(self, pool: dict[Role, Any]) -> Iterator[dict[Role, Any]]:

@@ -9,9 +9,9 @@ Operators keep their order, and each runs in one slice; views are made where the
 
 from __future__ import annotations
 
-import itertools
 import operator
 from bisect import bisect_left
+from collections import Counter
 from typing import Any
 
 from torch import fx
@@ -69,19 +69,19 @@ def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
 
 def _ends(graph: fx.Graph, order: dict[fx.Node, int], count: int) -> list[int]:
     """The place of the last node of each slice except the last."""
-    nodes, complete = [*order], list[tuple[int, int]]()
+    nodes, completed = [*order], Counter[int]()  # place -> bytes of gradients complete after it
     for role, value in outputs(graph):
         if role.kind is Kind.PARAMETER_GRAD and (last := last_work(value, order)) is not None:
-            complete.append((order[last], storage_bytes(value)))
-    complete.sort()
-    sums = [*itertools.accumulate(size for _, size in complete)]
-    ends: list[int] = []
-    for (at, _), total in zip(complete, sums, strict=True):
-        if total * count < sums[-1] * (len(ends) + 1) or total == sums[-1]:
-            continue
-        while nodes[at + 1].target is operator.getitem:  # results of one operator stay together
-            at += 1
-        ends.append(at)
+            at = order[last]
+            while nodes[at + 1].target is operator.getitem:  # results of an operator stay together
+                at += 1
+            completed[at] += storage_bytes(value)
+    size, total, ends, level = completed.total(), 0, list[int](), 0
+    for at in sorted(completed):
+        total += completed[at]
+        if total < size and total * count // size > level:
+            level = total * count // size
+            ends.append(at)
     return ends
 
 

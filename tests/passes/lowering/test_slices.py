@@ -33,6 +33,15 @@ def test_slices(count: int) -> None:
     assert sum(map(ops, parts), Counter()) == ops(whole)
 
 
+def test_every_slice_completes_gradients_though_one_is_much_larger_than_others() -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 400)]
+    whole = split(nn.Sequential(*layers), torch.randn(2, 3, 8, 8).requires_grad_()).backward
+    assert whole is not None
+    completed = [outputs(part.graph, Kind.PARAMETER_GRAD) for part in slices(whole, 8)]
+    assert len(completed) > 1
+    assert all(completed)
+
+
 def _run(module: fx.GraphModule, values: Any) -> tuple[list[Any], list[Any]]:
     arguments = [values[role] for role in inputs(module.graph)]
     results = fx.Interpreter(module).run(*arguments, enable_io_processing=False)
