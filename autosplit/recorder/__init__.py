@@ -1,0 +1,1 @@
+"""The flight recorder: digests of actions, alarms, bundles of a step, and their replay."""
