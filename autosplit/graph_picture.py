@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import fx
 
-from autosplit.passes.analysis.aliasing import is_view, storage_bytes, storage_root
+from autosplit.passes.analysis.aliasing import is_view, producer, storage_bytes, storage_root
 from autosplit.passes.analysis.operators import overload
 from autosplit.passes.graph import SUBGRAPH, Kind, inputs, outputs, value_text
 from autosplit.text.figures import size_text
@@ -84,19 +84,12 @@ def crossings(graphs: Mapping[str, fx.GraphModule]) -> Iterator[Crossing]:
                     yield Crossing(roles[node], source, (column, row), size)
         sent = {}
         for role, value in outputs(graph, Kind.SAVED, Kind.DEFERRED):
-            maker = _maker(value)
+            maker = producer(value)
             if maker in roles and roles[maker] in sources:  # it only passes through
                 sent[role.name] = sources[roles[maker]]
             elif maker in rows:
                 sent[role.name] = (column, rows[maker]), storage_bytes(storage_root(value))
         sources |= sent
-
-
-def _maker(node: fx.Node) -> fx.Node:
-    """The operator or input that computes a value, found behind views and parts of it."""
-    while node.op == "call_function" and _passes_through(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _readers(node: fx.Node, rows: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
@@ -155,7 +148,7 @@ def draw_graphs(graphs: Mapping[str, fx.GraphModule], path: Path, title: str) ->
 def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:
     """Map each operator that computes the gradient of a parameter to the parameter."""
     makers = [
-        (_maker(value), role.name)
+        (producer(value), role.name)
         for role, value in outputs(graph, Kind.PARAMETER_GRAD)
         if isinstance(value, fx.Node)
     ]

@@ -118,6 +118,15 @@ def run_graph_passes(when: When, program: SplitGraphs, form: GraphForm) -> Chang
     return changed
 
 
+def with_graph_passes(when: When, program: SplitGraphs, form: GraphForm) -> SplitGraphs:
+    """A program in which the passes of a moment have replaced the graphs that they change.
+
+    Arguments and errors are those of ``run_graph_passes``.
+    """
+    changed = run_graph_passes(when, program, form)
+    return dataclasses.replace(program, **changed)  # type: ignore[arg-type]
+
+
 def run(
     joint: fx.GraphModule,
     *,

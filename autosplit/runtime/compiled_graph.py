@@ -390,13 +390,11 @@ class GradientGraph:
     def _source(
         self, dtype: torch.dtype | None, form: AddingForm, count: int, parts: Parts = ()
     ) -> fx.GraphModule:
-        program, graphs = self._program, dict[str, Any]()
+        program = self._program
         if count > 1:
             joins = GraphForm(self._graph, count=count, rows=self._accumulation.joined_rows)
-            graphs |= self._run_passes(When.JOINING, joins, program)
-            program = dataclasses.replace(program, **graphs)
-        graphs |= self._run_passes(When.WRITING, GraphForm(self._graph), program)
-        program = dataclasses.replace(program, **graphs)
+            program = self._with_passes(When.JOINING, joins, program)
+        program = self._with_passes(When.WRITING, GraphForm(self._graph), program)
         if form == "returns":
             return program.graphs()[self._graph]
         adds = GraphForm(
@@ -417,6 +415,9 @@ class GradientGraph:
         if self._backend.compiles:
             return "none"
         return "all" if self._accumulation.fuses else "joined"
+
+    def _with_passes(self, when: When, form: GraphForm, program: SplitGraphs) -> SplitGraphs:
+        return dataclasses.replace(program, **self._run_passes(when, form, program))  # type: ignore[arg-type]
 
     def _run_passes(self, when: When, form: GraphForm, program: SplitGraphs) -> Changed:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -28,7 +27,7 @@ from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, lender_roles, private
 from autosplit.passes.lowering.forms import GraphForm
 from autosplit.passes.lowering.state_writes import written
-from autosplit.passes.manager import When, run_graph_passes
+from autosplit.passes.manager import When, run_graph_passes, with_graph_passes
 from autosplit.passes.subgraph import inline, inlined, inner_calls
 from autosplit.runtime.call_cache import CallCache
 from autosplit.runtime.residuals import (
@@ -187,10 +186,10 @@ class SplitFunctions:
         """Compile F, and return the roles of saved tensors."""
         graphs, backend, leaf_names = self._graphs, self._backend, self.capture.inputs
         compiled = compile_graph("forward", graphs.forward, backend)
-        form = GraphForm("forward", strides=compiled.strides, overwrites=backend.compiles)
-        run_graph_passes(When.COMPILED, graphs, form)
         # Saved tensors that the backward may overwrite.
-        donated = donatable(graphs.forward.graph) if backend.compiles else set()
+        donated = frozenset(donatable(graphs.forward.graph) if backend.compiles else ())
+        form = GraphForm("forward", strides=compiled.strides, donated=donated)
+        run_graph_passes(When.COMPILED, graphs, form)
         by_kind = {kind: [r for r in compiled.outputs if r.kind is kind] for kind in Kind}
         updated, saved = by_kind[Kind.UPDATE], by_kind[Kind.SAVED]
         buffers = [role for role in updated if role.name not in leaf_names]
@@ -271,10 +270,9 @@ class SplitFunctions:
         """
         try:
             form = GraphForm(missing=missing)
-            changed = run_graph_passes(When.MISSING_GRADIENTS, self._graphs, form)
+            graphs = with_graph_passes(When.MISSING_GRADIENTS, self._graphs, form)
         except UnknownSizeError:
             return None
-        graphs = dataclasses.replace(self._graphs, **changed)  # type: ignore[arg-type]
         variant = copy.copy(self)
         for name in [*vars(variant)]:
             if isinstance(getattr(type(self), name, None), cached_property):
@@ -735,9 +733,7 @@ class SplitFunctions:
         size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in parameters)
         most = _COMPILED_SLICES if self._backend.compiles else _SLICES
         form = GraphForm("backward", count=max(1, min(most, size // _SLICE_BYTES)))
-        program, graphs = self._graphs, dict[str, Any]()
-        graphs |= run_graph_passes(When.WRITING, program, form)
-        program = dataclasses.replace(program, **graphs)
+        program = with_graph_passes(When.WRITING, self._graphs, form)
         modules = run_graph_passes(When.SLICING, program, form)
         return SlicedBackward([*modules.values()], self._backend)
 

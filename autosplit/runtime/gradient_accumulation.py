@@ -132,8 +132,7 @@ class GradientSums:
             if (by := divisor(parameter)) != 1:
                 total.div_(by)
             if parameter.grad is None:
-                dtype = parameter.grad_dtype or total.dtype
-                parameter.grad = total if total.dtype is dtype else self._cast(parameter, total)
+                parameter.grad = self._as_grad(parameter, total)
             else:
                 parameter.grad.add_(total)
         self.clear()
@@ -145,16 +144,22 @@ class GradientSums:
         """Drop the sums."""
         self.tensors, self._parameters = {}, {}
 
-    def _cast(self, parameter: Tensor, total: Tensor) -> Tensor:
+    def _memory(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Memory for a parameter's sum or ``.grad``; None for memory of its own."""
+        return None if self.memory_for is None else self.memory_for(parameter, dtype)
+
+    def _as_grad(self, parameter: Tensor, total: Tensor) -> Tensor:
         """A sum in the dtype of the parameter's ``.grad``."""
-        dtype = parameter.grad_dtype or parameter.dtype
-        memory = None if self.memory_for is None else self.memory_for(parameter, dtype)
+        dtype = parameter.grad_dtype or total.dtype
+        if total.dtype is dtype:
+            return total
+        memory = self._memory(parameter, dtype)
         return total.to(dtype) if memory is None else memory.copy_(total)
 
     def _as_sum(self, parameter: Tensor, gradient: Tensor, borrowed: bool) -> Tensor:
         """The first sum: the gradient in the dtype of the sums, copied if it is borrowed."""
         dtype = self.dtype or gradient.dtype
-        memory = None if self.memory_for is None else self.memory_for(parameter, dtype)
+        memory = self._memory(parameter, dtype)
         if memory is not None:
             # A sparse gradient can be added to dense memory, but not copied into it.
             is_dense = gradient.layout is torch.strided

@@ -87,7 +87,7 @@ def accumulate(
             copy_behind(graph, node, copies)
         for role in ready[node]:
             copy_behind(graph, sums[role], copies)
-            _write_gradient(graph, write, totals[role], copies[sums[role]])
+            write_into(graph, write, totals[role], copies[sums[role]])
         pending.remove(role.name for role in (*adding.get(node, ()), *ready[node]))
     kept = [(role, value) for role, value in results if role not in sums]
     set_outputs(graph, kept, copies)
@@ -191,7 +191,15 @@ def last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
     return max(roots, key=order.__getitem__, default=None)
 
 
-def _write_gradient(graph: fx.Graph, write: Any, accumulator: fx.Node, gradient: fx.Node) -> None:
-    node = graph.call_function(write, (accumulator, gradient))
-    node.meta = {key: v for key, v in gradient.meta.items() if key == "stack_trace"}
-    node.meta["val"] = accumulator.meta["val"]
+def write_into(graph: fx.Graph, write: Any, into: fx.Node, value: fx.Node) -> None:
+    """Append an operator that adds or copies a value into a tensor.
+
+    Args:
+        graph: the graph.
+        write: the operator, such as ``aten.add_.Tensor``.
+        into: the tensor that is written.
+        value: the value; the operator gets its source lines.
+    """
+    node = graph.call_function(write, (into, value))
+    node.meta = {key: v for key, v in value.meta.items() if key == "stack_trace"}
+    node.meta["val"] = into.meta["val"]

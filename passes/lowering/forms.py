@@ -15,7 +15,6 @@ from torch import fx
 
 from ..analysis.aliasing import storage_root
 from ..graph import Role, SplitGraphs, concrete, inputs, outputs
-from .buffers import donatable
 
 Strides = tuple[int | torch.SymInt, ...]
 Changed = dict[str, fx.GraphModule]
@@ -40,7 +39,7 @@ class GraphForm:
         count: the number of microbatches that the graph runs.
         rows: products of at most so many rows a microbatch run once for all of them.
         strides: the strides that the backend chose for results that the next graphs read.
-        overwrites: whether the backend may overwrite donated inputs.
+        donated: the saved tensors that the backend may overwrite.
         writes_first: whether gradients are the first of a step, and overwrite the accumulators.
         reports: sets of parameters; the graph reports when the gradients of a set are complete.
     """
@@ -52,7 +51,7 @@ class GraphForm:
     count: int = 1
     rows: int = 0
     strides: Mapping[Role, Strides] = field(default_factory=dict)
-    overwrites: bool = False
+    donated: frozenset[Role] = frozenset()
     writes_first: bool = False
     reports: tuple[frozenset[str], ...] = ()
 
@@ -77,14 +76,14 @@ def donate(program: SplitGraphs, form: GraphForm) -> Changed:
     """Mark saved tensors that a compiled backward may overwrite, in every graph that does not
     return them.
     """
-    if form.graph != "forward" or not form.overwrites:
+    if not form.donated:
         return {}
-    roles, readers = donatable(program.forward.graph), _readers(program, form)
+    readers = _readers(program, form)
     for module in readers.values():
         results = (node for _, node in outputs(module.graph) if isinstance(node, fx.Node))
         returned = {storage_root(node) for node in results}
         for role, node in inputs(module.graph).items():
-            if role in roles and node not in returned:
+            if role in form.donated and node not in returned:
                 node.meta[_DONATED] = True
     return readers
 

@@ -24,6 +24,7 @@ from ..graph import (
     placeholders,
     set_outputs,
 )
+from .accumulate import write_into
 from .forms import Changed, GraphForm
 
 
@@ -52,10 +53,10 @@ def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
         if role.name not in into:  # the new value does not depend on the old one
             into[role.name] = _placeholder(graph, role.name, new)
         if role.kind is Kind.BACKWARD_UPDATE:
-            _write(graph, into[role.name], new)
+            write_into(graph, WRITE, into[role.name], new)
         elif (sums := _additions(new, into[role.name])) is None:
             with graph.inserting_after(new):
-                _write(graph, into[role.name], new)
+                write_into(graph, WRITE, into[role.name], new)
         else:
             for node in sums:
                 node.target = SUMS[node.target]
@@ -74,12 +75,6 @@ def _additions(new: Any, into: fx.Node) -> list[fx.Node] | None:
         sums.append(new)
         new = new.args[0]
     return sums
-
-
-def _write(graph: fx.Graph, into: fx.Node, value: fx.Node) -> None:
-    node = graph.call_function(WRITE, (into, value))
-    node.meta = {key: v for key, v in value.meta.items() if key == "stack_trace"}
-    node.meta["val"] = into.meta["val"]
 
 
 def _placeholder(graph: fx.Graph, name: str, value: fx.Node) -> fx.Node:

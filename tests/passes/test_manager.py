@@ -96,7 +96,7 @@ def test_strides_and_donations_reach_the_readers_of_a_graph() -> None:
     program = run(joint_of(*SIGMOID))
     assert program.backward is not None
     role, node = next(iter(inputs(program.backward.graph, Kind.SAVED).items()))
-    form = GraphForm("forward", strides={role: (1, 2)}, overwrites=True)
+    form = GraphForm("forward", strides={role: (1, 2)}, donated=frozenset([role]))
     changed = manager.run_graph_passes(manager.When.COMPILED, program, form)
     assert changed.keys() == {"backward", "backward_input"}
     assert node.meta["val"].stride() == (1, 2)
