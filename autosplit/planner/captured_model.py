@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -28,12 +29,26 @@ from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_u
 from autosplit.torch_internals.state import preserve_modes
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationSequence:
-    """The operations of ``model(*args, **kwargs)`` as it is now, training or not."""
+def _capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None = None,
+) -> OperationSequence:
+    """The operations of ``model(*args, **kwargs)`` as it is now, training or not.
+
+    Args:
+        model: the model.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        device: the device of an earlier capture, from which parameters may have moved; None: that
+            of the model.
+    """
     has_values = not any(tensor.is_meta for tensor in named_tensors(model).values())
+    moved = device is not None
     try:
-        device = device_of(model, (args, kwargs))
-        with stand_in_tensors(model, device), collecting_new_objects_only():
+        device = device or device_of(model, (args, kwargs))
+        with stand_in_tensors(model, device, moved=moved), collecting_new_objects_only():
             forward = _captured(model, args, kwargs, has_values=has_values)
     except CaptureError as error:
         raise CaptureError(
@@ -139,14 +154,19 @@ class WholeModel:
         """The operations of the model in the other mode: evaluation if it was captured for
         training, and the reverse. Captured at the first use. If the capture fails, its error.
         """
+        device = self.line.device
+        autocasts = torch.amp.is_autocast_available(device.type)
         with (
             preserve_modes([self.model]),
             working(f"capturing {type(named_module(self.model)).__name__} in its other mode"),
+            # The first evaluation may begin inside either.
+            torch.inference_mode(False),
+            torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext(),
         ):
             if self.model.training is self.training:
                 self.model.train(not self.training)
             try:
-                return _capture(self.model, self.args, self.kwargs)
+                return _capture(self.model, self.args, self.kwargs, device)
             except AutosplitError as error:
                 return error
 

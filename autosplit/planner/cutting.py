@@ -6,7 +6,6 @@ with the same result on all ranks.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -187,20 +186,21 @@ class Partition:
         meta device are created on the CPU, with the values of ``initialise``.
 
         The module has the forward of training and that of evaluation, and is in the model's present
-        mode. The mode in which the model was not captured is captured when the first stage is
-        built, as the model is then.
+        mode. The mode in which the model was not captured is captured when a stage is first put
+        into it or called in it, as the model is then; until then the stages keep the whole model
+        alive.
 
         Raises:
             PlanError: there is no such stage, or a tensor on the meta device has no values.
         """
         if not 0 <= index < self.stages:
             raise PlanError(f"build(index) needs a stage from 0 to {self.stages - 1}; got {index}")
-        programs = {
-            self.whole.training: self._renamed(index, self._layout.program(index)),
-            not self.whole.training: self._in_other_mode(index),
-        }
+        programs = {self.whole.training: self._renamed(index, self._layout.program(index))}
         names = [name for by_stage in self._names.values() for name in by_stage.get(index, ())]
-        module = StageModule(index, programs, self.whole.model, names)
+        # A copy of a stage copies no function, and so no whole model.
+        module = StageModule(
+            index, programs, self.whole.model, names, lambda: self._in_other_mode(index)
+        )
         module.cuts = self.cuts
         module.tied_elsewhere = tuple(
             name for names in self.shared for at, name in names if at == index
@@ -222,8 +222,12 @@ class Partition:
                 )
         return replace(program, state=tuple(self._names[f][index][0] for f in program.state))
 
-    def _in_other_mode(self, index: int) -> StageGraph | PlanError:
-        """The graph of a stage in the mode in which the model was not captured, or the error."""
+    def _in_other_mode(self, index: int) -> StageGraph:
+        """The graph of a stage in the mode in which the model was not captured.
+
+        Raises:
+            PlanError: the model cannot be captured in that mode, or not be cut at these places.
+        """
         sources = self.wiring.inputs[index]
         try:
             layout = self._other_layout
@@ -236,9 +240,9 @@ class Partition:
             return self._renamed(index, layout.program(index, [*map(nodes.get, sources)]))
         except AutosplitError as error:
             mode = "evaluation" if self.whole.training else "training"
-            problem = PlanError(f"the model cannot be cut for {mode} at the present cuts: {error}")
-            warnings.warn(f"{problem} (a call in that mode will raise this)", stacklevel=2)
-            return problem
+            raise PlanError(
+                f"the model cannot be cut for {mode} at the present cuts: {error}"
+            ) from error
 
     @cached_property
     def _other_layout(self) -> StageLayout:

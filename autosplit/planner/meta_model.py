@@ -117,18 +117,32 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def stand_in_tensors(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[None]:
+def stand_in_tensors(
+    model: nn.Module, device: torch.device | str = "cpu", *, moved: bool = False
+) -> Iterator[None]:
     """Replace tensors on the meta device by stand-ins on ``device``, with arbitrary values.
 
     This is for tracing, which needs one device but no values. Stand-ins take no memory: on the CPU
     they are pages that are never touched, elsewhere one expanded element. Tied tensors stay tied.
+
+    Args:
+        model: the model.
+        device: the device of the stand-ins.
+        moved: whether to replace parameters on any other device than ``device``, too: stages that
+            were moved share them with the model.
     """
-    lacking = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
+    device = torch.device(device)
+    lacking = {
+        name: tensor
+        for name, tensor in named_tensors(model).items()
+        if tensor.is_meta
+        or (moved and isinstance(tensor, nn.Parameter) and tensor.device != device)
+    }
     replacements: dict[int, Tensor] = {}
     try:
         for name, tensor in lacking.items():
             if id(tensor) not in replacements:
-                replacements[id(tensor)] = alike(_stand_in(tensor, torch.device(device)), tensor)
+                replacements[id(tensor)] = alike(_stand_in(tensor, device), tensor)
             assign(model, name, replacements[id(tensor)])
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -211,9 +212,11 @@ class StageModule(nn.Module):
 
     Args:
         index: the stage.
-        programs: the graphs for training (True) and evaluation (False), or the error.
+        programs: the graphs of the modes that are captured: training (True), evaluation (False).
         model: the whole model.
         names: the names of the model's parameters and buffers in this stage.
+        capture: returns the graph of the mode that ``programs`` lacks; called at the first use of
+            that mode.
 
     Attributes:
         tied_elsewhere: the names of its parameters that other stages have, too.
@@ -223,15 +226,16 @@ class StageModule(nn.Module):
     def __init__(
         self,
         index: int,
-        programs: Mapping[bool, StageGraph | PlanError],
+        programs: Mapping[bool, StageGraph],
         model: nn.Module,
         names: Iterable[str],
+        capture: Callable[[], StageGraph] | None = None,
     ) -> None:
         super().__init__()
         self.tied_elsewhere: tuple[str, ...] = ()
         self.cuts: tuple[str, ...] = ()
         self._index = index
-        self._programs = dict(programs)
+        self._programs, self._capture = dict(programs), capture
         register_state(self, model, names)
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -245,13 +249,21 @@ class StageModule(nn.Module):
         results = program.graph(*[_find(self, name) for name in program.state], *inputs)
         return results if program.structure is None else program.structure(results)
 
+    def train(self, mode: bool = True) -> StageModule:
+        """Set the mode, and capture it if it is new: inside a graph of its caller, a stage could
+        not be captured. An error is raised by the first call.
+        """
+        super().train(mode)
+        with contextlib.suppress(PlanError):
+            self._capture_mode()
+        return self
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StageModule:
         """Move parameters and buffers, as ``to`` does, and the programs with them."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for mode, program in self._programs.items():
-            if isinstance(program, StageGraph):
-                device = fn(torch.empty(0, device=program.device)).device
-                self._programs[mode] = program.moved(device)
+            device = fn(torch.empty(0, device=program.device)).device
+            self._programs[mode] = program.moved(device)
         return self
 
     def check_inputs(self, inputs: Sequence[Tensor | None]) -> StageGraph:
@@ -263,9 +275,8 @@ class StageModule(nn.Module):
         Raises:
             PlanError: as for a call.
         """
+        self._capture_mode()
         program = self._programs[self.training]
-        if isinstance(program, PlanError):
-            raise program
         if len(inputs) != len(program.shapes):
             raise PlanError(
                 f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}: pass "
@@ -279,6 +290,18 @@ class StageModule(nn.Module):
                     "microbatches of this size, or pad them"
                 )
         return program
+
+    def _capture_mode(self) -> None:
+        """Capture the present mode, if it is not captured.
+
+        Raises:
+            PlanError: the model cannot be cut in this mode.
+        """
+        if self._capture is None or self.training in self._programs:
+            return
+        device = self._programs[not self.training].device  # moved with the stage
+        self._programs[self.training] = self._capture().moved(device)
+        self._capture = None  # it holds the whole model
 
 
 def _find(module: nn.Module, name: str) -> Any:

@@ -200,9 +200,9 @@ def partition(
     With a process group, all ranks must call it (except with ``ranks=1``): they measure at the same
     time, as the stages will run, and all get the same cuts. The model is not changed.
 
-    Training and evaluation are captured separately. Everything else that the forward reads, such as
-    an attribute or the rate of a dropout, is fixed in the stages: cut the model again after a
-    change of it.
+    Training and evaluation are captured separately, evaluation at its first use. Everything else
+    that the forward reads, such as an attribute or the rate of a dropout, is fixed in the stages:
+    cut the model again after a change of it.
 
     Args:
         model: the model; its parameters may be on the meta device.

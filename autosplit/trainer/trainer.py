@@ -381,7 +381,8 @@ class PipelineTrainer(StepReports):
     ) -> Tensor:
         """Return the loss of each microbatch in eval mode, shape [M], without gradients.
 
-        Batches may have another shape than in training, unless the trainer has cut the model.
+        Batches may have another shape than in training, unless the trainer has cut the model. A
+        model that it has cut is captured for evaluation by the first call.
         Arguments, result and errors are those of ``step``. ``evaluation`` has the means.
         """
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit import partition
 from autosplit.pipeline import PipelineTrainer
-from autosplit.planner import WholeModel
+from autosplit.planner import WholeModel, captured_model
 from autosplit.planner.costs import BlockCost, ModelCosts
 from tests.pipeline.trainer_options import grouped
 from tests.planner.planned import even
@@ -72,18 +72,32 @@ def bare() -> nn.Module:
     return net()
 
 
-def trained(arguments: dict[str, Any], steps: int) -> tuple[list[Tensor], list[str]]:
-    """Losses of a plan on this process group, and the names of its parameters."""
-    plan = partition(net(), tokens(), **arguments)
-    with plan.trainer(loss, sgd) as engine:
-        results = []
-        for step in range(steps):
-            batch = tokens(plan.batch, step)
-            results.append(engine.step((batch, batch)))
-        names = [
-            name for module in engine.modules.values() for name, _ in module.named_parameters()
-        ]
-    return results, names
+def trained(arguments: dict[str, Any], steps: int) -> tuple[list[Tensor], list[str], list[int]]:
+    """Train a plan on this process group, and evaluate the last batch.
+
+    Returns:
+        the losses of each step and of the evaluation, the names of the rank's parameters, and the
+        number of captures of the whole model after the plan, the steps and the evaluation.
+    """
+    capture = mock.patch.object(
+        captured_model, "capture_forward", side_effect=captured_model.capture_forward
+    )
+    with capture as counted:
+        plan = partition(net(), tokens(), **arguments)
+        counts = [counted.call_count]
+        with plan.trainer(loss, sgd) as engine:
+            results = []
+            for step in range(steps):
+                batch = tokens(plan.batch, step)
+                results.append(engine.step((batch, batch)))
+            counts.append(counted.call_count)
+            results += [engine.evaluate((batch, batch)) for _ in range(2)]
+            counts.append(counted.call_count)
+            names = [
+                name for module in engine.modules.values() for name, _ in module.named_parameters()
+            ]
+    assert torch.equal(results.pop(), results[-1])
+    return results, names, counts
 
 
 UNEVEN = ModelCosts(

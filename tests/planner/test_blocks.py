@@ -81,7 +81,6 @@ class Shared(nn.Module):
         return self.d(y)
 
 
-@pytest.mark.filterwarnings("ignore:the model cannot be cut for evaluation")
 def test_a_cut_through_what_is_written_in_place_is_refused() -> None:
     args = (torch.randn(4, 8),)
     with pytest.raises(PlanError, match=r"before 'b': .* writes in place into state"):

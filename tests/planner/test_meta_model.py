@@ -112,6 +112,15 @@ def test_stand_ins_elsewhere_are_one_element() -> None:
         assert weight is model.embed.weight
 
 
+def test_parameters_that_have_moved_have_stand_ins_beside_the_others() -> None:
+    model = Tables()
+    weight = model.head.weight
+    with stand_in_tensors(model, "meta", moved=True):  # in place of an accelerator
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert not model.angles.is_meta
+    assert model.head.weight is weight
+
+
 class Scaled(nn.Module):
     """Initialised by its modules, by ``_init_weights``, and by its constructor afterwards."""
 

@@ -1,14 +1,17 @@
-"""The mode in which a model was not captured is captured when its first stage is built."""
+"""The mode in which a model was not captured is captured at the first call in that mode."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import autosplit
 from autosplit.planner import WholeModel, captured_model, cut
 from tests.planner.whole_models import Case, run_modules
 
@@ -68,11 +71,32 @@ def test_evaluation_may_begin_in_inference_mode_and_under_autocast() -> None:
     assert torch.equal(run_modules(split, modules, case.tensors()), case.model(*case.args))
 
 
-def test_the_model_is_evaluated_as_it_was_when_the_stage_was_built() -> None:
+def test_stages_that_only_train_are_not_captured_for_evaluation(captures: list[bool]) -> None:
     case = noisy()
-    expected = copy.deepcopy(case.model).eval()
     split, modules = halves_of(case)
-    case.model[2] = nn.Identity()
-    for module in modules:
-        module.eval()
-    assert torch.equal(run_modules(split, modules, case.tensors()), expected(*case.args))
+    run_modules(split, modules, case.tensors())
+    assert captures == [True]
+
+
+def test_evaluation_begins_where_the_stage_has_moved() -> None:
+    case = noisy()
+    _, modules = halves_of(case)
+    modules[0].to("meta").eval()  # in place of an accelerator
+    assert modules[0].check_inputs(case.args).device == torch.device("meta")
+
+
+def test_stages_keep_the_model_until_both_modes_are_captured() -> None:
+    case = noisy()
+    split, modules = halves_of(case)
+    model = weakref.ref(case.model)
+    run_modules(split, [module.eval() for module in modules], case.tensors())
+    del split, case
+    gc.collect()
+    assert model() is None
+
+
+def test_a_stage_is_split_in_the_mode_that_was_not_captured() -> None:
+    case = noisy()
+    _, modules = halves_of(case)
+    (x,) = case.args
+    assert torch.equal(autosplit.split(modules[0].eval())(x)[0], case.model[0](x))

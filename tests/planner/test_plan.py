@@ -128,9 +128,12 @@ def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:
 
 
 def test_two_processes_train_a_plan_from_its_arguments(on_ranks: Ranks, plan: Plan) -> None:
-    """Losses step by step are those of the whole model in one process."""
+    """Losses are those of the whole model in one process; evaluation is captured when it begins."""
     arguments = json.loads(json.dumps(plan.arguments))
-    (losses, names), (remaining, more) = on_ranks(trained, 2, (arguments, 3), timeout=100.0)
+    (losses, names, captures), (remaining, more, others) = on_ranks(
+        trained, 2, (arguments, 3), timeout=100.0
+    )
+    assert captures == others == [1, 1, 2]
     model = net()
     optimizer = sgd(list(model.parameters()))
     for step in range(3):
@@ -141,6 +144,10 @@ def test_two_processes_train_a_plan_from_its_arguments(on_ranks: Ranks, plan: Pl
         optimizer.zero_grad()
         torch.testing.assert_close(losses[step], expected.detach(), rtol=1e-5, atol=1e-6)
         assert torch.equal(losses[step], remaining[step])
+    with torch.no_grad():
+        evaluated = torch.stack([loss(model(part), part) for part in batch.chunk(4)])
+    torch.testing.assert_close(losses[3], evaluated, rtol=1e-5, atol=1e-6)
+    assert torch.equal(losses[3], remaining[3])
     assert "layers.0.up.weight" in names
     assert "layers.3.up.weight" in more
     assert {*names, *more} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
