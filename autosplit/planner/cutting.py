@@ -127,14 +127,22 @@ def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
     Raises:
         PlanError: the cuts do not increase, or there is no such block.
     """
-    cuts = tuple(cuts)
+    check_cuts(whole, cuts)
+    return Partition(whole, cuts)
+
+
+def check_cuts(whole: WholeModel, cuts: Sequence[int]) -> None:
+    """Refuse cuts that do not increase, or that begin with a block that does not exist.
+
+    Raises:
+        PlanError: names the blocks that are possible.
+    """
     count = len(whole.blocks)
     if list(cuts) != sorted({*cuts}) or any(not 0 < k < count for k in cuts):
         raise PlanError(
             "cuts has the number of the first block of each stage but the first, in increasing "
             f"order, from 1 to {count - 1}; got {list(cuts)}"
         )
-    return Partition(whole, cuts)
 
 
 class Partition:
@@ -318,7 +326,7 @@ def cut_model(
     firsts: list[int] | None = None
     if cut_at is not None:
         whole, firsts = whole.divided(cut_at)
-        cut(whole, firsts)  # refuse illegal cuts before measuring
+        check_cuts(whole, firsts)  # before measuring
     if not 1 <= stages <= len(whole.blocks):
         raise PlanError(
             f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "

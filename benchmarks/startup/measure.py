@@ -47,7 +47,7 @@ class Settings:
     """What to measure."""
 
     models: tuple[str, ...] = option((*MODELS,), "families", MODELS)
-    layers: tuple[int, ...] = option((0,), "2 8 32 80, with Inductor 4 12")
+    layers: tuple[int, ...] = option((0,), "2 8 32 80, with Inductor 4 12, of restarts 8 32")
     turns: int = option(3, "processes of each kind; medians count")
 
     def depths(self, default: tuple[int, ...]) -> tuple[int, ...]:

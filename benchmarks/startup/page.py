@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..page import Page, Part
+from . import restart
 from .measure import Aim, Settings, measure, render
 
 TEMPLATE = """\
@@ -41,6 +42,16 @@ PARTS: dict[str, Part[Settings]] = {
         'Beside `torch.compile`. Ours is `split(backend="inductor")`.',
         lambda settings: measure(settings, "autosplit inductor", "inductor", (4, 12)),
         partial(render, Aim(12, 0.4, 1.05)),
+    ),
+    "restart": Part(
+        "Restarts",
+        "A trainer cuts the model into two stages on two ranks, of one thread each: from the model "
+        "to the end of the first step. A first start measures the blocks, ten seconds at most. A "
+        "restart takes cuts and costs from the checkpoint, with `CheckpointManager.planning`, and "
+        "loads it. Captures are those of one rank: the whole model, one block of each kind to be "
+        "timed, and the rank's stage.",
+        restart.measure,
+        restart.render,
     ),
 }
 

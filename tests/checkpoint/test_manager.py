@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from autosplit.checkpoint import CheckpointManager, export_safetensors, read_checkpoint
 from autosplit.errors import CheckpointError
 from autosplit.pipeline import PipelineTrainer, StageOptions
+from autosplit.planner import Partition, captured_model
+from autosplit.stage import Stage
+from benchmarks.startup.restart import counted
 
 BATCH = torch.ones(4, 8), torch.zeros(4, 8)
 
@@ -55,7 +58,14 @@ def test_the_last_and_the_best_are_kept_and_a_restart_continues(
     assert manager.steps == [1, 2, 3]
     (tmp_path / "run" / "step-00000009").mkdir()  # of a save that was killed
     monkeypatch.setattr("autosplit.planner.cutting.estimate", None)  # a restart measures nothing
-    losses += trained(manager, 4, {4: 1.0})
+    with (
+        counted(captured_model, "capture_forward") as whole_captures,
+        counted(Partition, "__init__") as cuts,
+        counted(Stage, "__init__") as stages,
+    ):
+        losses += trained(manager, 4, {4: 1.0})
+    counts = [counter.call_count for counter in (whole_captures, cuts, stages)]
+    assert counts == [1, 1, 2]  # no block is captured to be timed
     assert torch.equal(torch.stack(losses), torch.stack(whole))
     assert manager.steps == [1, 3, 4]
     assert manager.best == tmp_path / "run" / "step-00000001"
