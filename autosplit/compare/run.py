@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from autosplit.pipeline.builders.build import AUTO, SCHEDULES
-from autosplit.pipeline.schedule.schedule import ActionKind
+from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.simulation.simulate import Timeline, median_durations, simulate
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, profile
@@ -31,8 +31,10 @@ from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import size_text, spread
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
-from autosplit.trainer.options import RunOptions, StageOptions
+from autosplit.trainer.options import RunOptions
+from autosplit.trainer.plan import partition
 from autosplit.trainer.trainer import PipelineTrainer
+from autosplit.trainer.tuning import first_schedule
 
 from .example import loss_named, resized, samples_of, tokens_of, trained_example
 
@@ -165,10 +167,12 @@ def compare_on_rank(settings: Settings) -> Comparison:
     """Run the whole comparison; the result is the same on every rank."""
     model, inputs, target = trained_example(settings.factory, settings.overrides)
     example = _Example(model, inputs, target, loss_named(settings.loss, target))
-    costs = _measured_costs(model, inputs, settings)
+    whole = WholeModel.capture(copy.deepcopy(model), inputs)
+    options = BlockOptions(SplitOptions(backend=settings.backend), device=device_of_trainer())
+    costs = on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
     summaries: list[_Summary] = []
     for schedule, microbatches in settings.cases:
-        summaries += _Case(settings, example, costs, schedule, microbatches).run()
+        summaries += _Case(settings, example, whole, costs, schedule, microbatches).run()
     return Comparison(*map(list, zip(*summaries, strict=True)))
 
 
@@ -179,13 +183,6 @@ class _Example(NamedTuple):
     inputs: Any
     target: Any
     loss: Callable[[Any, Any], Tensor]
-
-
-def _measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCosts:
-    """The costs of the whole model's blocks, measured on all ranks at once."""
-    whole = WholeModel.capture(copy.deepcopy(model), inputs)
-    options = BlockOptions(SplitOptions(backend=settings.backend), device=device_of_trainer())
-    return on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
 
 
 _Summary = tuple[Row, Timeline, Timeline]
@@ -209,17 +206,19 @@ class _Run:
 
 
 class _Case:
-    """Fused and split under one schedule and number of microbatches."""
+    """Fused and split under one schedule and number of microbatches, both cut from one capture."""
 
     def __init__(
         self,
         settings: Settings,
         example: _Example,
+        whole: WholeModel,
         costs: ModelCosts,
         schedule: str,
         microbatches: int,
     ) -> None:
-        self.settings, self.costs, self.example = settings, costs, example
+        self.settings, self.example = settings, example
+        self.whole, self.costs = whole, costs
         self.schedule, self.microbatches = schedule, microbatches
         self.samples = microbatches * samples_of(example.inputs)
         batch, target = resized((example.inputs, example.target), self.samples)
@@ -253,18 +252,30 @@ class _Case:
         return [self._summarise(run, runs[0], pair) for run in runs]
 
     def _trainer(self, split: bool) -> PipelineTrainer:
-        settings = self.settings
-        return PipelineTrainer(
-            copy.deepcopy(self.example.model),
-            self.example.loss,
-            lambda parameters: torch.optim.AdamW(parameters),
-            example=self.example.inputs,
+        settings, schedule = self.settings, self._schedule(split)
+        plan = partition(
+            self.whole.bound_to(copy.deepcopy(self.whole.model)),
             stages=settings.stages,
             microbatches=self.microbatches,
-            schedule=self._schedule(split),
-            stage_options=StageOptions(backend=settings.backend, planning={"costs": self.costs}),
-            run_options=RunOptions(split_backward=split, timeout=_TIMEOUT, record=True),
+            schedule=self._schedule_of_cuts(schedule),
+            ranks=settings.ranks,
+            split_backward=split,
+            backend=settings.backend,
+            costs=self.costs,
         )
+        changed = {"schedule": AUTO} if schedule == AUTO else {}
+        return plan.trainer(
+            self.example.loss,
+            lambda parameters: torch.optim.AdamW(parameters),
+            run_options=RunOptions(timeout=_TIMEOUT, record=True),
+            **changed,
+        )
+
+    def _schedule_of_cuts(self, schedule: str) -> str | Schedule:
+        """The schedule for which the model is cut: of "auto", that of the steps it measures."""
+        if schedule != AUTO:
+            return schedule
+        return first_schedule(self.settings.stages, self.microbatches, self.settings.ranks)
 
     def _schedule(self, split: bool) -> str:
         """The schedule; schedules that exist only split, and "auto", are compared with fused

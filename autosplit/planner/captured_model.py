@@ -140,6 +140,10 @@ class WholeModel:
             line = _capture(model, args, named)
         return cls(model, args, named, line, training=model.training)
 
+    def bound_to(self, model: nn.Module) -> WholeModel:
+        """The same capture with the parameters and buffers of a copy of the model."""
+        return WholeModel(model, self.args, self.kwargs, self.line, training=self.training)
+
     @cached_property
     def crossing(self) -> tuple[tuple[Tensor, ...], ...]:
         """For each cut between two blocks, the tensors that cross it, without data."""

@@ -278,7 +278,7 @@ T = TypeVar("T")
 
 
 def cut_model(
-    model: nn.Module,
+    model: nn.Module | WholeModel,
     args: Any,
     kwargs: Mapping[str, Any] | None,
     stages: int,
@@ -293,7 +293,7 @@ def cut_model(
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
     Args:
-        model: the model.
+        model: the model, or a capture of it, for which ``args`` and ``kwargs`` are not used.
         args: example positional inputs of one microbatch.
         kwargs: example keyword inputs.
         stages: how many stages.
@@ -322,14 +322,14 @@ def cut_model(
             f"cut_at has {len(cut_at)} names, which gives {len(cut_at) + 1} stages, but "
             f"stages={stages}"
         )
-    whole = WholeModel.capture(model, args, kwargs)
+    whole = model if isinstance(model, WholeModel) else WholeModel.capture(model, args, kwargs)
     firsts: list[int] | None = None
     if cut_at is not None:
         whole, firsts = whole.divided(cut_at)
         check_cuts(whole, firsts)  # before measuring
     if not 1 <= stages <= len(whole.blocks):
         raise PlanError(
-            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
+            f"{type(whole.model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
             f"stages={stages}"
         )
     alone = request.ranks == 1  # this process plans alone, even within a process group

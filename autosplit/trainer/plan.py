@@ -173,7 +173,7 @@ def _short(text: str) -> str:
 
 
 def partition(
-    model: nn.Module,
+    model: nn.Module | WholeModel,
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -205,7 +205,8 @@ def partition(
     cut the model again after a change of it.
 
     Args:
-        model: the model; its parameters may be on the meta device.
+        model: the model; its parameters may be on the meta device. Or a capture of it, by
+            ``WholeModel.capture``, which several plans can share; then without ``args``.
         args: example positional inputs of one microbatch: a tuple of tensors or one tensor. A
             dictionary stands for keyword inputs.
         kwargs: example keyword inputs of one microbatch.

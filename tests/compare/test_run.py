@@ -8,7 +8,17 @@ import math
 import pytest
 import torch
 
-from autosplit.compare.run import Row, comparison_table, largest_difference, typical_pair
+from autosplit.compare.run import (
+    Row,
+    Settings,
+    compare_on_rank,
+    comparison_table,
+    largest_difference,
+    typical_pair,
+)
+from autosplit.planner import captured_model
+from benchmarks.startup.restart import counted
+from tests.kept_ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -33,3 +43,16 @@ def test_a_gradient_that_stages_lack_is_as_far_off_as_can_be() -> None:
     one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
     assert largest_difference({"a": one, "b": one}, {"a": other}) == 0.5
     assert largest_difference({"b": one}, {"a": one}) == math.inf
+
+
+def captures() -> int:
+    """The number of captures of the whole model in two comparisons, each of fused and split."""
+    cases = [("1f1b", 1), ("1f1b", 2)]
+    settings = Settings("tests.failing:dropping", {}, 2, 1, cases, steps=1, profiling=0.1)
+    with counted(captured_model, "capture_forward") as calls:
+        compare_on_rank(settings)
+    return calls.call_count
+
+
+def test_one_capture_serves_all_that_is_compared(on_ranks: Ranks) -> None:
+    assert on_ranks(captures, 1, timeout=60.0) == [1]
