@@ -6,10 +6,11 @@ class PassError(Exception):
 
 
 class InfiniteCutError(PassError):
-    """Every cut of a network is infinite, because edges without a price form a path.
+    """Every cut of a network is infinite: a path from source to sink has only edges without a
+    price.
 
     Attributes:
-        path: the nodes of a shortest such path, from the source to the sink.
+        path: the nodes of the shortest such path, from the source to the sink.
     """
 
     def __init__(self, path: list[int]) -> None:
@@ -22,4 +23,4 @@ class StrideError(PassError):
 
 
 class UnknownSizeError(PassError):
-    """Zeros are needed whose size is known only when the graph runs."""
+    """A graph needs zeros for a missing gradient, but their size is known only at run time."""

@@ -58,7 +58,7 @@ WEIGHT_OUTPUT = frozenset({Kind.PARAMETER_GRAD, Kind.BACKWARD_SUM})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
-    """A kind and the user's name.
+    """What an input or output of a graph is: its kind and a name.
 
     The name is a parameter or buffer FQN, a user input or output path, or, for saved and
     deferred tensors, the name of the node that computes them (``partition/split_graphs.py``).
@@ -76,8 +76,8 @@ class Region:
     """One of the graphs that a joint graph is divided into.
 
     Attributes:
-        runs: nodes of the joint graph that it executes.
-        live_ins: values that it reads and does not compute, in graph order.
+        runs: nodes of the joint graph that this graph executes.
+        live_ins: values that this graph reads and does not compute, in the joint graph's order.
     """
 
     runs: set[fx.Node]
@@ -93,9 +93,10 @@ class Regions:
         input: I.
         weight: W.
         early_weight_grads: weight gradients that I computes and returns.
-        kept: parameters and buffers, which W reads from the module, so they are not saved.
+        kept: parameters and buffers that W reads from the module, so that they are not saved.
         price: of the minimum cut.
-        cuts: the nodes that cross the boundary after F, and the one after I.
+        cuts: the nodes that cross the boundary after F, and the nodes that cross the boundary after
+            I.
         gradient: nodes that depend on the gradient of an output.
         input_grad_closure: nodes that I must compute, see ``Reachability``.
     """
@@ -124,12 +125,12 @@ class Regions:
 
 @dataclasses.dataclass(eq=False)
 class SplitGraphs:
-    """The graphs of one module, into which passes split its joint graph.
+    """The joint graph of one module, and the graphs into which passes split it.
 
-    A pass fills in or rewrites fields. ``backward`` is the fused backward, which an engine calls
-    in place of its two halves where I and W run back to back. All three are None for a module
-    traced without gradients. ``memory`` is the policy for the boundaries, ``regions`` the division
-    under it.
+    A pass fills in or rewrites fields. ``backward`` is the fused backward; an engine calls it if I
+    and W would run back to back. All three backward graphs are None for a module traced without
+    gradients. ``memory`` is the setting by which the boundaries are chosen, and ``regions`` the
+    chosen division.
     """
 
     joint: fx.GraphModule
@@ -146,8 +147,8 @@ class SplitGraphs:
 
 
 def module_like(module: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
-    """A graph as a module of the same class, with the constants of ``module``. The class matters: a
-    lazy one generates Python code only when it is asked for.
+    """Wrap a graph in a module of the class of ``module``, with the constants of ``module``. The
+    class is kept because a lazy graph module generates Python code only on demand.
     """
     kind: Any = type(module).__base__  # torch gives each module its own subclass
     result: fx.GraphModule = kind(module, graph, class_name=name)
@@ -159,7 +160,7 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:
-    """A placeholder for a node's value, with this role, or the node's own."""
+    """Add a placeholder for a node's value, with ``role`` or, by default, the node's role."""
     copy = graph.placeholder(node.name)
     copy.target = copy.name  # fx adds a number to a name that exists already
     copy.meta = {**node.meta, "role": role or role_of(node)}
@@ -184,7 +185,7 @@ def is_state(node: fx.Node) -> bool:
 
 
 def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
-    """Placeholders by role, in order; only those of ``kinds``, if there are any."""
+    """Placeholders by role, in order; with ``kinds``, only placeholders of these kinds."""
     by_role = {role_of(node): node for node in placeholders(graph)}
     return {role: node for role, node in by_role.items() if not kinds or role.kind in kinds}
 
@@ -204,7 +205,8 @@ def set_outputs(
     Args:
         graph: the graph.
         pairs: roles and values.
-        copies: maps values of another graph to this graph's nodes; None if they are its own.
+        copies: maps values of another graph to nodes of ``graph``; None if the values are nodes of
+            ``graph``.
     """
     values: Any = [value for _, value in pairs]
     node = graph.output(values if copies is None else fx.node.map_arg(values, copies.__getitem__))
@@ -217,7 +219,7 @@ def calls(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def is_like(node: Any, other: fx.Node) -> bool:
-    """Whether both are tensors of the same shape and dtype, without symbolic sizes."""
+    """Whether both nodes are tensors of one shape and dtype, without symbolic sizes."""
     mine, whole = (
         tensor_of(operand) if isinstance(operand, fx.Node) else None for operand in (node, other)
     )
@@ -308,8 +310,9 @@ class Origin:
             derivative, those of the forward's statement. A later call of a module has a number, as
             in ``block@1``.
         is_backward: whether the backward was being traced; None if unknown.
-        recomputed: whether the user asked for it to be recomputed (``torch.utils.checkpoint``).
-        checkpoint: the call of ``checkpoint`` around it.
+        recomputed: whether the user asked for the node to be recomputed
+            (``torch.utils.checkpoint``).
+        checkpoint: the number of the call of ``checkpoint`` around the node.
     """
 
     modules: tuple[str, ...] = ()
@@ -361,8 +364,8 @@ def is_size(node: fx.Node) -> bool:
 
 
 def with_concrete_sizes(value: Any, size: Callable[[Any], int] = concrete) -> Any:
-    """Replace symbolic sizes: a tensor by one without data and with concrete sizes, a symbolic
-    number by a number, also inside containers. Other values stay as they are.
+    """Replace symbolic sizes in a value, also inside containers. A tensor becomes one without data
+    and with concrete sizes, a symbolic number a number. Other values stay as they are.
 
     Args:
         value: the value of a node.

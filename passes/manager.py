@@ -1,7 +1,8 @@
-"""Run the passes: two literal tuples, verified after every change, dumped on request.
+"""Run the passes, which two tuples list in order. Graphs are verified after every change, and
+dumped on request.
 
-``PASSES`` split a joint graph. ``GRAPH_PASSES`` put each of the resulting graphs into the form in
-which it is compiled.
+``PASSES`` split a joint graph. ``GRAPH_PASSES`` bring each resulting graph into the form in which
+it is compiled.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .verify import verify, verify_graph
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A named step. ``run`` changes the program and says whether it did."""
+    """A named rewrite of split graphs. ``run`` changes the program and returns whether it did."""
 
     name: str
     run: Callable[[SplitGraphs], bool]
@@ -74,7 +75,9 @@ class When(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class GraphPass:
-    """A named step on graphs that a backend compiles. ``run`` returns the graphs it changed."""
+    """A named rewrite of graphs that a backend compiles. ``run`` returns the graphs that it
+    changed.
+    """
 
     name: str
     when: When
@@ -94,11 +97,12 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
 
 
 def run_graph_passes(when: When, program: SplitGraphs, form: GraphForm) -> Changed:
-    """Run the passes for one compiled graph, and verify the graphs that they change.
+    """Run the graph passes of one moment for one compiled graph, and verify the graphs that they
+    change.
 
     Args:
-        when: the moment.
-        program: a program that ``run`` returned.
+        when: the moment in compiling.
+        program: split graphs that ``run`` returned.
         form: the form of the graph.
 
     Returns:
@@ -139,9 +143,9 @@ def run(
     Args:
         joint: a joint forward/backward graph with roles; it is changed in place.
         passes: the passes, in order.
-        memory: how bytes, time and waiting weight gradients are traded: a setting, a name of
-            ``MEMORY`` or a budget in bytes, see ``memory_setting``.
-        dump: folder that gets every stage of the pipeline as numbered readable files.
+        memory: the trade-off of memory, recomputation and deferred work: a setting, a name in
+            ``MEMORY``, or a budget in bytes; see ``memory_setting``.
+        dump: folder for numbered readable files of the graphs after each pass.
 
     Raises:
         PassError: an invariant is broken after a pass (every violation is listed), a pass

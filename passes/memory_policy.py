@@ -32,11 +32,12 @@ class Memory:
             estimated time.
         waiting: the least share of the weight gradients' FLOPs that is deferred to W. Below 1, I
             computes the weight gradients that free the most bytes for their FLOPs.
-        budget: the most bytes between I and W for one microbatch; None: the fewest that
+        budget: the most bytes of deferred tensors of one microbatch; None: the fewest that
             ``waiting`` allows.
         defer_whole_backward: whether W does the whole backward, in one graph, if no input needs a
-            gradient. In a pipeline no other stage waits for such an I.
-        collectives: their costs, by which the weight gradients that hide them are chosen.
+            gradient. In a pipeline, no other stage waits for I of such a stage.
+        collectives: costs of collectives; they decide which weight gradients I computes to hide
+            collectives.
     """
 
     name: str
@@ -65,13 +66,13 @@ def memory_setting(
     defer_whole_backward: bool = False,
     collectives: CollectiveCosts | None = None,
 ) -> Memory:
-    """The setting with this name, or with a budget in bytes.
+    """The setting with a name in ``MEMORY``, or with a budget in bytes.
 
-    A budget bounds the distinct storage of one microbatch's deferred tensors, between I and W.
+    A budget bounds the distinct storage of the tensors that one microbatch keeps between I and W.
     Saved tensors, temporaries of a graph, parameters and gradients do not count.
 
     Raises:
-        PassError: an unknown name (lists the known ones), or not a number of bytes.
+        PassError: an unknown name (lists the known ones), or a value that is no number of bytes.
     """
     costs = CollectiveCosts() if collectives is None else collectives
     if isinstance(memory, str):

@@ -1,9 +1,9 @@
-"""``Subgraph``: a graph that nodes of other graphs call.
+"""``Subgraph``: a graph that a node of another graph calls.
 
 Layers of one kind have the same F, I and W. The graph around them has one node per call: an
-operator that takes and returns a list of tensors, with the called graph in its ``meta``. Passes see
-an unknown operator, which they neither repeat nor move against its data. ``inline`` replaces the
-calls by the operators of the called graphs.
+operator that takes and returns a list of tensors, with the called graph in its ``meta``. To passes
+a call is an unknown operator: they do not repeat it, and only data dependences order it. ``inline``
+replaces the calls by the operators of the called graphs.
 
 ``outline`` also turns the operators between the calls into called graphs. A slow compiler then
 compiles each kind of block once, and the operators around the blocks once.
@@ -52,13 +52,13 @@ _LIBRARY.define("adding_subgraph(str name, Tensor[] given, Tensor(a!)[] sums) ->
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Subgraph:
-    """A graph that is called by nodes.
+    """A graph that nodes of another graph call.
 
     Attributes:
-        name: of the graph, unique among the graphs that one graph calls.
-        module: the graph; returns each computed value once.
-        results: maps the role of a result to its position among the returned values, or to the
-            role of the input that it is. Other results are constants.
+        name: unique among the subgraphs that one graph calls.
+        module: the called graph; returns each computed value once.
+        results: maps the role of a result to its position among the returned values, or, if the
+            result is an input, to the role of the input. Results without an entry are constants.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Subgraph:
 
     @classmethod
     def of(cls, name: str, module: fx.GraphModule) -> Subgraph:
-        """Make a graph with roles callable.
+        """Make a subgraph of a graph whose inputs and outputs have roles.
 
         Args:
-            name: of the called graph.
+            name: the name of the subgraph.
             module: the graph; not changed.
         """
         graph = fx.Graph()
@@ -99,12 +99,12 @@ class Subgraph:
 
     @functools.cached_property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
+        """Whether the subgraph draws random numbers."""
         return any(map(is_random, inner_calls(self.module.graph)))
 
     @functools.cached_property
     def duration(self) -> float:
-        """The estimated time of all its operators."""
+        """The estimated time of all operators, in the unit of ``operator_cost.duration``."""
         return sum(map(duration, calls(self.module.graph)))
 
     @functools.cached_property
@@ -117,8 +117,8 @@ class Subgraph:
 
     @functools.cached_property
     def storage_owners(self) -> list[tuple[bool, int] | None]:
-        """For each result, the owner of its storage: (True, position of an earlier result), or
-        (False, position of an input); None if it has storage of its own.
+        """For each result, the earlier value whose storage it shares: (True, position of an earlier
+        result) or (False, position of an input); None if it has storage of its own.
         """
         owners = {node: (False, at) for at, node in enumerate(placeholders(self.module.graph))}
         owners_of: list[tuple[bool, int] | None] = []
@@ -130,7 +130,7 @@ class Subgraph:
 
     @functools.cached_property
     def values(self) -> list[torch.Tensor]:
-        """Fake tensors like those that the graph returns."""
+        """Fake tensors with the forms of the returned values."""
         return [value.meta["val"] for _, value in outputs(self.module.graph)]
 
 
@@ -145,10 +145,10 @@ def call_subgraph(
 
     Args:
         graph: the calling graph; the call goes to its insertion point.
-        called: the graph.
-        arguments: its inputs.
-        values: fake tensors like its results.
-        sums: the accumulators to which it adds; they follow the inputs.
+        called: the subgraph.
+        arguments: nodes of the subgraph's inputs.
+        values: fake tensors with the forms of its results.
+        sums: nodes of the accumulators to which it adds; they follow the inputs.
     """
     if not values and not sums:
         return []
@@ -169,7 +169,9 @@ def call_subgraph(
 
 
 def subgraph_of(node: fx.Node) -> Subgraph | None:
-    """The graph that a node calls. For one result of a call, the graph of that call; else None."""
+    """The subgraph that a node calls, or of whose call the node is one result; None for other
+    nodes.
+    """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     called: Subgraph | None = node.meta.get(SUBGRAPH) if node.op == "call_function" else None
@@ -189,9 +191,9 @@ def sources(node: fx.Node) -> list[fx.Node]:
 
 
 def reached(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """For every node, the starts on which it depends, as a bit mask in their order. A walk from
-    each start would take quadratic time in models whose every layer returns something, such as a
-    cache.
+    """For every node, the nodes of ``starts`` on which it depends, as a bit mask: bit i is
+    ``starts[i]``. A walk from each start would take quadratic time in models whose every layer
+    returns something, such as a cache.
     """
     bits = {node: 1 << at for at, node in enumerate(starts)}
     depends: dict[fx.Node, int] = {}
@@ -215,13 +217,13 @@ def sums(node: fx.Node) -> list[fx.Node]:
 
 
 def subgraphs(graph: fx.Graph) -> list[Subgraph]:
-    """The graphs that a graph calls, each once."""
+    """The subgraphs that a graph calls, each once."""
     called_graphs = (subgraph_of(node) for node in calls(graph))
     return list(dict.fromkeys(graph for graph in called_graphs if graph is not None))
 
 
 def inner_calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that compute something; calls are replaced by the nodes of the called graphs."""
+    """Nodes that compute something; a call is replaced by the nodes of the subgraph."""
     for node in calls(graph):
         called = node.meta.get(SUBGRAPH)
         if called is None:
@@ -231,13 +233,13 @@ def inner_calls(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def inlined(graphs: SplitGraphs) -> SplitGraphs:
-    """The graphs with all calls inlined."""
+    """Split graphs with all calls of subgraphs inlined."""
     modules: dict[str, Any] = {name: inline(module) for name, module in graphs.graphs().items()}
     return dataclasses.replace(graphs, **modules)
 
 
 def inline(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with all calls inlined; itself if it has none."""
+    """A graph with all calls of subgraphs inlined; ``module`` itself if it has none."""
     if not subgraphs(module.graph):
         return module
     graph = fx.Graph()
@@ -261,7 +263,7 @@ def inline(module: fx.GraphModule) -> fx.GraphModule:
 def _inlined(
     into: fx.GraphModule, called: Subgraph, arguments: list[fx.Node], caller: fx.Node
 ) -> list[fx.Node]:
-    """Append copies of a called graph's operators; return the copies of its results."""
+    """Append copies of a subgraph's operators to ``into``; return the copies of its results."""
     inner = called.module.graph
     copies: dict[fx.Node, Any] = dict(zip(placeholders(inner), arguments, strict=True))
     origin = caller.meta.get(ORIGIN, Origin())
@@ -287,7 +289,7 @@ def _inlined(
 
 
 def outline(module: fx.GraphModule) -> fx.GraphModule:
-    """Turn the operators between calls into called graphs, so that only calls and views remain.
+    """Move the operators between calls into new subgraphs, so that only calls and views remain.
 
     Args:
         module: a graph with calls; not changed.
@@ -304,9 +306,7 @@ class _Outlining:
         self._parts = 0
 
     def run(self) -> fx.GraphModule:
-        """Return the graph, in which consecutive operators between two calls are one call of a new
-        graph.
-        """
+        """Return the graph, with one call of a new subgraph for all operators between two calls."""
         for node in self._module.graph.nodes:
             reports = is_report(node)
             if SUBGRAPH in node.meta or reports:
@@ -323,7 +323,9 @@ class _Outlining:
         self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
 
     def _end_run(self) -> None:
-        """Turn the operators since the last call into a graph; keep them if all are free."""
+        """Move the operators since the last call into a subgraph, unless all are views or
+        constants.
+        """
         run, self._run = self._run, []
         if all(map(is_free, run)):
             for node in run:
@@ -358,8 +360,8 @@ class _Outlining:
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A placeholder for a value. It has the role of an input, because the calling graph may still
-    read the value, so it must not be overwritten.
+    """Add a placeholder for a value. Its role is that of an input, which is never overwritten,
+    because the calling graph may still read the value.
     """
     copy = graph.placeholder(node.name)
     copy.target = copy.name

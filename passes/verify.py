@@ -1,4 +1,4 @@
-"""Invariants of split graphs, as tables. All violations are collected and raised at once."""
+"""Invariants of split graphs, listed in tables. All violations are collected and raised at once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def verify(program: SplitGraphs, after: str = "the pipeline") -> None:
 
     Args:
         program: the program to check.
-        after: the pass before, for the message.
+        after: name of the pass that ran last, for the error text.
 
     Raises:
         PassError: lists every violation with its graph, node and source line.
@@ -91,9 +91,9 @@ def verify_graph(name: str, module: fx.GraphModule, after: str) -> None:
     """Check every invariant of one graph, such as a form of W made from a verified program.
 
     Args:
-        name: of the graph.
+        name: the graph's name.
         module: the graph.
-        after: the pass before, for the message.
+        after: name of the pass that ran last, for the error text.
 
     Raises:
         PassError: lists every violation with its node and source line.
@@ -154,8 +154,8 @@ def _nothing_writes_in_backward(name: str, module: fx.GraphModule) -> Iterator[s
 
 
 def _accumulators_only_grow(name: str, module: fx.GraphModule) -> Iterator[str]:
-    """Each accumulator is added to, and nothing reads it, because it has other microbatches'
-    sums.
+    """Each accumulator is added to, and nothing reads it, because it also holds other microbatches'
+    gradients.
     """
     accumulators = inputs(module.graph, Kind.ACCUMULATOR)
     if not accumulators:
@@ -257,7 +257,7 @@ def _results_match_the_joint_graph(program: SplitGraphs) -> Iterator[str]:
 
 
 def _only_cheap_work_runs_again(program: SplitGraphs) -> Iterator[str]:
-    """Only cheap operators are recomputed. Copies of a joint graph's node keep its name."""
+    """Only cheap operators run in two graphs. Copies of a node are recognized by its name."""
     ran: dict[str, str] = {}
     for name in ("forward", "backward_input", "backward_weight"):
         module = program.graphs().get(name)

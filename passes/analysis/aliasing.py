@@ -58,7 +58,9 @@ def _owner(node: fx.Node) -> fx.Node | None:
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """The operator that computed the node's value, through views and items of tuples."""
+    """The operator that computed the node's value, found by going back through views and tuple
+    items.
+    """
     while is_view(node) or node.target is operator.getitem:
         parent = node.args[0]
         if not isinstance(parent, fx.Node):
@@ -68,14 +70,14 @@ def producer(node: fx.Node) -> fx.Node:
 
 
 def spanned_elements(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Number of elements from the first to the last of a strided tensor; 0 if it has none."""
+    """Memory positions from the first element of a strided tensor to its last; 0 if it is empty."""
     if not all(sizes):
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def storage_bytes(node: fx.Node) -> int:
-    """Bytes of the storage that holding this node's value keeps alive."""
+    """Bytes of the storage that the node's value keeps alive."""
     value = tensor_of(storage_root(node))
     if value is None:
         value = tensor_of(node)
@@ -87,13 +89,13 @@ def storage_bytes(node: fx.Node) -> int:
 
 
 def distinct_bytes(nodes: list[fx.Node]) -> int:
-    """Bytes of distinct storage that holding all these nodes' values keeps alive."""
+    """Bytes of distinct storage that the values of all ``nodes`` together keep alive."""
     return sum(storage_bytes(root) for root in {storage_root(node) for node in nodes})
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory, judged by sizes and strides alone. Interleaved layouts
-    without shared elements may count too.
+    """Whether two elements of a tensor may share memory, judged by sizes and strides alone. True
+    also for some interleaved layouts whose elements do not overlap.
     """
     if tensor.layout is not torch.strided:
         return False
@@ -108,7 +110,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def fills_storage(node: fx.Node) -> bool:
-    """Whether the graph computes the value, and its elements fill their storage, each once."""
+    """Whether the graph computes the node's value, and the value covers its storage once."""
     value, root = tensor_of(node), storage_root(node)
     if value is None or root.op != "call_function" or overlaps_itself(value):
         return False

@@ -15,9 +15,9 @@ class BoundaryTensor:
     """A saved or deferred tensor.
 
     Attributes:
-        name: module and relation, see ``passes/partition/split_graphs.py``.
+        name: such as ``layers_4_norm_output``, see ``passes/partition/split_graphs.py``.
         shape: dtype and shape.
-        bytes: of the storage that it keeps alive; 0 if an earlier tensor counts it.
+        bytes: of the storage that it keeps alive; 0 if an earlier tensor in the list shares it.
         source: the user's line that computed it, or an empty string.
         consumers: the results that the next graph computes from it.
     """
@@ -32,7 +32,7 @@ class BoundaryTensor:
 def boundary_tensors(
     giver: fx.GraphModule, taker: fx.GraphModule, kind: Kind
 ) -> list[BoundaryTensor]:
-    """Every tensor of a kind that ``giver`` returns and ``taker`` has as an input."""
+    """The tensors of a kind that the graph ``giver`` returns and the graph ``taker`` reads."""
     inputs_of_taker = {role.name: node for role, node in inputs(taker.graph, kind).items()}
     results = [(role, value) for role, value in outputs(taker.graph) if isinstance(value, fx.Node)]
     counted: set[fx.Node] = set()
@@ -49,8 +49,8 @@ def boundary_tensors(
 
 
 def boundaries(graphs: SplitGraphs) -> dict[Kind, list[BoundaryTensor]]:
-    """The tensors that F saves for the backward, and those that I defers to W, by kind; empty for
-    graphs without a backward.
+    """The tensors that F saves for the backward (SAVED), and the tensors that I defers to W
+    (DEFERRED). Empty for graphs without a backward.
     """
     if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
         return {}

@@ -1,6 +1,6 @@
 """Cost model of a node: FLOPs, memory traffic, time, and cost of recomputation.
 
-``weight_flops`` counts in which graphs the products of weight gradients run.
+``weight_flops`` counts how much of the weight gradients W computes, and how much I.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def _of_grouped_product(first: Any, second: Any, *_: Any, out_val: Any, **options: Any) -> int:
-    """FLOPs of a grouped product. Each element of the result belongs to one group; between two
-    matrices, each sum runs over one group's rows.
+    """FLOPs of ``torch._grouped_mm``. If both operands are matrices, the groups divide the summed
+    dimension, so each result sums over one group only.
     """
     groups = len(out_val) if first.dim() == second.dim() == 2 else 1
     return int(2 * out_val.numel() * first.shape[-1] // groups)
@@ -111,8 +111,9 @@ def value_bytes(value: Any) -> int:
 
 
 def duration(node: fx.Node) -> float:
-    """Estimated time of a node, in units of moving one byte. A collective takes none of the
-    device's time; a call of a graph takes that of all its operators.
+    """Estimated time of a node, in units of the time that the device takes to move one byte. A
+    collective counts 0, as the device is free meanwhile. A call of a subgraph counts all operators
+    of the subgraph.
     """
     called = node.meta.get(SUBGRAPH)
     if called is not None:
@@ -137,8 +138,8 @@ def recompute_cost(node: fx.Node) -> float | None:
     """Cost of recomputing the node, in the unit of ``duration``; None if it must not be recomputed.
 
     Views and constants are free. Pointwise work, copies and the reductions of norms may be
-    recomputed. Matrix products, convolutions, attention, gathers, and everything random, with an
-    effect, or unknown never is.
+    recomputed. Never recomputed are matrix products, convolutions, attention, gathers, random
+    operators, operators with effects, and unknown ones.
     """
     if is_free(node) or node.target is operator.getitem:
         return 0.0
@@ -148,7 +149,7 @@ def recompute_cost(node: fx.Node) -> float | None:
 
 
 def effort(node: fx.Node) -> int:
-    """FLOPs of a node; without any, its time in units of a FLOP."""
+    """FLOPs of a node. For a node without FLOPs, its ``duration`` expressed in FLOPs."""
     return flops(node) or round(duration(node) * _balance(node))
 
 
@@ -158,22 +159,22 @@ def _balance(node: fx.Node) -> float:
 
 
 def balance(device: torch.device) -> float:
-    """Assumed floating-point operations of a device in the time of moving one byte."""
+    """Floating-point operations that a device is assumed to do in the time of moving one byte."""
     return _BALANCE_CPU if device.type == "cpu" else _BALANCE
 
 
 def graph_flops(graph: fx.Graph) -> int:
-    """Floating-point operations of one call of the graph."""
+    """Floating-point operations of one run of the graph."""
     return sum(flops(node) for node in calls(graph))
 
 
 def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
-    """FLOPs of the products of weight gradients, in W and in I. I computes some because of the
-    memory setting, to hide a collective, or because an operator computes them along with its own
-    result.
+    """FLOPs of the matrix products that compute weight gradients: (those in W, those in I). I
+    computes some because of the memory setting, to hide a collective, or because one operator
+    computes the gradients of input and weight together.
 
     Args:
-        graphs: inlined graphs.
+        graphs: the split graphs, with calls of subgraphs inlined.
     """
     if graphs.backward_weight is None or graphs.backward_input is None:
         return 0, 0
@@ -186,7 +187,9 @@ def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
 
 
 def _gradients(module: fx.GraphModule, also: Iterable[Role]) -> list[fx.Node]:
-    """The weight gradients that a graph returns, and the results with the roles ``also``."""
+    """The nodes of the weight gradients that a graph returns, and of its results with roles in
+    ``also``.
+    """
     wanted = set(also)
     return [
         value
@@ -200,7 +203,9 @@ def _hands_on(node: fx.Node) -> bool:
 
 
 def _products(values: list[fx.Node]) -> tuple[set[fx.Node], set[Role]]:
-    """The products of which values are sums or views, and the roles of inputs among them."""
+    """Follow values back through views and sums: return the products that they end at, and the
+    roles of the graph inputs that they end at.
+    """
     products: set[fx.Node] = set()
     handed: set[Role] = set()
     seen: set[fx.Node] = set()

@@ -3,9 +3,9 @@ checkpointed.
 
 Collectives: operators that begin an exchange between ranks, and those that wait for it.
 
-Every rank has the same graphs, and runs the same collectives in the same order. They are pure: one
-that nobody reads is dropped, by all ranks. What is under way cannot cross from one graph to
-another, as it is the wait that makes it a value.
+Every rank has the same graphs, and runs the same collectives in the same order. Collectives are
+pure: if nothing reads a result, all ranks drop the collective. An unfinished result cannot cross
+from one graph to another, because it has no value before the wait.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def is_attention(node: fx.Node) -> bool:
 def is_recomputed(node: fx.Node) -> bool:
     """Whether the user asked for the node to be recomputed (``torch.utils.checkpoint``).
 
-    Random operators are not: drawn again they would differ and move the generator.
+    False for random operators: a second draw would differ and advance the generator.
     """
     if not origin_of(node).recomputed:
         return False
@@ -215,8 +215,8 @@ def is_recomputed(node: fx.Node) -> bool:
 
 
 def checkpoint_region(node: fx.Node) -> int | None:
-    """The number of the call of ``torch.utils.checkpoint`` that recomputes the node; None if none
-    does.
+    """The number of the call of ``torch.utils.checkpoint`` that recomputes the node; None if no
+    call does.
     """
     return origin_of(node).checkpoint if is_recomputed(node) else None
 
@@ -228,13 +228,13 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether the node only raises where another operator failed."""
+    """Whether the node only checks the result of another operator, and raises if that failed."""
     return node.target in OPERATORS["check"]
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Whether the node does more than return a value; drawing random numbers is not meant, nor
-    waiting for a collective, which torch takes for an effect.
+    """Whether the node does more than return a value. Random draws and waits for collectives do not
+    count, though torch counts a wait.
     """
     if node.op != "call_function":
         return False
@@ -245,15 +245,15 @@ def is_effect(node: fx.Node) -> bool:
 
 
 def is_report(node: fx.Node) -> bool:
-    """Whether the node calls a function that is an argument of the graph, which tells the caller
-    that accumulators are complete.
+    """Whether the node calls the function with which a graph reports that accumulators are
+    complete. The function is an argument of the graph.
     """
     return node.target is operator.call
 
 
 def writes_in_backward(node: fx.Node) -> bool:
-    """Whether the node writes into an input of a joint graph on behalf of the backward, as
-    AOTAutograd marks it. Nothing reads it.
+    """Whether the node is a write of the backward into an input of a joint graph, as AOTAutograd
+    marks it. No other node reads the result.
     """
     op = overload(node)
     marked = node.meta.get("partitioner_tag") == "must_be_in_backward"
@@ -261,7 +261,7 @@ def writes_in_backward(node: fx.Node) -> bool:
 
 
 def is_read(node: fx.Node) -> bool:
-    """Whether the node, or the graph that it calls, reads Python's state."""
+    """Whether the node, or the subgraph that it calls, reads a Python attribute at run time."""
     if SUBGRAPH in node.meta:
         return any(map(is_read, calls(node.meta[SUBGRAPH].module.graph)))
     op = overload(node)
@@ -274,9 +274,7 @@ def is_accumulation(node: fx.Node) -> bool:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether the node's value is its first argument, not scaled nor overwritten in part, plus
-    others.
-    """
+    """Whether the node adds to its first argument, neither scaling nor partly overwriting it."""
     if node.target not in SUMS:
         return False
     return _argument(node, "beta") in {None, 1} and _argument(node, "accumulate") in {None, True}
@@ -289,7 +287,7 @@ _COPYING = ("all_reduce", "broadcast")
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a collective, and is then its result."""
+    """Whether the node waits for a collective and returns the finished result."""
     op = overload(node)
     return op is not None and op.namespace == EXCHANGE and _name(node) == _WAIT
 
@@ -307,7 +305,7 @@ def is_exchange(node: fx.Node) -> bool:
 
 
 def is_under_way(node: fx.Node) -> bool:
-    """Whether the node's value is the unfinished result of a collective, or one of several."""
+    """Whether the node's value is an unfinished result of a collective."""
     if node.target is operator.getitem:
         maker = node.args[0]
         return isinstance(maker, fx.Node) and is_start(maker)
@@ -315,7 +313,9 @@ def is_under_way(node: fx.Node) -> bool:
 
 
 def start_of(wait: fx.Node) -> fx.Node:
-    """The collective that a node waits for; the node itself where another graph began it."""
+    """The node that began the collective for which ``wait`` waits; ``wait`` itself if another graph
+    began it.
+    """
     node = wait
     while not is_start(node):
         operands = node.all_input_nodes
@@ -326,7 +326,7 @@ def start_of(wait: fx.Node) -> fx.Node:
 
 
 def read_until(wait: fx.Node) -> list[fx.Node]:
-    """The tensors that a collective may read until this node has waited for it."""
+    """The tensors that a collective may still read until ``wait`` returns."""
     begun = start_of(wait)
     if begun is wait or _name(begun).startswith(_COPYING):
         return []

@@ -1,9 +1,10 @@
 """Gradient accumulation inside a graph: each gradient is added where it is computed.
 
-If a graph returned the weight gradients of a microbatch for the caller to add, all of them would be
-alive at once, beside the sums. Added inside the graph, each is freed as soon as it is computed.
-``accumulator.add_(gradient)`` rounds as autograd's own accumulation does. The first microbatch of a
-step may write ``accumulator.copy_(gradient)`` instead, into memory that is not initialized.
+If a graph returned the weight gradients of a microbatch for the caller to add, all gradients would
+be alive at once, beside their sums. Added inside the graph, each is freed as soon as it is
+computed. ``accumulator.add_(gradient)`` rounds as autograd's own accumulation does. The first
+microbatch of a step may write ``accumulator.copy_(gradient)`` instead, into memory that is not
+initialized.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ REPORT = Role(Kind.REPORT, "complete")
 
 
 def accumulate_gradients(program: SplitGraphs, form: GraphForm) -> Changed:
-    """The graph in the form that adds weight gradients into accumulators, see ``accumulate``."""
+    """Graph pass: the graph ``form.graph``, adding weight gradients into accumulators; see
+    ``accumulate``.
+    """
     module = program.graphs()[form.graph]
     adding = accumulate(module, form.dtype, overwrites=form.writes_first, reports=form.reports)
     if form.fuses != "none":
@@ -55,15 +58,15 @@ def accumulate(
     overwrites: bool = False,
     reports: Sequence[frozenset[str]] = (),
 ) -> fx.GraphModule:
-    """A graph that takes an accumulator for each parameter's gradient, and adds to it in place
-    instead of returning the gradient.
+    """Return a graph that takes an accumulator for each parameter's gradient. It adds the gradient
+    in place instead of returning it.
 
     Args:
         module: a graph that returns gradients of parameters.
         dtype: of the accumulators; None: each has its gradient's dtype.
         overwrites: whether gradients overwrite the accumulators instead.
-        reports: sets of parameters. The graph takes one more input, and calls it with the number of
-            a set as soon as all of the set's gradients are added.
+        reports: sets of parameters. The graph takes one more input, a function. It calls the
+            function with the index of a set as soon as all gradients of the set are added.
     """
     aten = torch.ops.aten
     write = aten.copy_.default if overwrites else aten.add_.Tensor
@@ -95,9 +98,7 @@ def accumulate(
 
 
 def completion_order(module: fx.GraphModule) -> list[str]:
-    """Names of parameters, in the order in which a graph adds to their accumulators for the last
-    time.
-    """
+    """Names of parameters, in the order in which a graph completes their accumulators."""
     order = {node: at for at, node in enumerate(module.graph.nodes)}
     accumulators = inputs(module.graph, Kind.ACCUMULATOR).items()
     last = {role.name: max(map(order.__getitem__, node.users)) for role, node in accumulators}
@@ -105,7 +106,7 @@ def completion_order(module: fx.GraphModule) -> list[str]:
 
 
 class _Reports:
-    """Adds the calls that report complete sets of parameters."""
+    """Adds calls to a graph that report sets of parameters whose gradients are complete."""
 
     def __init__(
         self, graph: fx.Graph, reports: Sequence[frozenset[str]], names: Collection[str]
@@ -117,7 +118,7 @@ class _Reports:
             self._function.meta = {"val": None, "role": REPORT}
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parameters whose gradients are complete; report sets of which none is left."""
+        """Remove parameters whose gradients are complete. Report each set that becomes empty."""
         complete = {*names}
         for number, part in [*self._pending.items()]:
             part -= complete
@@ -128,8 +129,8 @@ class _Reports:
 
 
 def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[Role]]:
-    """Calls of graphs that return only such gradients, with their roles in order. The called graph
-    can add them itself.
+    """Calls of subgraphs that return only gradients in ``sums``, with the gradients' roles in
+    order. Such a subgraph can add them itself.
     """
     adding: dict[fx.Node | None, list[Role]] = {}
     roles = {value: role for role, value in sums.items()}
@@ -151,7 +152,7 @@ def _adding(called: Subgraph, dtype: torch.dtype | None, *, overwrites: bool) ->
 def _ready(
     graph: fx.Graph, sums: Mapping[Role, fx.Node]
 ) -> Mapping[fx.Node | None, Sequence[Role]]:
-    """The gradients to add after each node."""
+    """For each node, the gradients to add directly after it; under None, before all nodes."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     ready: dict[fx.Node | None, list[Role]] = defaultdict(list)
     for role, value in sums.items():
@@ -175,7 +176,7 @@ def _accumulator(
 
 
 def last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
-    """The last operator that a value depends on, views excepted; None if there is none.
+    """The last operator that a value depends on, not counting views; None if only views compute it.
 
     A view of a gradient may come much later in the graph than the gradient, and would keep it alive
     until then.

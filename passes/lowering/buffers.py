@@ -1,9 +1,9 @@
 """The lifetime of buffers while generated code runs, and which of them may be overwritten.
 
-*Reuse.* Autograd's engine accumulates gradients in place, and models write ``x += y``. In a
-functional graph each such sum is a new tensor, which costs memory and, on the CPU, the time to map
-its pages. Generated code may therefore write an operator's result over an operand that dies in it.
-The graphs themselves stay functional.
+*Reuse.* Autograd's engine accumulates gradients in place, and models write ``x += y``. A functional
+graph makes a new tensor for each sum. That costs memory and, on the CPU, the time to map its pages.
+Generated code may therefore write an operator's result over an operand whose last use it is. The
+graphs themselves stay functional.
 
 *Liveness in bytes* counts distinct storage: a tensor's memory is freed with the last of its views.
 The workspace that a kernel frees before it returns is not in the graph; callers pass it in.
@@ -12,7 +12,7 @@ The workspace that a kernel frees before it returns is not in the graph; callers
 same size. Writing the value over the saved tensor needs no further memory, and stays in the cache.
 It is allowed if nothing else can reach the tensor.
 
-*Lending.* A deferred tensor may share storage with an input or an incoming gradient, which belong
+*Lending.* A deferred tensor may share storage with an input or an incoming gradient, which belongs
 to the caller.
 """
 
@@ -44,7 +44,7 @@ from ..graph import (
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node, the values whose last use it is."""
+    """For every node, the values that no later node reads."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -63,8 +63,8 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each node that may overwrite an operand, the operand's position. Such an operand was
-    computed in this graph, is as large as the result, and is not read afterwards under any name.
+    """Maps each node that may overwrite an operand to the operand's position. The operand was
+    computed in this graph, is as large as the result, and is not read later, through a view either.
     """
     last_read = _last_reads(graph)
     reusable: dict[fx.Node, int] = {}
@@ -79,7 +79,7 @@ def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The last reader of each storage, by the node that allocates it."""
+    """Maps the node that allocates a storage to the last node that reads the storage."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         operands = read_until(node) if is_wait(node) else []
@@ -113,7 +113,9 @@ def _is_fresh(root: fx.Node) -> bool:
 
 
 def _fills(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
-    """Whether the result fits the operand's memory with the same layout."""
+    """Whether the result has the operand's dtype, shape and strides, and the operand fills its
+    storage.
+    """
     mine, base, wanted = tensor_of(operand), tensor_of(root), tensor_of(result)
     if mine is None or base is None or wanted is None:
         return False
@@ -131,9 +133,9 @@ class Result:
 
     Attributes:
         role: its role.
-        memory: the number of its storage, among those that the graph allocates; or the role of the
-            input whose storage it shares; None for other values than tensors.
-        bytes: of that storage.
+        memory: the number of its storage among the storages that the graph allocates; or the role
+            of the input whose storage it shares; None for constants and values that are no tensors.
+        bytes: of the storage.
     """
 
     role: Role
@@ -142,14 +144,14 @@ class Result:
 
 
 class LiveBytes:
-    """One graph's allocations and releases.
+    """The bytes that are alive during a run of one graph.
 
     Args:
         module: the graph.
         workspace: bytes that kernels take beyond their results, by node.
 
     Attributes:
-        input_roles: the roles of its inputs.
+        input_roles: the roles of the graph's inputs.
         results: the returned values, in order.
     """
 
@@ -176,16 +178,18 @@ class LiveBytes:
         ]
 
     def peak(self, released: Iterable[tuple[Collection[Role], int]] = ()) -> int:
-        """The peak of a run, above the bytes that are alive when it begins.
+        """The peak of a run in bytes, above the bytes that are alive when the run begins.
 
         Args:
-            released: storages that only the run references, so that each is freed after its last
-                use: the roles of the inputs that share it, and its bytes.
+            released: for each storage that only this run references, the roles of the inputs that
+                share the storage, and its bytes. The storage is freed after its last use.
         """
         return max(self._levels(released))
 
     def end(self, released: Iterable[tuple[Collection[Role], int]] = ()) -> int:
-        """The level at the end of a run, its results included. Argument as for ``peak``."""
+        """The bytes alive at the end of a run, results included, above the bytes at its beginning.
+        ``released`` is as for ``peak``.
+        """
         return [*self._levels(released)][-1]
 
     def _levels(self, released: Iterable[tuple[Collection[Role], int]]) -> Iterator[int]:
@@ -224,7 +228,9 @@ def _result(
 
 
 def _homes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each tensor's node, the node that allocated its storage, reuse included."""
+    """Maps each tensor's node to the node that allocated its storage. Reused storage counts as
+    one.
+    """
     reused = reusable_operands(graph)
     homes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -255,8 +261,8 @@ def _written_argument(node: fx.Node) -> int | None:
 def _lifetimes(
     graph: fx.Graph, homes: Mapping[fx.Node, fx.Node]
 ) -> Iterator[tuple[fx.Node | None, list[fx.Node], list[fx.Node]]]:
-    """Yield each statement with the storages that it allocates and those that die after it. First
-    comes None with the inputs that are never read.
+    """Yield (statement, storages that it allocates, storages that die after it), in order. The
+    first item has None as statement and the inputs that are never read as dead.
     """
     kept = {homes[value] for _, value in outputs(graph) if isinstance(value, fx.Node)}
     names: dict[fx.Node, int] = defaultdict(int)
@@ -284,8 +290,8 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def allocated(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a statement allocates, unless it writes into an argument: the node
-    itself, or the items of its tuple.
+    """The nodes whose memory a statement allocates: the node itself, or the items of its tuple.
+    Writes into arguments are not excluded.
     """
     if node.op == "get_attr" or node.target is operator.getitem:
         return []
@@ -316,8 +322,9 @@ def donatable(forward: fx.Graph) -> set[Role]:
 
 
 def private(graph: fx.Graph, kind: Kind, donated: Collection[Role] = ()) -> set[Role]:
-    """Roles of results of a kind that only graphs can write into: they are not returned under
-    another kind, and they are computed here, or passed on from inputs with a donated role.
+    """Roles of the results of a kind whose memory only graphs can write into. The graph computes
+    such a result, or passes it on from an input with a donated role, and returns it under no other
+    kind.
     """
     pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
     out = {storage_root(value) for role, value in pairs if role.kind is not kind}
@@ -335,9 +342,10 @@ def _is_private(node: fx.Node, out: Collection[fx.Node], donated: Collection[Rol
 
 
 def lender_roles(graphs: SplitGraphs) -> dict[Role, Role]:
-    """Maps each deferred role whose tensor shares storage with an input or a tangent to that role.
+    """Maps the role of each deferred tensor that shares storage with an input or a tangent to the
+    role of that input or tangent.
 
-    Storage of the graphs, and that of parameters and buffers, is left out.
+    Deferred tensors in storage of a graph, a parameter or a buffer are left out.
     """
     if graphs.backward_input is None:
         return {}

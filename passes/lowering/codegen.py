@@ -2,8 +2,8 @@
 
 The generated function is boxed: it takes one list and empties it. It deletes every name after its
 last use, so each tensor is freed inside the function as early as possible, if the caller kept no
-reference. A result overwrites an operand that dies in it where ``reusable_operands`` allows it.
-Comments show shapes, roles and the user's source lines.
+reference. A result overwrites an operand if ``reusable_operands`` allows it. Comments show shapes,
+roles and the user's source lines.
 
 Before an operator that addresses memory by strides (``as_strided``), the function checks strides at
 run time: some real kernels return other strides than torch's fake kernels promised to tracing
@@ -31,7 +31,8 @@ from .buffers import last_uses, reusable_operands
 
 
 def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
-    """The lines that check strides before the node; none if it does not address memory.
+    """Source lines that check strides before the node; empty if it does not address memory by
+    strides.
 
     Raises:
         PassError: the operand's strides are not known before the graph runs.
@@ -79,8 +80,8 @@ def generate(name: str, module: fx.GraphModule) -> str:
     """Source of ``def name(args, constants)`` for one graph.
 
     ``args`` is a list in the order of the placeholders; it is emptied. ``constants`` maps names to
-    tensors and submodules of the graph module, and to the functions of called graphs, which take a
-    list likewise. The function returns a list in the order of the outputs.
+    tensors and submodules of the graph module, and to the functions of called graphs, which are
+    boxed too. The function returns a list in the order of the outputs.
 
     Raises:
         PassError: a value in the graph has no source form.
@@ -133,7 +134,7 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
 
 
 def _without_folder(line: str) -> str:
-    """``modeling_llama.py:244 code`` of a line with a whole path."""
+    """A source line with its file's name only, such as ``modeling_llama.py:244 code``."""
     path, _, code = line.partition(" ")
     return f"{os.path.basename(path)} {code}".strip()
 
@@ -149,7 +150,9 @@ def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:
 
 
 def _subgraph_call(node: fx.Node, dead: list[fx.Node]) -> str:
-    """The call of a graph. It empties its argument list, so tensors are freed inside the call."""
+    """Source of the call of a subgraph. The called function empties its argument list, so tensors
+    are freed inside the call.
+    """
     name, gone = _name(node), [_name(item) for item in dead if item is not node]
     text = f"    {name} = [{', '.join(map(_name, operands(node)))}]"
     text += f"; del {', '.join(gone)}" if gone else ""
@@ -168,7 +171,7 @@ def _call(node: fx.Node) -> str:
 
 
 def _call_in_place(node: fx.Node, operand: int) -> str:
-    """The call that writes its result over an operand."""
+    """Source of a call that writes its result over an operand."""
     operands = [_text(value) for index, value in enumerate(node.args) if index != operand]
     return f"{IN_PLACE[node.target]}({', '.join([_text(node.args[operand]), *operands])})"
 

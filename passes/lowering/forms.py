@@ -1,4 +1,5 @@
-"""Forms in which graphs are compiled, and the marks that a compiled graph leaves on its readers.
+"""Forms in which graphs are compiled, and the marks that compiling one graph leaves on graphs that
+read its results.
 
 forward         read by  backward, backward_input
 backward_input  read by  backward_weight
@@ -29,18 +30,19 @@ _DONATED = "donated"
 
 @dataclass(frozen=True)
 class GraphForm:
-    """The form of one graph of a program, or of its backward graphs.
+    """The form in which one graph of a program, or all its backward graphs, are compiled.
 
     Attributes:
         graph: the graph's name.
         missing: names of the outputs that have no gradient in this backward.
         dtype: dtype of the accumulators into which the graph adds; None: each gradient's dtype.
-        fuses: the operators that add the gradients that they compute.
-        count: the number of microbatches that the graph runs.
-        rows: products of at most so many rows a microbatch run once for all of them.
+        fuses: which operators add the gradients that they compute into the accumulators themselves.
+        count: the number of microbatches that a joined W runs, or the largest number of slices of
+            B.
+        rows: products with at most this many rows a microbatch run once for all microbatches.
         strides: the strides that the backend chose for results that the next graphs read.
         donated: the saved tensors that the backend may overwrite.
-        writes_first: whether gradients are the first of a step, and overwrite the accumulators.
+        writes_first: whether the gradients are the first of a step, and overwrite the accumulators.
         reports: sets of parameters; the graph reports when the gradients of a set are complete.
     """
 
@@ -62,7 +64,9 @@ def _readers(program: SplitGraphs, form: GraphForm) -> Changed:
 
 
 def propagate_strides(program: SplitGraphs, form: GraphForm) -> Changed:
-    """Set the strides that a backend chose on the inputs of the graphs that read them."""
+    """Set the strides that a backend chose for a graph's results on the inputs of the graphs that
+    read these results.
+    """
     if not form.strides:
         return {}
     readers = _readers(program, form)
@@ -73,8 +77,8 @@ def propagate_strides(program: SplitGraphs, form: GraphForm) -> Changed:
 
 
 def donate(program: SplitGraphs, form: GraphForm) -> Changed:
-    """Mark saved tensors that a compiled backward may overwrite, in every graph that does not
-    return them.
+    """Mark the saved tensors that a compiled backward may overwrite, in each backward graph that
+    does not return them.
     """
     if not form.donated:
         return {}

@@ -38,12 +38,12 @@ Wanted = Callable[[fx.Node], bool]
 
 
 def fuse(module: fx.GraphModule, wanted: Wanted = lambda _: True) -> bool:
-    """Let operators that compute gradients add them, in a graph of ``accumulate`` and in those that
-    it calls; True if any does.
+    """Replace operators that compute gradients by operators that add them into the accumulators;
+    True if any was replaced. Subgraphs are included.
 
     Args:
-        module: the graph; changed in place.
-        wanted: whether an operator shall add its result, if it can.
+        module: a graph that ``accumulate`` returned; changed in place.
+        wanted: whether to replace an operator that can be replaced.
     """
     changed = False
     for called in subgraphs(module.graph):
@@ -69,15 +69,15 @@ def fuse(module: fx.GraphModule, wanted: Wanted = lambda _: True) -> bool:
 
 
 def gains_by_fusing(module: fx.GraphModule) -> bool:
-    """Whether the graph has operators that could add their results."""
+    """Whether the graph has operators that ``fuse`` could replace."""
     return any(node.target in _WRITERS for node in inner_calls(module.graph))
 
 
 def _terms(
     value: fx.Node, permutations: Sequence[fx.Node] = ()
 ) -> Iterator[tuple[fx.Node, Sequence[fx.Node]]]:
-    """The terms of a gradient, each with the permutations between it and the gradient, the last
-    one first. A value with other readers is one term.
+    """The terms of a gradient: (term, permutations from the gradient back to the term). A value
+    with other readers is one term.
     """
     while value.target in OPERATORS["permutes"] and len(value.users) == 1:
         permutations = [*permutations, value]
@@ -90,7 +90,7 @@ def _terms(
 
 
 def is_plain_sum(node: fx.Node) -> bool:
-    """Whether the node adds two tensors of its own shape and dtype."""
+    """Whether the node is an unscaled sum of two tensors of the node's shape and dtype."""
     is_sum = node.target is aten.add.Tensor and not node.kwargs
     return is_sum and all(is_like(operand, node) for operand in node.args)
 
@@ -117,7 +117,9 @@ def _write(
     permutations: Sequence[fx.Node],
     write: Write,
 ) -> None:
-    """Add a term, where it is computed, to the accumulator with the term's order of dimensions."""
+    """Add a term to the accumulator, directly after the term's operator. The accumulator is first
+    permuted to the term's order of dimensions.
+    """
     call = partial(emit, graph, term)
     after = term.next
     while after.op == "placeholder":
@@ -129,7 +131,7 @@ def _write(
 
 
 def _inverse(permutation: fx.Node) -> Sequence[Any]:
-    """The arguments with which a permutation undoes itself."""
+    """The arguments of the permutation's operator for the inverse permutation."""
     if permutation.target is not aten.permute.default:
         return permutation.args[1:]
     order: Any = permutation.args[1]

@@ -5,9 +5,9 @@ section 3)::
 
     sum(a[j] @ b[j] for j in microbatches) == cat(a, 1) @ cat(b, 0)
 
-A product of few rows reads and writes more of its result than it computes; one product over all
-rows does so once. Everything else runs once for each microbatch, in order. Factors are concatenated
-just before their first product, so copies of one layer's factors are alive at a time.
+A product of few rows spends its time on reading and writing the gradient; one product over all rows
+reads and writes it once. Everything else runs once for each microbatch, in order. Factors are
+concatenated just before their first product, so copies of one layer's factors are alive at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _SUMMED: Mapping[Any, tuple[int, ...]] = {
 
 
 def gains_by_joining(module: fx.GraphModule, rows: int) -> bool:
-    """Whether microbatches may share a run of this graph, and some of its products would be joined.
+    """Whether several microbatches may share one run of W, and at least one product would be
+    joined.
 
     A graph with effects, random numbers, exchanges between ranks, or state that it writes runs once
     a microbatch.
@@ -73,7 +74,7 @@ def _is_ordered(node: fx.Node) -> bool:
 
 
 def sums_few_rows(node: fx.Node, rows: int) -> bool:
-    """Whether the operator sums over at most so many rows of a microbatch."""
+    """Whether the operator is a product that sums over at most ``rows`` rows of a microbatch."""
     if node.target not in _SUMMED:
         return False
     if node.target is aten.sum.dim_IntList and [*node.args[1:]] != [[0]]:
@@ -83,7 +84,8 @@ def sums_few_rows(node: fx.Node, rows: int) -> bool:
 
 
 def join(module: fx.GraphModule, count: int, rows: int) -> fx.GraphModule:
-    """W of ``count`` microbatches: a graph that returns the sums of their weight gradients.
+    """W of ``count`` microbatches: a graph that returns weight gradients summed over the
+    microbatches.
 
     Args:
         module: W of one microbatch, for which ``gains_by_joining`` holds.
@@ -91,19 +93,19 @@ def join(module: fx.GraphModule, count: int, rows: int) -> fx.GraphModule:
         rows: products with more rows a microbatch are not joined.
 
     Returns:
-        a graph that takes the deferred values of each microbatch, with the roles of ``joined_role``
-        and one microbatch after another, and then parameters and buffers once.
+        a graph whose inputs are the deferred values of the first microbatch, of the second, and so
+        on, with the roles of ``joined_role``; then parameters and buffers, once.
     """
     return _Joined(module, count, rows).run()
 
 
 def join_microbatches(program: SplitGraphs, form: GraphForm) -> Changed:
-    """W of several microbatches, see ``join``."""
+    """Graph pass: W of ``form.count`` microbatches, see ``join``."""
     return {form.graph: join(program.graphs()[form.graph], form.count, form.rows)}
 
 
 def joined_role(role: Role, microbatch: int) -> Role:
-    """The role of a microbatch's value among the arguments of a joined graph."""
+    """The role of one microbatch's value as an input of a joined graph: ``name@microbatch``."""
     return Role(role.kind, f"{role.name}@{microbatch}")
 
 
@@ -112,8 +114,8 @@ class _Joined:
 
     Args:
         module, count, rows: as for ``join``.
-        is_called: whether other graphs call this one; each microbatch then has arguments of its
-            own for parameters, too.
+        is_called: whether other graphs call this graph; then parameters, too, are inputs once for
+            each microbatch.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class _Joined:
                 copies[node] = copy
 
     def run(self) -> fx.GraphModule:
-        """The graph with the sum of each gradient, in the order in which W computes them."""
+        """Build the graph; sums are computed in the order in which W computes the gradients."""
         results = outputs(self._module.graph)
         order = {node: index for index, node in enumerate(self._module.graph.nodes)}
         values = dict.fromkeys(value for _, value in results if isinstance(value, fx.Node))
@@ -180,8 +182,8 @@ class _Joined:
         return total
 
     def _concatenate(self, node: fx.Node, dim: int) -> fx.Node:
-        """A factor of all microbatches, along its rows. It is transposed after concatenation, which
-        then copies whole rows.
+        """Concatenate a factor of all microbatches along its rows. A transposed factor is
+        concatenated before the transpose, which copies whole rows.
         """
         axes = _axes(node)
         if axes is not None:
@@ -194,7 +196,9 @@ class _Joined:
         return self._concatenated[key]
 
     def _item(self, call: fx.Node, place: int) -> fx.Node:
-        """One result of a called graph, summed: the graph is called once for all microbatches."""
+        """One result of a subgraph, summed: the subgraph is joined too, and called once for all
+        microbatches.
+        """
         called = call.meta[SUBGRAPH]
         if called not in self._variants:
             module = _Joined(called.module, self._count, self._rows, is_called=True).run()
@@ -209,14 +213,14 @@ class _Joined:
         return values[place]
 
     def _copy(self, node: fx.Node, at: int) -> fx.Node:
-        """A node's value of one microbatch, computed here unless it is."""
+        """A node's value of one microbatch, copied into the joined graph on first use."""
         copy_behind(self._graph, node, self._copies[at])
         return self._copies[at][node]
 
 
 def _only_summed(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose value of one microbatch nothing needs: they are results, or operators that are
-    linear in them compute results from them.
+    """Nodes of which only the sum over microbatches is needed. They are results, or only linear
+    operators read them, on the way to results.
     """
     nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -233,7 +237,9 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _is_linear_view(node: fx.Node) -> bool:
-    """Whether the node is a view whose sizes do not depend on the microbatch."""
+    """Whether the node is a view with fixed arguments, so that the view of a sum is the sum of
+    views.
+    """
     is_item = node.target is operator.getitem
     return is_view(node) and not is_item and node.all_input_nodes == [node.args[0]]
 
@@ -246,7 +252,9 @@ def _identity(node: fx.Node) -> Hashable:
 
 
 def _axes(node: fx.Node) -> list[int] | None:
-    """For each dimension of a transpose, that of its operand; None for other nodes."""
+    """For each dimension of a transposed result, the dimension of the operand; None for other
+    nodes.
+    """
     if node.target not in OPERATORS["permutes"]:
         return None
     axes = [*range(node.meta["val"].dim())]

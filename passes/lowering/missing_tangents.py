@@ -1,8 +1,8 @@
 """Backward graphs for a call in which some outputs get no gradient.
 
-Autograd runs nothing that depends on the gradients of such outputs alone. Zeros in their place
-would be as large as the outputs (logits beside a loss), every operator down to the inputs would
-run on them, and an infinite derivative would make them NaN.
+Autograd runs nothing that depends on the gradients of such outputs alone. Zeros in place of these
+gradients would be as large as the outputs, such as logits beside a loss. Every operator down to the
+inputs would run on the zeros, and an infinite derivative would turn them into NaN.
 
     node that depends on missing gradients alone    dropped
     sum of two gradients, one missing               the other gradient
@@ -44,12 +44,12 @@ Dependence = dict[fx.Node, bool | None]
 
 
 def without_tangents(program: SplitGraphs, form: GraphForm) -> Changed:
-    """I, W and B for a call in which some outputs get no gradient. They return no gradient that
-    depends on missing ones alone.
+    """Graph pass: I, W and B for a call in which some outputs get no gradient. Gradients that
+    depend on missing gradients alone are not returned.
 
     Args:
-        program: split, with a backward; not changed.
-        form: the names of these outputs.
+        program: split graphs with a backward; not changed.
+        form: its ``missing`` names the outputs without a gradient.
 
     Raises:
         UnknownSizeError: an operator needs zeros whose size is not known before the graph runs.
@@ -70,7 +70,9 @@ def without_tangents(program: SplitGraphs, form: GraphForm) -> Changed:
 
 
 def _dependence(graph: fx.Graph, arrivals: Mapping[Role, bool | None]) -> Dependence:
-    """Follow which of a graph's inputs are, or depend on, gradients that arrive."""
+    """For each node: True if it depends on a gradient that arrives, False if on missing gradients
+    only, None if on no gradient.
+    """
     starts = {node: arrivals.get(role) for role, node in inputs(graph).items()}
     starts = {node: arrives for node, arrives in starts.items() if arrives is not None}
     arriving = sum(1 << at for at, arrives in enumerate(starts.values()) if arrives)
@@ -79,7 +81,7 @@ def _dependence(graph: fx.Graph, arrivals: Mapping[Role, bool | None]) -> Depend
 
 
 class _SpecializedCalls:
-    """Specialized copies of graphs that others call, one for each set of missing gradients."""
+    """Specialized copies of subgraphs, one for each set of missing gradients."""
 
     def __init__(self) -> None:
         self._variants: dict[Hashable, Subgraph] = {}
@@ -90,7 +92,9 @@ class _SpecializedCalls:
         arrivals: Mapping[Role, bool | None],
         unread: Collection[Role] = (),
     ) -> fx.GraphModule:
-        """A copy without nodes that depend on missing gradients alone, and ``unread`` results."""
+        """A copy without the nodes that depend on missing gradients alone, and without ``unread``
+        results.
+        """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         graph.graph_copy(module.graph, copies)
         depends = _dependence(graph, arrivals)
@@ -136,7 +140,9 @@ class _SpecializedCalls:
 
 
 def _specialize_operator(node: fx.Node, depends: Dependence, missing: Collection[fx.Node]) -> None:
-    """Have an operator do without some operands, which are missing."""
+    """Replace the missing operands of an operator: a sum becomes its other term, else zeros are
+    made.
+    """
     if node.target is aten.add.Tensor and not node.kwargs:
         (term,) = [operand for operand in node.all_input_nodes if operand not in missing]
         if _layout(term) != _layout(node):
@@ -156,16 +162,18 @@ def _replace(node: fx.Node, by: fx.Node, depends: Dependence) -> None:
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
-    """Dtype, sizes and strides, symbolic ones as text: comparing these would add guards."""
+    """Dtype, sizes and strides of a node. Sizes and strides are text, because comparing symbols
+    adds guards.
+    """
     value = node.meta["val"]
     return value.dtype, str(value.shape), str(value.stride())
 
 
 def _zeros(like: fx.Node, graph: fx.Graph) -> fx.Node:
-    """Zeros that lie in memory as a node's value does.
+    """Add zeros with the shape, strides and dtype of a node's value.
 
     Raises:
-        UnknownSizeError: its size is symbolic.
+        UnknownSizeError: the shape is symbolic.
     """
     value = tensor_of(like)
     if value is None or not is_fixed(value):

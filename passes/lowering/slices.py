@@ -4,7 +4,7 @@
     slice 1   gradients of the layers before them, ...
     slice n   the remaining ones, and the gradients of inputs
 
-Operators keep their order, and each runs in one slice; views are made where they are read.
+Operators keep their order, and each runs in one slice. A view is made in each slice that reads it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from .forms import Changed, GraphForm
 
 
 def slice_backward(program: SplitGraphs, form: GraphForm) -> Changed:
-    """The slices of the fused backward, at most ``form.count``, in the order in which they run."""
+    """Graph pass: at most ``form.count`` slices of the fused backward, in the order in which they
+    run.
+    """
     module = program.graphs()[form.graph]
     parts = slices(module, form.count)
     return {f"{form.graph}_slice_{at}": part for at, part in enumerate(parts)}
 
 
 def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
-    """Cut a graph after operators that complete about equal parts of the weight gradients' bytes.
+    """Cut a backward graph so that each slice completes about the same bytes of weight gradients.
 
     Args:
         module: a graph that returns gradients; not changed.
         count: the most slices.
 
     Returns:
-        graphs whose inputs and results have the roles of ``module``; values that cross have the
-        kind SAVED.
+        the slices in order. Their inputs and results have the roles of ``module``; values that
+        cross from slice to slice have the kind SAVED.
     """
     graph = module.graph
     order = {node: at for at, node in enumerate(graph.nodes)}
@@ -68,7 +70,7 @@ def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
 
 
 def _ends(graph: fx.Graph, order: dict[fx.Node, int], count: int) -> list[int]:
-    """The place of the last node of each slice except the last."""
+    """The index of the last node of each slice, without the last slice."""
     nodes, completed = [*order], Counter[int]()  # place -> bytes of gradients complete after it
     for role, value in outputs(graph):
         if role.kind is Kind.PARAMETER_GRAD and (last := last_work(value, order)) is not None:

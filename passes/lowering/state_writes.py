@@ -1,9 +1,9 @@
-"""State that a backward graph writes in place, where before it returned the new value.
+"""Rewrite a backward graph that returns new values of state, so that it writes state in place.
 
     total = add(into, product)     add_(into, product)      a sum, where it is computed
     return [..., maximum]          copy_(into, maximum)     other state, at the end of the graph
 
-A sum is in place, so that W holds one product at a time, and not a second set of sums.
+Sums are written in place, so W holds one product at a time, not a second copy of all sums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def written(graph: fx.Graph) -> list[Role]:
 
 
 def write_state(program: SplitGraphs, form: GraphForm) -> Changed:
-    """The backward graph of a form that writes state in place; none if it writes none."""
+    """Graph pass: the graph ``form.graph``, writing state in place; empty if it writes no state."""
     module = program.graphs()[form.graph]
     return {form.graph: write_in_place(module)} if written(module.graph) else {}
 
@@ -67,7 +67,7 @@ def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _additions(new: Any, into: fx.Node) -> list[fx.Node] | None:
-    """The additions that compute a sum; None if other operators do."""
+    """The additions that compute ``new`` from ``into``; None if other operators take part."""
     sums: list[fx.Node] = []
     while new is not into:
         if new.target not in SUMS:

@@ -6,7 +6,7 @@ compute weight gradients, which depend on no unfinished collective.
 Operators are reordered by a list schedule. An operator is urgent if a later collective depends on
 it. Urgent operators keep the order of the graph, which does not depend on costs, so all ranks start
 their collectives in the same order. Before an urgent wait, ready operators that are not urgent run,
-for as long as the collective is estimated to take. Results are equal bit for bit.
+until the collective is estimated to end. The order changes no result.
 
 The same schedule of the fused backward decides which weight gradients I computes instead of W:
 those that fill a wait of I.
@@ -59,14 +59,14 @@ def _overlap(graph: fx.Graph, costs: CollectiveCosts, room: float) -> bool:
 def hide_collectives(
     graph: fx.Graph, reach: Reachability, regions: Regions, costs: CollectiveCosts
 ) -> Regions:
-    """Move weight gradients that fill waits of I from W to I. Returns ``regions`` if there are
+    """Move weight gradients from W to I that fill a wait of I. Returns ``regions`` if there are
     none.
 
     Args:
         graph: the joint graph.
-        reach: the results that its nodes are needed for.
-        regions: its division.
-        costs: of collectives.
+        reach: the results for which each node of the graph is needed.
+        regions: the division of the graph.
+        costs: the costs of collectives.
     """
     if not any(map(is_start, regions.input.runs)):
         return regions
@@ -91,12 +91,12 @@ def hide_collectives(
 def schedule(
     nodes: Sequence[fx.Node], costs: CollectiveCosts, *, room: float
 ) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
-    """Return the operators in a new order, and the wait that each filler fills.
+    """Return the operators in a new order, and a map from each filler to the wait that it fills.
 
     Args:
-        nodes: operators in their present order; other operands exist from the start.
-        costs: of collectives.
-        room: the fraction of an operator that must fit into the rest of a wait.
+        nodes: operators in their present order; operands that are not in it exist from the start.
+        costs: the costs of collectives.
+        room: the fraction of a filler's duration that must fit into the rest of a wait.
     """
     return _ListSchedule(nodes, costs, room).run()
 
@@ -130,7 +130,7 @@ class _ListSchedule:
         self._ends: dict[fx.Node, float] = {}
 
     def run(self) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
-        """The operators in order, and for each that fills a wait, the wait."""
+        """The operators in order, and a map from each operator that fills a wait to the wait."""
         for node in self._heavy:
             self._arrive(node)
         keys = ((True, False), (True, True), (False, False), (False, True))

@@ -23,14 +23,14 @@ def extract(
     returns: list[tuple[Role, Any]],
     on_demand: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
-    """A graph whose inputs are the carried values and the placeholders in ``compute``. It runs the
-    other nodes of ``compute`` and returns ``returns``.
+    """Extract a graph. Its inputs are the carried values and the placeholders in ``compute``. It
+    runs the other nodes of ``compute`` and returns the values of ``returns``.
 
     Args:
-        module: the graph of the nodes.
+        module: the graph from which nodes are copied.
         name: class name of the new module.
         carried: nodes whose values are inputs, with the roles of these inputs.
-        compute: nodes to copy, in their order.
+        compute: nodes to copy; they keep the order of ``module``.
         on_demand: nodes of ``compute`` to run just before their first reader instead, so that
             recomputed values do not take memory before they are needed.
         returns: role and value of every result.
@@ -54,7 +54,9 @@ def extract(
 
 
 def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:
-    """Whether the node checks a value that this graph computes for the first time."""
+    """Whether the node checks a value that the extracted graph computes, and does not only
+    recompute.
+    """
     if not is_check(node):
         return False
     producers = {producer(operand) for operand in node.all_input_nodes}
@@ -62,7 +64,7 @@ def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]
 
 
 def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Copy a node after its operands that have not been copied yet."""
+    """Copy a node, after copying those of its operands that have no copy yet."""
     stack = [node]
     while stack:
         missing = [operand for operand in stack[-1].all_input_nodes if operand not in copies]
@@ -76,7 +78,7 @@ def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
 
 
 def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Clone a value that is overwritten before it is read."""
+    """Add a clone of a value that is overwritten before its last read; return the clone."""
     after = node if node.op != "placeholder" else placeholders(graph)[-1]
     with graph.inserting_after(after):
         copy = graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -86,7 +88,7 @@ def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _take_apart_at_once(graph: fx.Graph) -> None:
     """Move every getitem directly after its operator. A tuple keeps all its items alive until the
-    last of them is read from it.
+    last item is read.
     """
     for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
         parent = node.args[0]
@@ -95,7 +97,7 @@ def _take_apart_at_once(graph: fx.Graph) -> None:
 
 
 def _placeholders_first(graph: fx.Graph) -> fx.Graph:
-    """Move placeholders to the front. A carried value may be from the middle of the graph."""
+    """Move placeholders to the front. A carried value may come from the middle of the graph."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in placeholders(graph):
         first.prepend(node)

@@ -3,10 +3,11 @@
 An edge from ``a`` to ``b`` is cut if ``a`` is on the source's side and ``b`` on the sink's. Edges
 without a price must not be cut: their capacity exceeds that of all others together.
 
-Maximum flow by Dinitz's algorithm, on lists of integers. One joint graph is cut at about a dozen
-weights of the prices. With networkx, whose edges are dictionaries, these cuts took a second instead
-of fifteen milliseconds, half of all of capture. Here the network is built once and only capacities
-change. Its shortest paths have few different lengths, so few phases suffice.
+Maximum flow by Dinitz's algorithm, on lists of integers. One joint graph is cut about a dozen
+times, with different weights of the prices. With networkx, whose edges are dictionaries, the cuts
+took a second instead of fifteen milliseconds, half of the time of capture. Here the network is
+built once and only capacities change. Its shortest paths have few different lengths, so few phases
+suffice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SINK = -2
 
 
 class Network:
-    """A flow network over integers. Edges have a price; None stands for unlimited capacity."""
+    """A flow network over integers. An edge has a price, or None for unlimited capacity."""
 
     def __init__(self) -> None:
         self._prices: dict[tuple[int, int], Price | None] = {}
@@ -75,7 +76,7 @@ class Network:
 
     @cached_property
     def _laid_out(self) -> tuple[dict[int, int], FlowNetwork]:
-        """The index of every node, and the network over indices."""
+        """A map from every node to its index, and the network over indices."""
         ends = (node for edge in self._prices for node in edge)
         places = {node: at for at, node in enumerate(dict.fromkeys([SOURCE, SINK, *ends]))}
         edges = ((places[tail], places[head]) for tail, head in self._prices)
@@ -103,7 +104,7 @@ class FlowNetwork:
         reachable.
 
         Args:
-            capacities: of the edges, in the order of ``ends``.
+            capacities: the capacity of each edge, in the order of ``ends``.
             source: the source node.
             sink: the sink node.
         """
@@ -120,8 +121,8 @@ class FlowNetwork:
         return side
 
     def _distances(self, free: list[int], source: int, sink: int) -> list[int]:
-        """Distance to the sink, over edges with free capacity, of the source and every nearer node.
-        Empty if the source cannot reach the sink.
+        """For each node, the number of edges with free capacity from it to the sink. Nodes farther
+        away than the source may be missing. Empty if the source cannot reach the sink.
         """
         leaving, heads = self._leaving, self._head
         distances = [-1] * len(leaving)
@@ -163,7 +164,7 @@ class FlowNetwork:
                 node = heads[path.pop() ^ 1]
 
     def _send(self, free: list[int], path: list[int]) -> int:
-        """Saturate a path and truncate it before its first full edge; return the node there."""
+        """Saturate a path, cut it off before its first full edge, and return its new last node."""
         amount = min([free[edge] for edge in path])
         for edge in path:
             free[edge] -= amount

@@ -38,7 +38,8 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
     """The cheapest division of a joint graph that meets the memory setting.
 
     Raises:
-        PassError: the graph cannot be divided, or the budget cannot be met; names the least one.
+        PassError: the graph cannot be divided, or the budget cannot be met. The error names the
+            smallest possible budget.
     """
     division = Division(
         graph, reach, recompute=memory.recompute > 0, release=memory.allows_early_weight_grads
@@ -72,7 +73,7 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
 
 
 def recompute_time(regions: Regions, reach: Reachability) -> float:
-    """Estimated time of recomputation, except what the user asked to recompute."""
+    """Estimated time of recomputation, without the nodes that the user asked to recompute."""
     return sum(
         (count - 1 - (node in reach.recomputed)) * duration(node)
         for node, count in run_counts(regions, reach).items()
@@ -87,7 +88,7 @@ def run_counts(regions: Regions, reach: Reachability) -> Counter[fx.Node]:
 
 
 def weight_work(reach: Reachability) -> set[fx.Node]:
-    """Nodes that only weight gradients need, and that may all be deferred."""
+    """Nodes of the backward that only weight gradients need; all of them may be deferred."""
     return ancestors(reach.weight_grads) & reach.gradient - reach.input_grad_closure
 
 
@@ -99,7 +100,7 @@ def waiting_share(regions: Regions, reach: Reachability) -> float:
 
 
 def _meet_budget(budget: int, at: Callable[[float], Regions], parts: Parts) -> Regions:
-    """The division with the most deferred work whose deferred tensors fit the budget."""
+    """The division that defers the most work while its deferred tensors fit the budget in bytes."""
 
     def exceeds(regions: Regions) -> bool:
         return distinct_bytes(regions.deferred) > budget
@@ -120,13 +121,14 @@ def _search(
     parts: Parts,
     satisfies: Callable[[Regions], bool],
 ) -> tuple[float, Regions, Regions]:
-    """The smallest Lagrange multiplier for which the cut satisfies the predicate, the cut there,
-    and its neighbour at smaller multipliers, which does not.
+    """Return (multiplier, cut, neighbour): the smallest Lagrange multiplier at which the cut
+    satisfies the predicate, the cut, and the next cut at smaller multipliers, which does not
+    satisfy it.
 
-    The predicate is monotone in the multiplier. The next one to try is where the two cuts cost the
-    same: either a third cut is cheaper there and lies between them, or they are neighbours, as the
-    breakpoints of a parametric minimum cut are found (Eisner and Severance, Journal of the ACM 23,
-    1976).
+    The predicate is monotone in the multiplier. The next multiplier to try is the one at which the
+    two cuts cost the same. Either a third cut is cheaper there and lies between them, or the two
+    are neighbours. The breakpoints of a parametric minimum cut are found so (Eisner and Severance,
+    Journal of the ACM 23, 1976).
     """
     low, high = bounds
     below, above = cut(low), cut(high)

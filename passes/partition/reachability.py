@@ -1,13 +1,13 @@
-"""Which results of a joint graph each node is needed for.
+"""For each node of a joint graph, the results for which it is needed.
 
-I where no input needs a gradient: the chain of derivatives down to the earliest parameters.
+If no input needs a gradient, I is the chain of derivatives down to the earliest parameters.
 
-There is no input gradient to tell what I has to compute, so it is told from the other end. W
-begins at the last heavy operators on the way to each parameter: products with what the forward
-made of the data, convolutions' weight gradients, scatters. What they read is the chain, as 2BP's
-p1 is. A product with a weight (dX = dY W) belongs to the chain even if only a bias is below it,
-and so do the backwards of norms and attention. What follows such a last operator (a weight that is
-itself computed from parameters) is W's, whatever it is.
+No input gradient then defines I, so W defines it. W begins at the last heavy operators on the way
+to each parameter: products with activations, convolutions' weight gradients, scatters. The
+gradients that these operators read, and all that they depend on, are the chain, as in p1 of 2BP. A
+product with a weight (dX = dY W) belongs to the chain even if only a bias is below it, and so do
+the backwards of norms and attention. All operators after a last heavy operator belong to W; they
+exist if a weight is itself computed from parameters.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Reachability:
     """Sets of nodes of one joint graph.
 
     Attributes:
-        forward: needed by the outputs of the forward, by its side effects and random operators.
-        gradient: depends on the gradient of an output.
-        input_grad_closure: needed by what I must compute: reads of Python's state, and the input
-            gradients, or where no input needs one the chain of derivatives down to the earliest
-            parameters, see ``parameter_chain``.
+        forward: nodes that the forward's outputs, side effects and random operators need.
+        gradient: nodes that depend on the gradient of an output.
+        input_grad_closure: nodes that I must run: reads of Python attributes, and all that input
+            gradients need. If no input needs a gradient, the chain of derivatives down to the
+            earliest parameters, see ``parameter_chain``.
         recomputed: nodes of ``forward`` that the user wants recomputed and not saved.
-        overwritten: what the forward overwrites when it is done.
-        input_grads: the gradients and new values of state that I returns.
-        weight_grads: the gradients and new values of state that W returns.
+        overwritten: buffers and inputs to which the forward writes a new value at its end.
+        input_grads: nodes of the input gradients and new values of state that I returns.
+        weight_grads: nodes of the weight gradients and new values of state that W returns.
         late: nodes that W must run, because they read state that W writes.
     """
 
@@ -74,7 +74,7 @@ class Reachability:
 
     @classmethod
     def of(cls, graph: fx.Graph, *, defer_whole_backward: bool = False) -> Reachability:
-        """Look at a joint graph.
+        """Classify the nodes of a joint graph.
 
         Args:
             graph: the graph.
@@ -114,8 +114,8 @@ class Reachability:
     @cached_property
     def early_candidates(self) -> set[fx.Node]:
         """The nodes that allocate weight gradients that I may compute. Gradients that ranks reduce
-        are not among them: which half of the backward runs a collective must not hang on what is
-        estimated for one rank.
+        are excluded: all ranks must run a collective in the same half of the backward, and one
+        rank's cost estimate must not decide which half.
         """
         reduced = descendants(
             [n for n in self.gradient - self.input_grad_closure if is_exchange(n)]
@@ -132,7 +132,9 @@ class Reachability:
 
 
 def _is_forwards(node: fx.Node) -> bool:
-    """Whether the effect is one of the forward's: what the backward checks it also computes."""
+    """Whether the effect belongs to the forward. A check belongs to the graph that computes its
+    value.
+    """
     return not is_check(node) or not origin_of(node).is_backward
 
 
@@ -141,8 +143,8 @@ def _values(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
 
 
 def _is_inside_checkpoint(node: fx.Node, gradient: set[fx.Node]) -> bool:
-    """Whether the user asked for recomputation and only the checkpointed region reads the
-    value. What leaves the region is an ordinary value that may be saved.
+    """Whether the user asked for recomputation and only the checkpointed region reads the value. A
+    value that leaves the region may be saved.
     """
     region = checkpoint_region(node)
     readers = [user for user in node.users if user not in gradient]
@@ -165,8 +167,8 @@ _OF_ACTIVATIONS = ("norm_backward", "attention")
 def parameter_chain(
     graph: fx.Graph, gradient: set[fx.Node], weight_grads: list[fx.Node]
 ) -> set[fx.Node]:
-    """The nodes that I must run; none where they would be nothing but views of the outputs'
-    gradients.
+    """The nodes that I must run if no input needs a gradient. Empty if they would only be views of
+    the outputs' gradients.
 
     Args:
         graph: a joint graph in which no input needs a gradient.
@@ -193,14 +195,16 @@ def parameter_chain(
 
 
 def _summed(node: fx.Node) -> fx.Node:
-    """The value behind sums and views, which the minimum cut may leave to W."""
+    """The value of which a node is a sum or a view. The minimum cut may leave sums and views to
+    W.
+    """
     while node.target in OPERATORS["reduces"] or is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _proper_ancestors(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes from which some of these can be reached."""
+    """Nodes on which at least one of ``nodes`` depends."""
     reaching: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(user in nodes or user in reaching for user in node.users):

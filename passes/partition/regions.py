@@ -13,10 +13,11 @@ node has an "in" and an "out" half:
 | out | its value is not needed after the boundary | its value exists after the boundary |
 
 A node with "in" on the source's side and "out" on the sink's is carried over the boundary, at the
-price of the storage that it keeps alive. A node that runs after a boundary has its operands there.
-A value that W has was in the backward before: an edge between the layers says so. Running a cheap
-node on both sides costs time; other nodes must not run twice. So the minimum cut is the optimum.
-Torch's partitioner uses the same reduction (after Chen et al., arXiv 1604.06174) for one boundary.
+price of the storage that it keeps alive. A node that runs after a boundary needs its operands
+there. A forward value that exists in W also exists in I, so an edge connects its halves in the two
+layers. Running a cheap node on both sides costs time; other nodes must not run twice. So the
+minimum cut is the optimum. Torch's partitioner uses the same reduction (after Chen et al., arXiv
+1604.06174) for one boundary.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SPREAD = 0.05
 
 
 class Division:
-    """The flow network of one joint graph, to be cut at several multipliers.
+    """The flow network of one joint graph; it can be cut at several Lagrange multipliers.
 
     Args:
         graph: the joint graph.
@@ -63,15 +64,15 @@ class Division:
         self._add_second_layer()
 
     def minimum_cut(self, rate: float = 0.0, charge: float = 0.0) -> Regions:
-        """The minimum cut.
+        """The division of the joint graph at a minimum cut.
 
         Args:
             rate: bytes per unit of recomputation time.
             charge: bytes per FLOP of a weight gradient in I.
 
         Raises:
-            PassError: the backward needs a value that can neither be carried nor recomputed; names
-                the value, and the node that needs it, with the user's lines.
+            PassError: the backward needs a value that can neither be carried nor recomputed. The
+                error names the value, and the node that needs it, with the user's lines.
         """
         try:
             early, price = self._network.minimum_cut(
@@ -87,7 +88,9 @@ class Division:
         return _regions(self._order, reach, (first, second), early_weight_grads, price)
 
     def _infinite_cut(self, path: Sequence[int]) -> str:
-        """The message for a path over which every cut is infinite, with its first and last node."""
+        """The error text for a path over which every cut is infinite. It names the path's first and
+        last node.
+        """
         nodes = list(self._order)
         first, last = (nodes[halves // 4] for halves in (path[1], path[-2]))
         needed = "" if first is last else f", from which it computes {_described(last)}"
@@ -103,7 +106,7 @@ class Division:
         return {node for node, half in halves if half in early and half + 1 not in early}
 
     def _add_needs_of_backward(self) -> None:
-        """The first layer: forward values that the backward reads."""
+        """Build the first layer: the forward values that the backward reads."""
         reach = self._reach
         results = [*reach.input_grads, *reach.weight_grads]
         read = [n for node in walk(results, ())[0] & reach.gradient for n in node.all_input_nodes]
@@ -112,7 +115,7 @@ class Division:
             self._add_to_first_layer(node)
 
     def _add_to_first_layer(self, start: fx.Node) -> None:
-        """Add the node, and the nodes from which it may be recomputed."""
+        """Add a node, and the nodes from which it may be recomputed, to the first layer."""
         reach, stack = self._reach, [start]
         while stack:
             node = stack.pop()
@@ -151,9 +154,10 @@ class Division:
                 self._network.add_edge(half, beyond, self._price_early(node))
 
     def _tie(self, node: fx.Node, layer: Callable[[int], int], *, early: bool) -> None:
-        """Edges between a node and its operands.
+        """Add the edges between a node and its operands in one layer.
 
-        If ``early``, the node is needed before the boundary, and running it after it recomputes it.
+        If ``early``, the node runs before the boundary in any case; running it after the boundary
+        recomputes it.
         """
         half = layer(self._order[node])
         for operand in node.all_input_nodes:
@@ -171,8 +175,8 @@ class Division:
                 self._network.add_edge(half, layer(self._order[operand]), price)
 
     def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
-        """Whether all operands of the node exist before the boundary in any case, so that running
-        the node there as well moves no other node.
+        """Whether all operands of the node exist before the boundary in any case. Running the node
+        there too then moves no other node.
         """
         return all(self._is_before(producer(operand), layer) for operand in node.all_input_nodes)
 
@@ -198,17 +202,17 @@ class Division:
         return Price((0 if free else storage_bytes(root)) + (node is not root))
 
     def _price_early(self, node: fx.Node) -> Price | None:
-        """Price of running a node of W in I; None if it must be deferred."""
+        """Price of running a node in I that W could run; None if it must be deferred."""
         return Price(flops=self._spread(node, effort(node))) if self._early_candidates else None
 
     def _spread(self, node: fx.Node, cost: float) -> float:
-        """The cost, slightly less for nodes early in the graph. Equal layers can then be divided:
-        some go to one side, some to the other.
+        """The cost, made slightly smaller for nodes early in the graph. Of several equal layers, a
+        cut may then put some on one side and some on the other.
         """
         return cost * (1 + _SPREAD * self._order[node] / len(self._order))
 
     def _price_recompute(self, node: fx.Node) -> Price | None:
-        """Price of running a node on both sides of a boundary; None if it must not."""
+        """Price of running a node on both sides of a boundary; None if it must not run twice."""
         if checkpoint_region(node) is not None and node not in self._reach.recomputed:
             return None  # recomputation in a region starts from the values that leave earlier ones
         time = recompute_cost(node) if self._recompute else None
@@ -216,7 +220,7 @@ class Division:
 
 
 def _described(node: fx.Node) -> str:
-    """The node, its operator, its value, and the user's line."""
+    """Text for errors: the node, its operator, its value, and the user's line."""
     line = source_line(node)
     target = f" = {node.target}" if node.op == "call_function" else ""
     value = value_text(node.meta.get("val"))
@@ -226,7 +230,9 @@ def _described(node: fx.Node) -> str:
 def with_early_weight_grads(
     graph: fx.Graph, reach: Reachability, regions: Regions, more: Collection[fx.Node]
 ) -> Regions:
-    """Return the same cut, in which I also computes and returns these weight gradients."""
+    """The same division, except that I also computes and returns the weight gradients in
+    ``more``.
+    """
     order = {node: index for index, node in enumerate(graph.nodes)}
     return _regions(
         order, reach, regions.cuts, regions.early_weight_grads.union(more), regions.price
@@ -277,9 +283,7 @@ def _second(index: int) -> int:
 def walk(
     wanted: Iterable[fx.Node], carried: Collection[fx.Node]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes that must run for the wanted values, given the carried ones; and the carried values
-    that they read.
-    """
+    """Return (nodes that must run to compute ``wanted``, carried values that these nodes read)."""
     late: set[fx.Node] = set()
     used: set[fx.Node] = set()
     stack = list(wanted)

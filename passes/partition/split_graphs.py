@@ -1,17 +1,17 @@
 """Partition the joint graph into forward, backward_input and backward_weight.
 
-**Forward** has everything that the outputs need, and every random operator: a random number drawn
-in the backward would differ from the forward's and would advance the generator. The backward
-recomputes views, which cost nothing; the regions that the user put under
-``torch.utils.checkpoint``; and cheap operators, as far as the memory setting allows. Operators that
-only the backward needs (a cast of a weight, for example) move there.
+**Forward** has all operators that the outputs need, and every random operator. A random number
+drawn in the backward would differ from the forward's and would advance the generator. The backward
+recomputes views, which cost nothing; regions that the user put under ``torch.utils.checkpoint``;
+and cheap operators, as far as the memory setting allows. Operators that only the backward needs,
+such as a cast of a weight, move to the backward.
 
 **I** has the operators that input gradients need; if no input needs one, the chain of derivatives
-down to the earliest parameters. Everything else may be deferred. Matrix products, convolutions and
-scatters are; views, pointwise operators and reductions go where fewer bytes cross. So the gradient
-of a norm's weight or of a bias is computed in I if only it needs the tensors that it reduces (a
-vector crosses instead of [batch, sequence, hidden] tensors), and in W if deferred matrix products
-keep them anyway.
+down to the earliest parameters. All other operators may be deferred. Matrix products, convolutions
+and scatters are deferred; views, pointwise operators and reductions go where fewer bytes cross. An
+example is the gradient of a norm's weight or of a bias, a sum over [batch, sequence, hidden]
+tensors. I computes it if nothing else in W needs these tensors, so that only a vector crosses. W
+computes it if deferred matrix products keep the tensors anyway.
 
 **Names** of saved and deferred tensors consist of a module and the tensor's relation to it:
 
@@ -71,7 +71,7 @@ _NO_WORD = re.compile(r"\W+")
 
 
 def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reachability) -> None:
-    """Rename the saved and deferred tensors in the joint graph; names are unique."""
+    """Give the saved and deferred tensors of the joint graph unique names."""
     used_names = {node.name for node in graph.nodes}
     repeats: Counter[str] = Counter()
     parameters = {node: role.name for role, node in outputs(graph, Kind.PARAMETER_GRAD)}
@@ -92,7 +92,7 @@ def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reachability) -> N
 
 
 def _name(node: fx.Node, used: list[Modules], *, derivative: bool) -> str:
-    """The name of a tensor that operators of these modules read."""
+    """The name of a saved or deferred tensor, from the modules of the operators that read it."""
     made_in = origin_of(node).modules
     enclosing = functools.reduce(_common, used) if used else made_in
     if enclosing != made_in[: len(enclosing)]:  # computed outside the modules that read it
@@ -126,7 +126,9 @@ def _common(one: Modules, other: Modules) -> Modules:
 
 
 def _operator(node: fx.Node) -> str:
-    """The operator that computed a value: ``softmax`` for ``aten._softmax_backward_data``."""
+    """Short name of the operator that computed a value: ``softmax`` for
+    ``aten._softmax_backward_data``.
+    """
     name = str(producer(node).target).split(".")
     word = name[1] if name[0] == "aten" else name[0]
     return word.removesuffix("_data").removesuffix("_backward").strip("_").removeprefix("native_")
@@ -146,12 +148,12 @@ def _identifier(text: str) -> str:
 
 
 def _unique(name: str, used_names: Collection[str], repeats: Counter[str]) -> str:
-    """The name, with a number if a node has it already.
+    """The name, with a number appended if a node already has the name.
 
     Args:
         name: the name.
         used_names: names of nodes.
-        repeats: the last number, by name; updated.
+        repeats: maps a name to the last number appended to it; updated.
     """
     candidate = name
     while candidate in used_names:
@@ -182,8 +184,8 @@ def partition_forward_backward(program: SplitGraphs) -> bool:
 
 
 def _refuse_draws_in_backward(graph: fx.Graph) -> None:
-    """Refuse random numbers that a custom backward draws. Those that depend on no gradient would be
-    drawn in the forward, and they and all later draws would differ from autograd's.
+    """Refuse random numbers that a custom backward draws. A draw that depends on no gradient would
+    run in the forward, so it and all later draws would differ from autograd's.
     """
     if all(origin_of(node).is_backward is None for node in graph.nodes):
         return  # tracing recorded no backward
@@ -198,7 +200,9 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
 
 
 def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role, fx.Node]]:
-    """Divide the graph and fill in ``backward``; return the tensors that forward must save."""
+    """Divide the joint graph and fill in ``regions`` and ``backward``. Return (role, node) of each
+    tensor that forward must save.
+    """
     graph = program.joint.graph
     regions = best_division(graph, reach, program.memory)
     program.regions = regions = hide_collectives(graph, reach, regions, program.memory.collectives)
@@ -221,8 +225,8 @@ def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role
 def split_backward(program: SplitGraphs) -> bool:
     """Fill in ``backward_input`` and ``backward_weight``; False if there is no backward.
 
-    If no input needs a gradient, and there is no chain of derivatives either (see
-    ``parameter_chain``), I only passes on the tensors that W needs.
+    If no input needs a gradient and ``parameter_chain`` is empty, I only passes on the tensors that
+    W needs.
     """
     regions = program.regions
     if regions is None:

@@ -1,8 +1,8 @@
 """Emit and erase nodes of a graph that a pass rewrites in place, and eliminate dead code.
 
 Random operators are kept in the joint graph and in forward: without one, all later draws would
-differ from eager's. Each runs once, in forward; a copy in a backward graph would draw again, so it
-is removed. Un-functionalised mutations are effects, and are kept.
+differ from eager's. Each random operator runs once, in forward. A copy in a backward graph would
+draw again, so it is removed. Un-functionalised mutations are effects, and are kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **options: Any
 
 
 def erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Erase those of the nodes that have no readers, in reverse order of the graph."""
+    """Erase the nodes of a list that have no readers, in reverse order of the graph."""
     for node in sorted(nodes, reverse=True):  # nodes compare by position
         if not node.users:
             graph.erase_node(node)
@@ -42,7 +42,7 @@ _DRAWING = ("joint", "forward")
 
 
 def dead_code(program: SplitGraphs) -> bool:
-    """Eliminate dead code of every graph; True if anything was removed."""
+    """Eliminate dead code in every graph of the program; True if a node was removed."""
     removed = [
         module.graph.eliminate_dead_code(_is_kept_drawing if name in _DRAWING else _is_kept)
         for name, module in program.graphs().items()
@@ -51,7 +51,9 @@ def dead_code(program: SplitGraphs) -> bool:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> bool:
-    """Eliminate dead code of a backward graph, random operators included; True if there was any."""
+    """Eliminate dead code in a backward graph, random operators included; True if a node was
+    removed.
+    """
     return graph.eliminate_dead_code(_is_kept)
 
 

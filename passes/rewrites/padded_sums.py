@@ -24,10 +24,10 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class _PaddedSlice:
-    """A slice of the sum along one dimension, padded with zeros around it.
+    """A term of a sum that is zero outside one slice along one dimension.
 
     Attributes:
-        padded: the node that pads it.
+        padded: the node that pads the slice with zeros, as large as the sum.
         value: the slice, without its dimension if ``is_selected``.
         sizes: of the sum.
     """
@@ -42,7 +42,7 @@ class _PaddedSlice:
 
 
 def concatenate_padded_sums(program: SplitGraphs) -> bool:
-    """Rewrite these sums in the joint graph; True if there was one."""
+    """Rewrite sums of adjacent padded slices in the joint graph; True if there was one."""
     graph = program.joint.graph
     tops = [node for node in calls(graph) if _is_sum(node) and not _is_inner(node)]
     changed = [_rewrite(graph, top) for top in tops]
@@ -58,7 +58,9 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _is_inner(node: fx.Node) -> bool:
-    """Whether the only reader is another sum, so that both are one sum of more terms."""
+    """Whether the only reader of a sum is another sum, so that the two form one sum of more
+    terms.
+    """
     return len(node.users) == 1 and _is_sum(next(iter(node.users)))
 
 
@@ -88,7 +90,7 @@ def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
 
 
 def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The additions of a sum, and its terms."""
+    """Return (addition nodes of a sum, its terms)."""
     sums, terms, stack = [], [], [top]
     while stack:
         node = stack.pop()
@@ -124,7 +126,9 @@ def _padded_slice(term: fx.Node) -> _PaddedSlice | None:
 
 
 def _padding(term: fx.Node) -> tuple[Any, Any, Any, Any] | None:
-    """The padded value of a term, the sizes of the sum, and the dimension and index (or slice)."""
+    """Return (padded value of a term, sizes of the sum, dimension, index or slice); None if the
+    term is not padded.
+    """
     arguments: Any = term.args
     if term.target is aten.select_backward.default:
         value, sizes, dim, index = arguments

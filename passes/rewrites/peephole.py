@@ -3,9 +3,9 @@
 ``divide_backward_operators``: backward operators that compute dX and dW in one call become one call
 for each. ``convolution_backward`` computes the gradients of input, weight and bias together, so
 reachability would put all of it into I. Its ``output_mask`` selects results: one call for the input
-and one for weight and bias do the same work. Normalisation operators have the mask too. There the
-weight gradient is a by-product of the input's, and dividing would repeat the reductions, so they
-stay whole.
+and one for weight and bias do the same work. Normalisation operators have the mask too. Their
+weight gradient is a by-product of the input's gradient, and dividing would repeat the reductions,
+so they stay whole.
 
 ``forget_statistics``: in training, the backward of batch norm takes running statistics as arguments
 but reads only those of the batch. Without these arguments, F saves less.
@@ -40,7 +40,7 @@ _MASK = 10  # position of output_mask in convolution_backward's schema
 
 
 def divide_backward_operators(program: SplitGraphs) -> bool:
-    """Divide every fused convolution backward of the joint graph; True if any was."""
+    """Divide every fused convolution backward of the joint graph; True if there was one."""
     graph = program.joint.graph
     fused = [node for node in calls(graph) if _is_fused(node)]
     for node in fused:
@@ -73,7 +73,9 @@ def _divide_call(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def forget_statistics(program: SplitGraphs) -> bool:
-    """Remove running statistics from every backward that ignores them; True if there was one."""
+    """Remove running statistics from each batch norm's backward that ignores them; True if there
+    was one.
+    """
     changed = False
     for node in calls(program.joint.graph):
         if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
@@ -109,7 +111,9 @@ def _rounds_otherwise(node: fx.Node) -> bool:
 
 
 def fold_transposes(program: SplitGraphs) -> bool:
-    """Replace pairs of transposes that cancel by the first one's operand; True if any was."""
+    """Replace each pair of transposes that cancel by the operand of the first; True if there was
+    one.
+    """
     graph, folded = program.joint.graph, False
     # An output of the user's forward stays a separate tensor, as in eager.
     returned = {value for _, value in outputs(graph, *FORWARD_OUTPUT)}
@@ -135,7 +139,9 @@ def drop_summed_dimensions(program: SplitGraphs) -> bool:
 
 
 def _is_kept_sum(total: Any, view: fx.Node) -> bool:
-    """Whether ``total`` keeps the first dimension, and only this view, which drops it, reads it."""
+    """Whether ``total`` is a sum that keeps its first dimension, and only ``view``, which drops
+    that dimension, reads it.
+    """
     return (
         total.target is aten.sum.dim_IntList
         and total.args[1:] == ([0], True)
