@@ -58,7 +58,7 @@ WEIGHT_OUTPUT = frozenset({Kind.PARAMETER_GRAD, Kind.BACKWARD_SUM})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
-    """What an input or output of a graph is: its kind and a name.
+    """Meaning of an input or output of a graph: a kind and a name.
 
     The name is a parameter or buffer FQN, a user input or output path, or, for saved and
     deferred tensors, the name of the node that computes them (``partition/split_graphs.py``).

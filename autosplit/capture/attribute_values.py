@@ -1,8 +1,8 @@
 """Tensors that a forward sets as attributes of its modules (``self.aux_loss = ...``), as outputs.
 
 Dynamo records such an assignment beside the graph, and an export drops it. ``returned_values`` lets
-the traced forward return these tensors after its own result, so that they are outputs of the graph,
-with gradients. Whoever runs the graph sets them on the modules again.
+the traced forward return these tensors after its own result. They are then outputs of the graph,
+with gradients. The caller of the graph sets them on the modules again.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class AttributeValue(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the graph's output: the attribute from the outermost module on."""
+        """The name of the graph's output: path of the module and attribute, joined by dots."""
         return ".".join(["self", *filter(None, [self.module]), self.attribute])
 
     def get(self, root: nn.Module) -> Tensor:
-        """The present tensor, in the modules of ``root``."""
+        """The attribute's present tensor, in the modules of ``root``."""
         value: Tensor = vars(root.get_submodule(self.module))[self.attribute]
         return value
 
     def set(self, root: nn.Module, tensor: Tensor) -> None:
-        """Set the tensor, as the forward would."""
+        """Set the attribute in the modules of ``root``, as the forward would."""
         vars(root.get_submodule(self.module))[self.attribute] = tensor
 
 
@@ -55,7 +55,8 @@ def returned_values() -> Iterator[list[tuple[str, str]]]:
     sets computed tensors as attributes of objects that exist already.
 
     Yields:
-        for each value, the expression by which the forward reaches the object, and the attribute.
+        a list that the trace fills: for each value, (expression by which the forward reaches the
+            object, name of the attribute).
     """
     places: list[tuple[str, str]] = []
     original: Any = InstructionTranslator._return
@@ -73,7 +74,9 @@ def returned_values() -> Iterator[list[tuple[str, str]]]:
 
 
 def _computed(output: Any) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Place and Dynamo's variable of each computed tensor that is an attribute now."""
+    """Yield ((expression of the object, attribute), Dynamo's variable) for each computed tensor
+    that the traced forward has set as an attribute.
+    """
     # An in-place operator returns the value of its argument, which may be an input of the graph.
     inputs = {id(traced_value(node)) for node in output.placeholders}
     for target, attributes in output.side_effects.store_attr_mutations.items():
@@ -89,8 +92,8 @@ def _computed(output: Any) -> Iterator[tuple[tuple[str, str], Any]]:
 def attribute_values(
     module: nn.Module, guards: Guards, scope: dict[str, Any], places: Sequence[tuple[str, str]]
 ) -> dict[tuple[str, str], AttributeValue]:
-    """The values by their places in the traced forward. Those that the forward of the next call
-    reads, and those of objects that are no submodules, are left out.
+    """Map each place, (expression, attribute), to its value. Values that the next forward would
+    read are left out, as are attributes of objects that are not submodules.
     """
     paths = {id(part): path for path, part in module.named_modules()}
     values = {}
@@ -103,7 +106,7 @@ def attribute_values(
 
 
 def label_values(exported: fx.GraphModule, values: Iterable[AttributeValue]) -> None:
-    """Note which values an exported graph returns after the forward's own result."""
+    """Record which values an exported graph returns after the forward's own result."""
     exported.meta[_VALUES] = tuple(values)
 
 

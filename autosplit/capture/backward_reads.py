@@ -67,10 +67,11 @@ _OPERATOR: Any = getattr(torch.ops, READ).tensor.default
 
 
 class BackwardReads:
-    """The attributes that custom backwards of one capture read when they run.
+    """Run-time reads of attributes and globals by the custom backwards of one capture.
 
     Attributes:
-        numbers: whether numbers are read when the backward runs; otherwise they are constants.
+        numbers: whether numbers are read when the backward runs; otherwise they are constants of
+            the graph.
         read_numbers: whether the capture has a run-time read of a number.
     """
 
@@ -80,7 +81,7 @@ class BackwardReads:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Context in which Dynamo records these reads of attributes as operators of its graphs."""
+        """Context in which Dynamo records reads in custom backwards as operators of its graphs."""
         trace: Any = AutogradFunctionApplyVariable.trace_backward_graph
         build: Any = VariableTracker.build
 
@@ -140,8 +141,8 @@ class BackwardReads:
 
 
 def refuse_written(exported: fx.GraphModule) -> None:
-    """Refuse a custom backward that writes into a tensor of a class or a module: the graph has a
-    copy of that tensor.
+    """Refuse a custom backward that writes into a tensor of a class or a module, because the graph
+    would write into a copy.
 
     Raises:
         CaptureError: names the tensor and the line.

@@ -3,9 +3,9 @@
     trace    copy_(total, add(total, g.t() @ x)), or a new value of what the forward writes too
     here     W returns the new value of a sum; I returns that of all other state
 
-A sum is state that only additions to it read. When they run makes no difference to anything else,
-so W makes them. Other state is written by I, which reads it first: its value is that of plain
-autograd with forwards and backwards in the same order.
+A sum is state that nothing reads except additions to it. The time of an addition changes no other
+value, so W does it. I writes all other state, directly after reading it. Such state has the values
+of plain autograd with forwards and backwards in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPERATOR: Any = getattr(torch.ops, READ).state.default
 def label_writes(
     graph: fx.Graph, writes: Sequence[tuple[Role, Any]], backward: Collection[fx.Node]
 ) -> None:
-    """Return the new value of each tensor that the backward writes, from a graph with roles.
+    """Make the new value of each tensor that the backward writes an output of the joint graph.
 
     Args:
         graph: a joint graph; changed in place.
@@ -95,8 +95,8 @@ _MUTATING: Any = torch.ops.higher_order.auto_functionalized_v2
 
 
 def forward_value(value: Any, backward: Collection[fx.Node]) -> Any:
-    """The value that the forward leaves in a tensor that both forward and backward write, found
-    from the backward's ``value``; None if unknown.
+    """The value that the forward leaves in a tensor that both forward and backward write. ``value``
+    is the backward's new value. None if the forward's value is unknown.
     """
     node = value
     while isinstance(node, fx.Node) and node in backward:

@@ -1,4 +1,6 @@
-"""Tracing errors as ``CaptureError`` with the user's line and advice; hooks and their origin."""
+"""Turn errors of tracing into a ``CaptureError`` with the user's line and advice; find hooks that
+graphs cannot contain.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ class Wrapper(nn.Module):
 
 
 def named_module(module: nn.Module) -> nn.Module:
-    """The user's module, which errors name, inside of any ``Wrapper``."""
+    """The user's module inside any ``Wrapper``; errors name it."""
     return named_module(module.module) if isinstance(module, Wrapper) else module
 
 
@@ -141,7 +143,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
 
 
 def _is_calling(error: Exception) -> bool:
-    """Whether the error is from ``Module.__call__`` or a hook, rather than from a forward."""
+    """Whether ``Module.__call__`` or a hook, rather than a forward, raised the error."""
     stack: list[Any] = [*(getattr(error, "real_stack", None) or ())]
     return bool(stack) and stack[-1].filename == torch.nn.modules.module.__file__
 
@@ -209,8 +211,8 @@ _FAILURES = {
 
 
 def _failure(text: str) -> str:
-    """The message of an operator or a module about inputs that do not fit, from Dynamo's error;
-    empty for other errors.
+    """The part of Dynamo's error text in which an operator or a module refuses its inputs; empty
+    for other errors.
     """
     for pattern, message in _FAILURES.items():
         if match := re.search(pattern, text, re.MULTILINE):
@@ -254,7 +256,9 @@ def _advice(module: nn.Module, line: str, error: Exception) -> str:
 
 
 def _loops_over_experts(part: nn.Module, line: str) -> bool:
-    """Whether a line belongs to transformers' experts that are configured to run in a loop."""
+    """Whether a line belongs to experts of transformers that are configured to run in a Python
+    loop.
+    """
     implementation = getattr(getattr(part, "config", None), "_experts_implementation", None)
     experts = type(part).__name__.endswith("Experts") and implementation == "eager"
     return experts and definition(part).rpartition(":")[0] == line.rpartition(":")[0]

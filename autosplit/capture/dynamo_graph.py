@@ -1,9 +1,9 @@
 """A model under ``torch.compile`` with a backend of autosplit, and captures of Dynamo's graphs.
 
 ``capture_graph`` traces one of Dynamo's graphs into a joint graph with roles, as ``capture`` traces
-a module. AOTAutograd's own wrappers do around each call what graphs do not contain, as under any
-other backend of ``torch.compile``: writes into inputs, outputs that are views of inputs or of each
-other, inputs that are the same tensor or share memory.
+a module. As under any other backend of ``torch.compile``, AOTAutograd's wrappers handle around each
+call what graphs do not contain: writes into inputs, outputs that are views of inputs or of each
+other, and inputs that are one tensor or share memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MARK = "_is_torch_compile"  # an attribute meant for the wrapper that ``torch.c
 def compile_model(
     model: nn.Module, backend: Callable[[fx.GraphModule, Sequence[Any]], Any]
 ) -> Callable[..., Any]:
-    """Wrap the model in ``torch.compile`` with this backend.
+    """Wrap the model in ``torch.compile(model, backend=backend)``.
 
     Raises:
         CaptureError: the model draws random numbers in a way that ``torch.compile`` gets wrong.
@@ -129,7 +129,7 @@ def refuse_thawed(args: Sequence[Any], frozen: Sequence[int]) -> None:
 
 
 def skip_mistraced_frames(module: fx.GraphModule) -> None:
-    """Have Dynamo run a function that is traced wrongly as ordinary Python.
+    """Let Dynamo run a function as ordinary Python if tracing would make it wrong.
 
     Raises:
         SkipFrame: Dynamo is to run the function as Python.
@@ -146,10 +146,10 @@ def skip_mistraced_frames(module: fx.GraphModule) -> None:
 
 
 def require_runnable(module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph, to be run unsplit under ordinary autograd.
+    """Return the graph if it may run unsplit under ordinary autograd.
 
-    Dynamo runs the function as ordinary Python instead if it calls ``torch.utils.checkpoint``: in a
-    graph, checkpoints do not save the generators' state for their recomputation.
+    If the function calls ``torch.utils.checkpoint``, Dynamo runs it as ordinary Python instead. In
+    a graph, checkpoints do not save the generators' state for their recomputation.
 
     Raises:
         SkipFrame: the graph has a checkpoint.
@@ -190,9 +190,10 @@ class GraphCapture(Capture):
     """A traced graph of Dynamo, with AOTAutograd's calling convention for it.
 
     Attributes:
-        input_roles: role of each value that AOTAutograd passes to the graph, in its order.
-        results: names of the values that AOTAutograd expects back, in its order.
-        aliases: names of results that AOTAutograd makes anew from inputs and other results.
+        input_roles: role of each value that AOTAutograd passes to the graph, in order.
+        results: names of the values that AOTAutograd expects from the graph, in order.
+        aliases: names of results that AOTAutograd recreates after the graph, as views of inputs and
+            other results.
         written: positions of Dynamo's inputs that the graph writes into.
         static: positions of Dynamo's inputs that are parameters and buffers.
         wrap: AOTAutograd's wrapper of each call: takes the graph, boxed, as a function of
@@ -207,8 +208,8 @@ class GraphCapture(Capture):
     wrap: Callable[[Boxed], Callable[..., Any]]
 
     def hide_alias(self, name: str, value: Any) -> Any:
-        """The result as autograd must see it: inside a TensorAlias if AOTAutograd creates it anew
-        after the graph.
+        """The result to return to autograd: wrapped in a TensorAlias if it is one of ``aliases``,
+        else ``value``.
         """
         return TensorAlias(value) if name in self.aliases else value
 
@@ -231,9 +232,9 @@ def capture_graph(
 
     Raises:
         CaptureError: the graph cannot be traced or labelled. AOTAutograd refuses some graphs that
-            run well, such as those with operators that return their argument. Graphs that write
-            into one of several inputs that share memory are refused here: AOTAutograd traces them
-            for the layout of the first inputs, and Dynamo does not guard it.
+            run well, such as those with operators that return their argument. Also refused are
+            graphs that write into one of several inputs that share memory: AOTAutograd traces them
+            for the layout of the first inputs, and Dynamo does not guard that layout.
     """
     inline_compile_regions(module)
     return_tensors_once(module)
@@ -301,12 +302,12 @@ def _returned(graph: fx.Graph) -> list[tuple[Any, Any]]:
 
 
 def _results(graph: fx.Graph) -> list[tuple[Any, Any]]:
-    """Descriptor and value of each result of the forward."""
+    """(descriptor, value) of each result of the forward."""
     return [pair for pair in _returned(graph) if not isinstance(pair[0], d.GradAOTOutput)]
 
 
 def _with_gradient(graph: fx.Graph) -> set[Any]:
-    """Descriptors of the inputs that have a gradient."""
+    """Descriptors of the inputs for which the graph returns a gradient."""
     pairs = [pair for pair in _returned(graph) if isinstance(pair[0], d.GradAOTOutput)]
     return {desc.grad_of for desc, value in pairs if value is not None}
 
@@ -351,8 +352,8 @@ def _inputs(nodes: Iterable[Any]) -> set[Any]:
 
 
 def _idle(graph: fx.Graph, descs: Sequence[Any], meta: Any) -> list[int]:
-    """Positions of inputs that earlier operators computed and that get no gradient from the graph.
-    Autograd must not continue its backward into them.
+    """Positions of inputs that earlier operators computed with autograd, but for which the graph
+    returns no gradient. Autograd must not continue its backward into them.
     """
     trained = _with_gradient(graph)
     infos = enumerate(zip(descs, meta.input_info, strict=True))

@@ -59,8 +59,8 @@ def export(
 ) -> tuple[fx.GraphModule, Guards]:
     """Export a module by Dynamo as one full graph, with guards.
 
-    In the forward, ``torch.compiler.is_exporting()`` is True. If that makes the forward unroll a
-    long loop, it is traced once more with False.
+    In the forward, ``torch.compiler.is_exporting()`` is True. If the forward unrolls a long loop,
+    it is traced once more with False.
 
     Args:
         module: the module to export.
@@ -71,7 +71,7 @@ def export(
             modules, see ``values_of``.
 
     Raises:
-        PythonStateError: the forward changes Python state, other than by such tensors.
+        PythonStateError: the forward changes Python state, other than by tensors under ``values``.
         CaptureError: the forward reads values or draws numbers that a graph cannot contain.
     """
     # The forward may have a form without the long loop.
@@ -157,8 +157,8 @@ def _export(
 
 
 def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
-    """Give a graph without results a result, because torch generates invalid code for it: the graph
-    of a module that returns only views of its parameters.
+    """Add a result to a graph without results, for which torch generates invalid code. A module
+    that returns only views of its parameters has such a graph.
 
     Raises:
         CaptureError: there is no graph.
@@ -175,8 +175,8 @@ def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
 
 
 def _find_class_tensors(module: nn.Module, exported: Any) -> None:
-    """Let the generated code find tensors that are attributes of the module's class. The exported
-    module has another class, so the code reads them from the user's module.
+    """Make the generated code read tensors that are attributes of the module's class from the
+    user's module. The exported module has another class, which lacks them.
     """
     _, root = get_traced_fn(module)
     if any(
@@ -186,8 +186,8 @@ def _find_class_tensors(module: nn.Module, exported: Any) -> None:
 
 
 def _find_builtins(exported: Any) -> None:
-    """Add builtins to the globals of the code that flattens inputs and results: torch 2.11 looks
-    them up there.
+    """Add builtins to the globals of the code that flattens inputs and results, because torch 2.11
+    looks builtins up there.
     """
     codegen = exported.graph._codegen
     for half in (codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten):
@@ -195,8 +195,8 @@ def _find_builtins(exported: Any) -> None:
 
 
 def _messages() -> set[Any]:
-    """Functions for Dynamo to ignore: ``warnings.warn`` and every method of ``logging.Logger``,
-    including methods that libraries add.
+    """Functions whose calls Dynamo drops from a trace: ``warnings.warn`` and every method of
+    ``logging.Logger``, including methods that libraries add.
     """
     names = (name for name in vars(logging.Logger) if not name.startswith("_"))
     methods = {method for name in names if callable(method := getattr(logging.Logger, name))}

@@ -1,11 +1,10 @@
-"""Capture of a module's forward graph, for cutting it into parts.
+"""Capture of a module's forward graph, which the planner cuts into stages.
 
 The capture names the graph's inputs as user inputs, state and constants, and records each node's
 effects (writes, random numbers, cost) and settings.
 
-Switches of grad mode and autocast are nodes of the graph that no other node reads. A part of the
-graph without them would run under other settings. So they are removed, and written again where a
-part needs them.
+Nodes that switch grad mode and autocast are read by no other node. A part of the graph without them
+would run under other settings. So they are removed, and each part gets the switches that it needs.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
     """Run the graph on fake tensors and record the effect of every node.
 
     Raises:
-        Exception: an operator failed; its own error.
+        Exception: an operator failed; the operator's error.
     """
     mode = module.meta["fake_mode"]
     run = _EffectInterpreter(module)
@@ -87,7 +86,9 @@ class _EffectInterpreter(fx.Interpreter):
         self._kept: list[Any] = []
 
     def boxed_run(self, inputs: list[Any]) -> Any:
-        """Run the graph on values for its placeholders, which are not the caller's inputs."""
+        """Run the graph on one value for each placeholder, instead of on the caller's ``(args,
+        kwargs)``.
+        """
         return self.run(*inputs, enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -302,7 +303,7 @@ def _add_returned(
     tensors: dict[fx.Node, Any],
     effects: dict[fx.Node, Effect],
 ) -> None:
-    """Make graph inputs of state and inputs that the model returns without reading them."""
+    """Add graph inputs for parameters and buffers that the model returns without reading them."""
     input_ids = {id(tensor) for tensor in tensors.values()}
     state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for leaf in leaves:

@@ -1,8 +1,8 @@
 """Guards: check whether a captured graph still fits its module.
 
 ``Guards`` check a module, ``BlockGuards`` a block that its graph calls. ``unobserved`` turns off
-observers, on which a graph does not depend. ``ForwardScope`` has the variables of a forward, by the
-names that Dynamo's guards use.
+dispatch modes and module trackers, because graphs do not depend on them. ``ForwardScope`` has the
+variables of a forward, by the names that Dynamo's guards use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def unobserved() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _untracked() -> Iterator[None]:
-    """Remove trackers' hooks, and restore them in their order among other hooks afterwards."""
+    """Context without the global hooks of module trackers. They are restored afterwards, in their
+    old order among other hooks.
+    """
     originals = [dict(hooks) for hooks in _HOOKS]
     for hooks, original in zip(_HOOKS, originals, strict=True):
         for key in [key for key, hook in original.items() if _is_tracker(hook)]:
@@ -101,9 +103,9 @@ def traced_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[FunctionType,
 class ForwardScope:
     """Variables of a function that Dynamo traces: its parameters, closure variables and globals.
 
-    Binds as ``inspect.Signature.bind`` with defaults applied does. For functions without
-    ``*args``, ``**kwargs`` and positional-only parameters it avoids the cost of ``bind`` (ten
-    microseconds a call).
+    Arguments are bound as by ``inspect.Signature.bind`` with defaults applied. Functions without
+    ``*args``, ``**kwargs`` and positional-only parameters avoid the cost of ``bind``, ten
+    microseconds a call.
 
     Attributes:
         function: the function that is traced.
@@ -145,13 +147,15 @@ class ForwardScope:
         return bound
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Variables of one call, as scopes for Dynamo's expressions."""
+        """Variables of one call, as the scopes ``L`` and ``G`` of Dynamo's expressions."""
         bound = self.bound(args, kwargs) or {}
         return {"L": bound, "G": self.function.__globals__, "___from_numpy": _same}
 
 
 def _same(array: Any) -> Any:
-    """Return the array, which shares its memory with the tensor that Dynamo's graph has for it."""
+    """Return a NumPy array unchanged. It stands in for a conversion that would copy: Dynamo's
+    tensor for the array shares the array's memory.
+    """
     return array
 
 
@@ -174,13 +178,13 @@ _SAVED_TENSORS_HOOKS = "AUTOGRAD_SAVED_TENSORS_HOOKS"
 
 
 class BlockGuards:
-    """Guards of a block that a captured graph calls, for that call.
+    """Guards of one call of a block that a captured graph calls.
 
     Args:
-        guards: guards of the block's graphs; only Dynamo's own.
+        guards: guards of the block's graphs, which must be Dynamo's only.
         module: the block.
-        args: positional inputs like those of the call.
-        kwargs: keyword inputs like those of the call.
+        args: positional inputs with the forms of the call's inputs.
+        kwargs: keyword inputs with the forms of the call's inputs.
     """
 
     def __init__(
@@ -192,23 +196,23 @@ class BlockGuards:
         self._variables = ForwardScope(function).bound(positional, kwargs)
 
     def hold(self) -> bool:
-        """Whether the graphs are valid for the block as it is now."""
+        """Whether the graphs are valid for the block's present state."""
         if traced_call(self._module, ())[0] is not self._function or self._variables is None:
             return False
         return bool(self.guards.check(self._variables))
 
 
 class Guards:
-    """Validity of a captured graph for the module as it is now.
+    """Conditions under which a captured graph is valid for its module's present state.
 
     Dynamo specialises a graph on everything that the forward reads: attributes, dictionaries,
     globals, hooks, submodules. Dynamo's own guards check these. Tensors that are neither inputs nor
-    state of the module are constants in the graph: the forward must still read the very same
-    objects. Attributes that the forward sets must already have the values that it would set.
+    state of the module are constants in the graph: the forward must still read the same objects.
+    Attributes that the forward sets must already have the values that it would set.
 
     Args:
         module: the captured module.
-        captured: Dynamo's output for it.
+        captured: Dynamo's output for the captured call.
         varies: whether some sizes are symbols.
 
     Attributes:
@@ -236,7 +240,7 @@ class Guards:
 
     @cached_property
     def _checks(self) -> set[Callable[[dict[str, Any]], bool]]:
-        """Checks of globals: of this graph and of each kind of block."""
+        """Guards of globals: one check for this graph, and one for each kind of block."""
         return {guards.check_globals for guards in (self, *(block.guards for block in self.blocks))}
 
     @classmethod
@@ -262,13 +266,15 @@ class Guards:
 
     @property
     def has_only_dynamo_guards(self) -> bool:
-        """Whether Dynamo's own guards are the only ones."""
+        """Whether there are no other conditions than Dynamo's own guards."""
         return not (self._constants or self.setters)
 
     def freeze(self) -> None:
-        """Freeze the shape guards: build ``check`` and ``check_globals`` from all guards so far.
+        """End the collection of shape guards: build ``check`` and ``check_globals`` from all guards
+        so far.
 
-        Call it after tracing and passes, which may add guards on symbolic sizes. Later ones raise.
+        Call it after tracing and passes, which may add guards on symbolic sizes. Guards added later
+        raise an error.
         """
         if self._unfrozen is None:
             return
@@ -298,7 +304,7 @@ class Guards:
             vars(sizes)["_error_on_new_guards"] = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the graph is valid for these inputs, with the module as it is now."""
+        """Whether the graph is valid for these inputs and the module's present state."""
         if torch._C._len_torch_dispatch_stack() or (any(_HOOKS) and _tracked()):
             with unobserved():
                 return self.hold(args, kwargs)
@@ -337,7 +343,9 @@ class Guards:
     def _find_constants(
         self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[CodeType, Any]]:
-        """Expression and value of each tensor that is neither an input nor state of the module."""
+        """(compiled expression, value) of each tensor that is neither an input nor state of the
+        module.
+        """
         scope = self.scope.of(traced_call(self.module, args)[1], kwargs)
         input_ids = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
         _, root = get_traced_fn(self.module)
@@ -362,7 +370,9 @@ class Guards:
 
 
 class DynamosGuards(Guards):
-    """Guards of a graph that ``torch.compile`` calls, which checks its own guards."""
+    """Guards of a graph that ``torch.compile`` calls. They check nothing, because torch.compile
+    checks its guards before the call.
+    """
 
     def __init__(self) -> None:
         self._constants = []

@@ -1,4 +1,4 @@
-"""``InputSizes``: a graph's symbolic sizes, as read from the inputs of a call.
+"""``InputSizes`` reads the values of a graph's symbolic sizes from the inputs of a call.
 
 A size is open if it is a symbol of the graph.
 """
@@ -35,8 +35,8 @@ _READ: Mapping[str, Callable[[Any, int], Any]] = {
 
 
 def leave_open(example: Tensor, dimensions: Iterable[int]) -> None:
-    """Mark these sizes of an example input to be symbols in the trace. Sizes 0 and 1, and sizes on
-    which the forward's Python code branches, become constants all the same.
+    """Mark the sizes of these dimensions of an example input to be symbols in the trace. Sizes 0
+    and 1, and sizes on which the forward's Python code branches, become constants nevertheless.
     """
     for dimension in dimensions:
         torch._dynamo.maybe_mark_dynamic(example, dimension)
@@ -49,7 +49,8 @@ def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def sizes_within(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
-    """Map sizes of a graph to sizes of the graph that calls it with these fake leaves.
+    """Return a function from sizes of a called graph to sizes of the calling graph, for a call with
+    these fake leaves.
 
     Raises:
         CaptureError: the call does not satisfy the graph's guards on sizes.
@@ -64,7 +65,7 @@ def sizes_within(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
 
 
 class InputSizes:
-    """Positions in a call's inputs from which the symbols of a graph are read.
+    """The places in a call's inputs from which the values of a graph's symbols are read.
 
     Args:
         env: the shape environment of the graph's symbols.
@@ -97,7 +98,7 @@ class InputSizes:
         return cls(exported.meta["fake_mode"].shape_env, traced)
 
     def __bool__(self) -> bool:
-        """Whether any size is a symbol so far: later tracing may make some of them constants."""
+        """Whether any size is a symbol so far. Later tracing may turn symbols into constants."""
         return any(self._env.replace(symbol).free_symbols for symbol in self._places)
 
     @property
@@ -110,12 +111,12 @@ class InputSizes:
         return open_dimensions
 
     def size_key(self, leaves: Sequence[Any]) -> tuple[int, ...]:
-        """Key of a call: calls with equal keys have equal sizes."""
+        """A key for a call's inputs: calls with equal keys have equal sizes."""
         return tuple(self._read(leaves).values())
 
     def value(self, leaves: Sequence[Any]) -> Value:
-        """Map sizes of the graph to their values in a call with these inputs, which the graph
-        fits.
+        """Return a function from sizes of the graph to their values in a call with these inputs.
+        The inputs must satisfy the graph's guards.
         """
         values = {symbol: sympy.Integer(int(n)) for symbol, n in self._read(leaves).items()}
 
@@ -130,7 +131,7 @@ class InputSizes:
         return value
 
     def within(self, leaves: Sequence[Any]) -> Within:
-        """Map sizes of this graph to sizes of the graph that calls it.
+        """Return a function from sizes of this graph to sizes of the graph that calls it.
 
         Guards on sizes that this graph relies on become guards of the calling graph.
 
@@ -177,14 +178,16 @@ class InputSizes:
 
 
 def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:
-    """Sizes, strides and the offset of a tensor, with their kinds and dimensions."""
+    """Yield (kind, dimension, value) of each size, each stride and the offset of a tensor."""
     yield from (("size", at, size) for at, size in enumerate(traced.shape))
     yield from (("stride", at, step) for at, step in enumerate(traced.stride()))
     yield "offset", 0, traced.storage_offset()
 
 
 def _symbols(traced: Any) -> Iterator[tuple[str, int, sympy.Symbol]]:
-    """Sizes of a traced input, a tensor or a number, that are single symbols."""
+    """Yield (kind, dimension, symbol) of each size of a traced tensor or number that is a single
+    symbol.
+    """
     sizes = _sizes(traced) if isinstance(traced, Tensor) else [("value", 0, traced)]
     for kind, at, size in sizes:
         symbol = size.node.expr if isinstance(size, torch.SymInt) else None

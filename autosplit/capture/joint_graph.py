@@ -62,7 +62,7 @@ class TracedJoint:
         names: path of every leaf of the result, then names of the values that the forward sets as
             attributes.
         spec: structure of the result.
-        shardings: descriptor of an input or output that is a DTensor outside of the graph -> its
+        shardings: maps the descriptor of an input or output that is a DTensor for the caller to its
             sharding.
     """
 
@@ -82,8 +82,8 @@ def trace_joint(
 
     Args:
         module: the exported module.
-        exported: Dynamo's graph of it.
-        inputs: positional and keyword inputs with which it was exported.
+        exported: Dynamo's graph of the module.
+        inputs: (args, kwargs) of the export.
         decompositions: operators to trace through.
     """
     results = _Results(exported)
@@ -109,7 +109,9 @@ def export_joint(
     kwargs: dict[str, Any],
     decompositions: Decompositions,
 ) -> Any:
-    """AOTAutograd's joint graph of a graph of Dynamo. Call it inside of ``tracing``."""
+    """AOTAutograd's export of a joint graph, from a graph of Dynamo. Call it inside of
+    ``tracing``.
+    """
     # The stack closes before real tensors are computed, because it keeps the fake mode on. The
     # graph module is lazy: generating Python code after each pass would take longer than the
     # passes.
@@ -122,14 +124,14 @@ def export_joint(
 
 @contextlib.contextmanager
 def _refuse_plain_state(module: nn.Module, exported: fx.GraphModule) -> Iterator[None]:
-    """Refuse forwards that write into a tensor that is neither a parameter nor a buffer
-    (``self.steps += 1``), or read the value of one with one element (``self.scale.item()``).
+    """Context that refuses forwards that use a tensor that is neither a parameter nor a buffer:
+    that write into it (``self.steps += 1``), or read its value (``self.scale.item()``).
 
-    Such tensors are real while others are fake: tracing would run the write, and record the value
-    as a constant.
+    Such a tensor is real, while the other tensors of a trace are fake. Tracing would run the write,
+    and record the value as a constant.
 
     Raises:
-        CaptureError: the forward writes into such a tensor, or reads such a value.
+        CaptureError: the forward writes into such a tensor, or reads its value.
     """
     kept = [node for node in placeholders(exported.graph) if _is_kept_tensor(node)]
     if not kept:
@@ -169,7 +171,7 @@ def _is_number(node: fx.Node) -> bool:
 
 class _RealTensorUse(TorchDispatchMode):
     """Dispatch mode that detects uses of real tensors while fake tensors are traced. Writes go into
-    copies.
+    copies instead.
 
     Attributes:
         value_read: whether a value was read.
@@ -202,12 +204,12 @@ def _is_real_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 class _Results:
-    """Replacement for the exported module's code that assembles its results, so that this code is
-    traced as well: it makes views of parameters that the module returns (``self.weight.mT``).
+    """Replacement for the code that assembles the exported module's results, so that AOTAutograd
+    traces it. That code makes views of parameters which the module returns (``self.weight.mT``).
 
     Attributes:
         names: path of every leaf of the result, then names of attribute values; set by the trace.
-        spec: structure of the result; None if the graph returns nothing else.
+        spec: structure of the result, set by the trace; None if no attribute values follow it.
         copied: positions of leaves to return as copies.
     """
 
@@ -249,7 +251,7 @@ _ATTEMPTS = 4  # captures around blocks, each without the blocks refused so far
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """A traced module.
+    """A traced module: its joint graph, and the names and structure of its inputs and outputs.
 
     Attributes:
         joint: the joint graph; only a forward if nothing needs a gradient.
@@ -257,9 +259,10 @@ class Capture:
         outputs: path of every leaf of the result.
         output_spec: structure of the module's result.
         guards: guards to check before every use of the graph.
-        shardings: role of an input or output that is a DTensor outside of the graph -> its
+        shardings: maps the role of an input or output that is a DTensor for the caller to its
             sharding.
-        sizes: positions in the inputs of the graph's symbolic sizes; None if all sizes are fixed.
+        sizes: reads the values of the graph's symbolic sizes from inputs; None if all sizes are
+            fixed.
         values: tensors that the forward sets as attributes of its modules; the graph returns them
             after the result.
     """
@@ -296,10 +299,10 @@ def capture(
         args: example positional inputs.
         kwargs: example keyword inputs.
         decompositions: operators to trace through, if the backend needs them decomposed.
-        split: captures and splits a block. With it, repeated blocks of the module are captured once
-            for each kind, and the joint graph calls them.
-        values: whether the forward may set tensors as attributes of its modules, which the graph
-            returns. Blocks are then not captured once for each kind.
+        split: a function that captures and splits one block. If it is passed, repeated blocks of
+            the module are captured once for each kind, and the joint graph calls them.
+        values: whether the forward may set tensors as attributes of its modules; the graph then
+            returns these tensors, and repeated blocks are captured with the module.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
@@ -321,8 +324,8 @@ def _around_regions(
     decompositions: Decompositions,
     split: SplitBlock,
 ) -> Capture | None:
-    """Capture the module with its repeated blocks captured once for each kind; None if no block can
-    be captured so.
+    """Capture the module, and its repeated blocks once for each kind; None if no block can be
+    captured separately.
     """
     refused: dict[str, str] = {}
     for _ in range(_ATTEMPTS):
@@ -355,8 +358,8 @@ def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _prepare(module: nn.Module, exported: fx.GraphModule) -> None:
-    """Refuse operators that AOTAutograd mistraces; name modules in Dynamo's graph as the model
-    does.
+    """Refuse operators that AOTAutograd traces wrongly. Rename modules in Dynamo's graph to the
+    model's names.
     """
     refuse_traced_otherwise(exported)
     name_modules(exported, module)
@@ -369,7 +372,7 @@ def _traced(
     example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
     decompositions: Decompositions,
 ) -> Capture:
-    """Capture with the joint graph of Dynamo's exported graph."""
+    """Make the capture of a module from Dynamo's exported graph."""
     open_sizes = (
         InputSizes.of_export(exported, *example_inputs) if is_open(*example_inputs) else None
     )
@@ -390,8 +393,8 @@ def _traced(
 
 @contextlib.contextmanager
 def same_tensors(module: nn.Module) -> Iterator[None]:
-    """Restore a module's parameters and buffers at the end of the context: if a submodule has two
-    names, AOTAutograd and functional calls leave their own tensors in the module.
+    """Context that restores a module's parameters and buffers at its end. If a submodule has two
+    names, AOTAutograd and ``functional_call`` leave other tensors in the module.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
     originals = [dict(space) for space in spaces]
@@ -408,7 +411,9 @@ def _input_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ..
 
 
 def _input_name(path: str) -> str:
-    """``[0][1]`` -> ``args[1]``; ``[1]['mask']`` -> ``mask``."""
+    """The name of an input for its path in ``(args, kwargs)``: ``args[1]`` for ``[0][1]``, ``mask``
+    for ``[1]['mask']``.
+    """
     if path.startswith("[0]"):
         return "args" + path.removeprefix("[0]")
     key, _, rest = path.removeprefix("[1]['").partition("']")

@@ -1,4 +1,4 @@
-"""Paths of the modules in which an operation of a captured graph ran, by the model's names."""
+"""The modules in which an operation of a captured graph ran, under the model's names for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENTRY = re.compile(r"(?:\.__dict__\['_modules'\]|\._modules)?\[(?:'([^']*)'|(\d
 
 
 def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
-    """Rename modules in a captured graph's metadata as ``model.named_modules()`` names them.
+    """Rename modules in a captured graph's metadata to their names in ``model.named_modules()``.
 
     Dynamo names a module by the path on which the forward reached it: through
     ``__dict__['_modules']`` if the model looks its children up itself, as wrappers with a
@@ -36,7 +36,9 @@ def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _named(names: dict[str, list[str]], key: str, path: str) -> str:
-    """The module's name; the path on which it was reached if the model has no name for it."""
+    """The module's name in the model. If the model has no name for it, the path on which the
+    forward reached it.
+    """
     reached = _reached(path)
     module_names = names.get(key.partition("@")[0], [reached])
     return reached if reached in module_names else module_names[0]
@@ -53,9 +55,8 @@ def _reached(path: str) -> str:
 def stack(node: fx.Node) -> tuple[str, ...]:
     """Names of the modules in which an operation ran, outermost first.
 
-    A repeated call of the same module has its number as a suffix, as in ``block@1``. A
-    checkpointed region has the modules that all of its operations have. Modules must have been
-    named by ``name_modules``.
+    The second call of a module has the suffix ``@1``, as in ``block@1``. A checkpointed region has
+    the modules common to all its operations. Call ``name_modules`` first.
     """
     # Operations of a custom autograd function have no module stack.
     operations = [
@@ -77,7 +78,7 @@ def inside(node: fx.Node) -> list[fx.Node] | None:
 
 
 def frames(module_stack: Mapping[Any, tuple[str, Any]]) -> tuple[str, ...]:
-    """Names in a module stack of Dynamo, outermost first, without the model itself."""
+    """Module names in Dynamo's ``nn_module_stack``, outermost first, without the model itself."""
     names = []
     for key, (path, _) in module_stack.items():
         name, call = _reached(path), str(key).partition("@")[2]

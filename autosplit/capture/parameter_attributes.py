@@ -1,7 +1,8 @@
 """Tensors that are attributes of parameters, such as a weight's main_grad, as buffers of a graph.
 
 AOTAutograd traces with other tensors in place of the parameters, which lack such attributes. So
-each is a buffer of the exported module; the tensor in place of its parameter gets it from there.
+each attribute becomes a buffer of the exported module, and is set from that buffer on the tensor
+that replaces its parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _NAMES = "parameter_attributes"
 
 
 def named_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name, such as layer.weight.main_grad, and value of each tensor of a parameter."""
+    """Yield (name, tensor) of each tensor that is an attribute of a parameter, such as
+    layer.weight.main_grad.
+    """
     for name, parameter in module.named_parameters():
         for attribute, value in vars(parameter).items():
             if isinstance(value, Tensor):
@@ -33,7 +36,7 @@ def register_attributes(module: nn.Module, exported: Any) -> None:
 
     Args:
         module: the module of the parameters.
-        exported: its export; changed in place.
+        exported: the module's export; changed in place.
     """
     read = {m[1] for source in input_sources(exported) if (m := _ATTRIBUTE.search(source))}
     attributes = [
@@ -54,8 +57,8 @@ def register_attributes(module: nn.Module, exported: Any) -> None:
 
 
 def attribute_names(exported: fx.GraphModule) -> dict[str, str]:
-    """Map the name of each buffer that ``register_attributes`` made in an export to the name of its
-    attribute.
+    """Map each buffer's name that ``register_attributes`` added to an export to the attribute's
+    name, such as layer.weight.main_grad.
     """
     names: dict[str, str] = exported.meta.get(_NAMES, {})
     return names

@@ -1,4 +1,4 @@
-"""``BlockRegion``: the graphs of one kind of block; ``RegionCall``: a call of one of these blocks.
+"""``BlockRegion``: the graphs of one kind of block. ``RegionCall``: one call of such a block.
 
 While the surrounding model is traced, two operators stand for each block:
 
@@ -6,8 +6,8 @@ While the surrounding model is traced, two operators stand for each block:
     after expand    F                                  I, then W
 
 The operators take and return only the tensors that cross between block and model. The block's
-parameters, F's saved tensors and I's deferred values are left out, because tracing time grows with
-the number of tensors, and the block's own trace has them. ``expand`` adds them afterwards.
+parameters, saved tensors and deferred tensors are left out: the block's own trace has them, and
+tracing time grows with the number of tensors. ``expand`` adds them afterwards.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ autograd records each call, even if no input of the call requires a gradient."""
 
 
 def new_anchor() -> Tensor:
-    """A tensor for the anchor, the input of each call that always requires a gradient, or for the
-    anchor's gradient.
+    """A new tensor for the anchor, or for the anchor's gradient. The anchor is an extra input of
+    each call that always requires a gradient.
     """
     return torch.empty(1)
 
@@ -82,7 +82,9 @@ torch.library.register_fake("autosplit_block::backward", _backward, lib=_LIBRARY
 
 @contextlib.contextmanager
 def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
-    """Context in which the operators that stand for blocks find these calls, by number."""
+    """Context in which the operators that stand for blocks find their ``RegionCall`` by its
+    number.
+    """
     token = _CALLS.set(calls)
     try:
         yield
@@ -92,7 +94,7 @@ def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockRegion:
-    """One kind of block, for one kind of call: its graphs, callable from other graphs.
+    """The graphs of one kind of block for one kind of call; other graphs can call them.
 
     Attributes:
         name: name of the kind, unique in a model.
@@ -100,7 +102,7 @@ class BlockRegion:
         kwargs: keyword example inputs of the capture; tensors without memory.
         capture: the capture of one block of this kind.
         graphs: F, I and W, from the capture's joint graph.
-        within: maps sizes of these graphs to sizes of the surrounding graph.
+        within: a function from sizes of these graphs to sizes of the surrounding graph.
     """
 
     name: str
@@ -111,13 +113,15 @@ class BlockRegion:
     within: Within
 
     def empty(self, value: Tensor) -> Tensor:
-        """An empty tensor with the layout of a graph's value, in sizes of the surrounding graph."""
+        """An empty tensor with the layout of a value of the region, in sizes of the surrounding
+        graph.
+        """
         shape, strides = (map(self.within, sizes) for sizes in (value.shape, value.stride()))
         return torch.empty_strided([*shape], [*strides], dtype=value.dtype, device=value.device)
 
     @cached_property
     def parts(self) -> dict[str, Subgraph]:
-        """F, I and W by name, without the graphs that do not exist."""
+        """The graphs F, I and W that exist, as subgraphs, by name."""
         halves = ("forward", "backward_input", "backward_weight")
         graph_modules = {half: self.graphs.graphs().get(half) for half in halves}
         return {
@@ -126,27 +130,29 @@ class BlockRegion:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Path of each leaf of a call's result -> the node that computes it, or a constant."""
+        """Map the path of each leaf of a call's result to the node that computes it, or to a
+        constant.
+        """
         return {role.name: v for role, v in outputs(self.graphs.joint.graph, Kind.OUTPUT)}
 
     @cached_property
     def result_nodes(self) -> dict[str, fx.Node]:
-        """Path -> node of each result that is computed, in order."""
+        """Map the path of each computed leaf of the result to its node, in order."""
         return {path: v for path, v in self.results.items() if isinstance(v, fx.Node)}
 
     def result(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Assemble a call's result from its computed tensors, given by path."""
+        """Assemble a call's result from its computed tensors; ``tensors`` maps paths to tensors."""
         leaves = [tensors.get(path, self.results[path]) for path in self.capture.outputs]
         return tree_unflatten(leaves, self.capture.output_spec)
 
     @cached_property
     def tangents(self) -> dict[Role, fx.Node]:
-        """Gradients of results that I takes, in order."""
+        """Role and node of each output gradient that I takes, in order."""
         return inputs(self.graphs.joint.graph, Kind.TANGENT)
 
     @cached_property
     def input_grads(self) -> dict[Role, fx.Node]:
-        """Gradients of inputs that I returns, in order."""
+        """Role and node of each input gradient that I returns, in order."""
         joint = self.graphs.joint.graph
         return {r: v for r, v in outputs(joint, Kind.INPUT_GRAD) if isinstance(v, fx.Node)}
 
@@ -166,10 +172,10 @@ class BlockRegion:
         return bool(outputs(self.graphs.joint.graph, *WEIGHT_OUTPUT))
 
     def sums_differently(self, leaves: list[Any]) -> bool:
-        """Whether the gradient of an input would be summed in another order than autograd's.
+        """Whether the gradient of an input would be summed in another order than by autograd.
 
-        The block sums the gradients of its own reads of a tensor first; the reads outside of the
-        block are added after that.
+        The block first sums the gradients from its own reads of a tensor. Gradients from reads
+        outside of the block are added to that sum.
 
         Args:
             leaves: leaves of the call's inputs; nodes of Dynamo's graph stand for tensors.
@@ -185,15 +191,16 @@ class BlockRegion:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RegionCall:
-    """One call of a block in the forward of a model. In Dynamo's graph it is the target of a node.
+    """One call of a block in the forward of a model; the target of a node in Dynamo's graph.
 
     Attributes:
         number: position of the call among the calls of one trace.
         region: kind of the block.
         block: the block that is called.
         name: the block's name in the model.
-        guards: guards under which the region is valid for the block.
-        refuse: raises with a reason why the block cannot be captured separately.
+        guards: conditions under which the region is valid for the block.
+        refuse: a function that takes the reason why the block cannot be captured separately, and
+            raises.
     """
 
     number: int
@@ -219,7 +226,7 @@ class RegionCall:
     def with_traced_strides(
         self, gradient: Tensor | None, result: Tensor, traced: Tensor
     ) -> Tensor:
-        """A result's gradient with the strides for which the block was traced.
+        """The gradient of a result, with the strides for which the block was traced.
 
         Refuses a missing gradient, because zeros in its place could become NaN in the block.
         Refuses a gradient of another layout, because kernels would round differently. The exception
@@ -258,8 +265,8 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs of the operator ``call``: none for the call's number, one for the
-        anchor, then one for each tensor.
+        """Return (None for the call's number, gradient of the anchor, gradient of each input
+        tensor).
         """
         call: RegionCall = ctx.call
         region = call.region
@@ -286,7 +293,7 @@ def expand(joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[in
     Args:
         joint: a joint graph with roles; changed in place.
         calls: the calls, by number.
-        names: identity of a parameter or buffer -> its name in the model.
+        names: maps the ``id`` of a parameter or buffer to its name in the model.
 
     Raises:
         CaptureError: a block shares a parameter with another block or with the rest of the model.
@@ -309,9 +316,9 @@ class _Expansion:
     """The expansion of one joint graph.
 
     Attributes:
-        updates: role of a block's buffer -> node of its new value.
-        gradients: role of a block's parameter, or of state that its backward writes -> node of its
-            gradient or new value.
+        updates: maps the role of a buffer to the node of its new value.
+        gradients: maps the role of a parameter to the node of its gradient, and the role of state
+            that a backward writes to the node of its new value.
     """
 
     def __init__(self, graph: fx.Graph, names: Mapping[int, str]) -> None:
@@ -358,7 +365,7 @@ class _Expansion:
         self._replace_results(node, [nodes[role] for role in region.input_grads])
 
     def _model_role(self, call: RegionCall, role: Role) -> Role:
-        """Role in the model of a parameter or buffer of a block."""
+        """The role that a block's parameter or buffer has in the model."""
         return Role(role.kind, self._names[id(operator.attrgetter(role.name)(call.block))])
 
     def _placeholder(self, role: Role, region: BlockRegion, inner: Role) -> fx.Node:
@@ -388,10 +395,10 @@ class _Expansion:
             nodes[role] = results[place] if isinstance(place, int) else nodes[place]
 
     def _shared(self, of: object, at: Any, traced: Any, region: BlockRegion) -> Any:
-        """A fake value of this trace for a value of the region.
+        """A fake value of the model's trace for a value of the region.
 
-        A tensor has a storage of the same size as in the region. All calls share it, because fake
-        tensors are distinguished by their nodes. Numbers are converted to sizes of this trace.
+        A tensor's storage has the size that it has in the region. All calls of the region share one
+        fake tensor, because nodes distinguish them. Numbers become sizes of the model's trace.
         """
         if not isinstance(traced, Tensor):
             return region.within(traced)
@@ -407,7 +414,9 @@ class _Expansion:
 
     @staticmethod
     def _replace_results(node: fx.Node, values: Sequence[fx.Node]) -> None:
-        """Replace the results of a node by these values, in order; further results stay unread."""
+        """Replace the results of a node by ``values``, in order. Results without a value stay
+        unread.
+        """
         for user in list(node.users):
             at: Any = user.args[1] if user.target is operator.getitem else None
             if at is not None and at < len(values):

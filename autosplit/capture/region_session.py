@@ -49,7 +49,7 @@ def captures_blocks() -> bool:
 
 
 def refuse_uncallable(region: BlockRegion) -> None:
-    """Check that other graphs can call F, I and W of a block.
+    """Raise if other graphs cannot call F, I and W of a block.
 
     Raises:
         CaptureError: the block depends on state that Dynamo's guards do not check, writes into its
@@ -76,8 +76,8 @@ def refuse_uncallable(region: BlockRegion) -> None:
 
 
 def _are_copied(values: list[fx.Node]) -> bool:
-    """Whether tracing copied a result of a block, because it shares memory with an input or another
-    result. The surrounding graph could not see that they share memory.
+    """Whether a result of a block is a copy that tracing made, because the result shares memory
+    with an input or another result. The surrounding graph would not know of the shared memory.
     """
     sources = [
         storage_root(value.args[0])  # type: ignore[arg-type]
@@ -110,10 +110,10 @@ _CONTAINERS = (*_TABLES, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> block, for elements of lists, dictionaries and sequences of modules that look alike.
-    Only outermost blocks: none is inside of another.
+    """Map names to blocks: elements of module lists, dictionaries and sequences of which several
+    look alike. No block is inside of another.
 
-    These are candidates. Guards decide whether two blocks can have the same graph.
+    The blocks are candidates. Guards decide whether two blocks can have the same graph.
     """
     shared = _shared_state(model)
     kinds = {
@@ -139,8 +139,8 @@ def has_plain_forward(block: nn.Module) -> bool:
     """Whether calling the block calls only its class's forward.
 
     Hooks, and a ``__call__`` other than ``nn.Module.__call__``, are traced with the surrounding
-    model; with the block they would be traced a second time. The ``__call__`` of transformers'
-    layers is allowed: it only adds recomputation, and with that a graph has no call of the block.
+    model. A separate capture would trace them a second time. The ``__call__`` of transformers'
+    layers is allowed. It only adds recomputation, and a recomputed block is not called as a region.
     """
     call = type(block).__call__
     if call is not nn.Module.__call__ and call.__module__ != "transformers.modeling_layers":
@@ -151,7 +151,7 @@ def has_plain_forward(block: nn.Module) -> bool:
 
 
 def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of all containers that have submodules themselves."""
+    """Yield (name, module) of the elements of all containers, if the elements have submodules."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if (
@@ -164,7 +164,7 @@ def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def look_of(block: nn.Module) -> Hashable:
-    """Key of a block: blocks with different keys cannot have the same graph."""
+    """A key for a block's structure: blocks with different keys cannot have the same graph."""
     state = [*block.named_parameters(), *block.named_buffers()]
     layout = tuple(
         (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in state
@@ -189,7 +189,8 @@ class RegionSession:
     Args:
         model: the model that is captured.
         split: captures and splits a block for one of its calls; takes the name of its kind first.
-        refused: name of a block that is captured with the model -> the reason; extended here.
+        refused: maps the name of a block that is captured with the model to the reason; the session
+            adds entries.
     """
 
     def __init__(
@@ -243,8 +244,8 @@ class RegionSession:
         return caching(block, *argument, plain, partial(self._operator, name))
 
     def _operator(self, name: str, block: nn.Module) -> Callable[..., Any]:
-        """A function that Dynamo treats as an operator. It refers weakly to the model, because
-        nodes of the graph refer to it for as long as they live.
+        """A function that calls a block and that Dynamo treats as an operator. It refers weakly to
+        the model, because nodes of the graph keep the function alive.
         """
         session, block_ref = weakref.proxy(self), weakref.ref(block)
         thread = self._thread
@@ -286,7 +287,7 @@ class RegionSession:
         return result
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
-        """Refuse a block and all blocks that look alike: they are captured with the model.
+        """Refuse to capture a block, and all blocks that look like it, separately from the model.
 
         Raises:
             RegionRefusedError: always.
@@ -298,8 +299,8 @@ class RegionSession:
     def _match(
         self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
     ) -> tuple[BlockRegion, BlockGuards]:
-        """The region of a block's call, and the block's guards: an existing region if its guards
-        hold, else a new one.
+        """Return (region, the block's guards) for a block's call. The region is an existing one if
+        its guards hold for the block, else a new one.
         """
         signature = _signature(block, leaves, spec)
         stand_in = vars(self._blocks[name]).pop("forward")
@@ -343,8 +344,9 @@ class RegionSession:
     def without_blocks(
         self, exported: fx.GraphModule, calls: Sequence[RegionCall]
     ) -> Iterator[None]:
-        """Context in which Dynamo's graph has an anchor, and has no submodules for the called
-        blocks. The graph shares its submodules with the model.
+        """Context in which Dynamo's graph has an anchor, and lacks the submodules of the called
+        blocks. They are removed only for a time because the graph shares its submodules with the
+        model.
         """
         anchor = nn.Parameter(new_anchor(), any(call.region.trained for call in calls))
         exported._parameters = {**exported._parameters, ANCHOR: anchor}
@@ -364,7 +366,7 @@ class RegionSession:
                 modules[key] = block
 
     def bind(self, exported: fx.GraphModule) -> list[RegionCall]:
-        """Let the captured graph call the regions of its blocks, and return these calls.
+        """Make the captured graph call the regions of its blocks, and return the calls.
 
         Raises:
             RegionRefusedError: a block cannot be called separately.
@@ -419,7 +421,7 @@ def _first_tensor(tree: Any) -> Tensor:
 
 
 def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
-    """Key of a call: calls with different keys cannot have the same graph.
+    """A key for a call: calls with different keys cannot have the same graph.
 
     Raises:
         CaptureError: the call takes objects other than plain tensors, numbers and text.
@@ -439,13 +441,13 @@ def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
 
 
 def _sizes(sizes: Sequence[int | torch.SymInt]) -> tuple[int | str, ...]:
-    """Sizes to compare; symbolic ones as text."""
+    """Sizes in a form that can be compared without guards: symbolic sizes are text."""
     return tuple(n if isinstance(n, int) else str(n) for n in sizes)
 
 
 def _blank(leaf: Any) -> Any:
-    """A tensor without memory that is like a fake one: layout, dtype, device, ``requires_grad`` and
-    open sizes. Other leaves are unchanged.
+    """For a fake tensor, a tensor without memory that has its layout, dtype, device,
+    ``requires_grad`` and open sizes. Other leaves are unchanged.
     """
     if not isinstance(leaf, Tensor):
         return leaf
@@ -457,6 +459,8 @@ def _blank(leaf: Any) -> Any:
 
 
 def _computed(tensor: Tensor, trained: bool) -> Tensor:
-    """A fake tensor that is not a leaf of autograd, so that in-place operators accept it."""
+    """A fake tensor that autograd treats as computed, not as a leaf, so that in-place operators
+    accept it.
+    """
     with torch.enable_grad():
         return tensor.requires_grad_().clone() if trained else tensor

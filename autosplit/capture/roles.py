@@ -1,8 +1,8 @@
 """Roles of a joint graph's inputs and outputs, from AOTAutograd's descriptors.
 
 ``note_origins`` turns AOTAutograd's metadata of nodes into the origins that passes read.
-``shardings`` reads the shardings of DTensors. AOTAutograd traces the local tensors of DTensors:
-each descriptor is wrapped in one that names the attribute of the DTensor.
+``shardings`` reads the shardings of DTensors. AOTAutograd traces the local tensors of DTensors. It
+wraps each descriptor in another, which names the DTensor's attribute.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ _OF_MESHES = "device_mesh."  # prefix of operators that make one mesh from anoth
 
 
 def whole(desc: Any) -> Any:
-    """The DTensor's descriptor for the descriptor of its local tensor; others unchanged."""
+    """The descriptor of a DTensor, from the descriptor of its local tensor. Other descriptors are
+    unchanged.
+    """
     local = isinstance(desc, _OF_SUBCLASS) and desc.attr == _LOCAL
     return desc.base if local else desc
 
@@ -71,8 +73,8 @@ def whole(desc: Any) -> Any:
 def drop_meshes(graph: fx.Graph) -> None:
     """Remove the meshes of DTensors from a joint graph.
 
-    The graph takes and returns a mesh beside each local tensor, and computes only other meshes from
-    them: a returned mesh that is not one of its inputs is made from an input.
+    The graph takes and returns a mesh beside each local tensor. From meshes it computes only other
+    meshes.
     """
     output = graph.output_node()
     descs, values = output.meta["desc"], output.args[0]
@@ -93,10 +95,10 @@ def is_mesh(desc: Any) -> bool:
 
 
 def shardings(joint: Any, module: nn.Module, inputs: Sequence[Any]) -> dict[Any, Sharding]:
-    """Descriptor of each input and output that is a DTensor -> its sharding.
+    """Map the descriptor of each input and output that is a DTensor to its sharding.
 
     Args:
-        joint: AOTAutograd's export, whose graph still has all of its inputs and outputs.
+        joint: AOTAutograd's export, before inputs or outputs of its graph are dropped.
         module: the module with the graph's parameters and buffers.
         inputs: leaves of the example inputs.
     """
@@ -124,14 +126,16 @@ def _described(descs: Sequence[Any], metas: Iterable[Any]) -> Mapping[Any, Shard
 
 
 def _pairs(descs: Sequence[Any], metas: Iterable[Any]) -> Iterator[tuple[Any, Sharding]]:
-    """Descriptor and sharding of each DTensor, found at its first flattened value."""
+    """Yield (descriptor, sharding) of each DTensor, once."""
     for meta in metas:
         if isinstance(meta, SubclassCreationMeta) and is_dtensor(meta.original_subclass):
             yield whole(descs[meta.flat_tensor_start_idx]), Sharding.of(meta.original_subclass)
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> its first name, as in ``named_parameters()``."""
+    """Map every name of a parameter or buffer to its first name, the one in
+    ``named_parameters()``.
+    """
     first: dict[int, str] = {}
     named = [*module.named_parameters(remove_duplicate=False)]
     named += [*module.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
@@ -139,7 +143,7 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
 
 
 class DescriptorRoles(Protocol):
-    """Mapping of AOTAutograd's descriptors of inputs and outputs to roles."""
+    """Maps AOTAutograd's descriptors of inputs and outputs to roles."""
 
     def primal(self, desc: Any) -> Role | None:
         """Role of the forward's input that AOTAutograd describes as ``desc``; None if it is
@@ -204,7 +208,7 @@ class ModuleRoles(DescriptorRoles):
     """Roles in the joint graph of an exported module.
 
     Attributes:
-        state: name of a parameter or buffer -> its canonical name.
+        state: maps every name of a parameter or buffer to its first name.
         inputs: paths of the input leaves.
         outputs: paths of the result leaves.
     """
@@ -295,7 +299,9 @@ def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule
 
 
 def _take_writes(graph: fx.Graph, names: DescriptorRoles) -> list[tuple[Role, Any]]:
-    """Remove the writes of the backward from a joint graph; return their targets and values."""
+    """Remove the writes of the backward from a joint graph; return (role of the target, new value)
+    of each.
+    """
     writes = []
     for node in [*filter(writes_in_backward, graph.nodes)]:
         target, value = node.args[:2]

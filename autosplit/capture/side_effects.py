@@ -1,4 +1,4 @@
-"""Side effects of a forward on Python objects: refused, or turned into guards.
+"""Find the side effects of a forward on Python objects. They are refused, or turned into guards.
 
 Dynamo records the objects that a forward writes to, and the values that it leaves in them. These
 include changes that the forward undoes before it returns (as ``with`` blocks do), attributes that
@@ -43,7 +43,7 @@ _MISSING, _UNKNOWN = object(), object()
 
 class Setter(NamedTuple):
     """An attribute, or an entry of a dictionary, that the forward sets to the value it already has.
-    The graph is valid only while it has this value, because the forward would set it again.
+    The graph is valid only while the attribute has this value.
 
     Attributes:
         target: the object or dictionary.
@@ -56,7 +56,7 @@ class Setter(NamedTuple):
     value: Any
 
     def holds(self) -> bool:
-        """Whether the target still has the value."""
+        """Whether the attribute or entry still has the value."""
         return _same(self.value, _current_value(self.target, self.key))
 
 
@@ -65,8 +65,8 @@ class Written(NamedTuple):
 
     Attributes:
         source: Python expression by which the forward reached the object.
-        left: attribute, or key of a dictionary -> Dynamo's variable of the value that the forward
-            leaves there; None for writes of another kind.
+        left: maps an attribute, or a key of a dictionary, to Dynamo's variable for the value that
+            the forward leaves there; None for writes of another kind.
         frame: frame of the user's code that writes; None if Dynamo has none.
     """
 
@@ -125,10 +125,10 @@ def setters(
 
     Args:
         module: the captured module.
-        captured: Dynamo's output for it.
+        captured: Dynamo's output for the captured call.
         written: objects that existed before the call and are written to.
         scope: variables of the forward.
-        returned: object and attribute of the tensors that the graph returns.
+        returned: (expression of the object, attribute) of each set tensor that the graph returns.
 
     Raises:
         PythonStateError: a call changes Python state.
@@ -184,8 +184,8 @@ def setters(
 
 
 def _name_of(value: Any, traced: dict[int, Any]) -> str:
-    """Source of a value; empty if the forward computed it. The result of an in-place operator has
-    the source of the tensor that it wrote into.
+    """Dynamo's source expression of a value; empty if the forward computed the value. The result of
+    an in-place operator has the source of the tensor that it wrote into.
     """
     source = value.source
     if source is None and type(value) is TensorVariable:
@@ -194,7 +194,9 @@ def _name_of(value: Any, traced: dict[int, Any]) -> str:
 
 
 def _value_of(value: Any, name: str, scope: dict[str, Any]) -> Any:
-    """The value; ``_UNKNOWN`` if the forward computed it and it is not a constant."""
+    """The Python value of a variable of Dynamo; ``_UNKNOWN`` if the forward computed it and it is
+    not a constant.
+    """
     try:
         return eval(name, scope) if name else value.as_python_constant()
     except Exception:  # some of Dynamo's names cannot be evaluated in Python
@@ -208,14 +210,16 @@ def _current_value(target: Any, key: Any) -> Any:
 
 
 def _readable(source: str) -> str:
-    """``L['self']._modules['a'].n`` -> ``self.a.n``; a global of another module keeps its name."""
+    """A source expression of Dynamo for readers: ``self.a.n`` for ``L['self']._modules['a'].n``. A
+    global of another module keeps its name.
+    """
     text = re.sub(r"\._(?:modules|buffers)\['([^']*)'\]", r".\1", source)
     text = re.sub(r"^G\['__import_([^']*)'\]", lambda m: m[1].replace("_dot_", "."), text)
     return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text)
 
 
 def _is_context(value: object) -> bool:
-    """Whether the object is like a ``ContextVar``, which the call sets and resets."""
+    """Whether the object has the methods of a ``ContextVar``, which a call sets and resets."""
     return all(callable(getattr(value, name, None)) for name in ("get", "set", "reset"))
 
 
@@ -242,8 +246,8 @@ def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:
 
 
 def refuse_own_generators(module: nn.Module) -> None:
-    """Refuse modules with a ``random.Random``: Dynamo records its numbers as constants (seen with
-    torch 2.13).
+    """Refuse modules that have a ``random.Random``, because Dynamo records its numbers as constants
+    (seen with torch 2.13).
 
     Raises:
         CaptureError: a submodule has such a generator.

@@ -62,7 +62,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def _of_grouped_product(first: Any, second: Any, *_: Any, out_val: Any, **options: Any) -> int:
-    """FLOPs of ``torch._grouped_mm``. If both operands are matrices, the groups divide the summed
+    """FLOPs of ``aten._grouped_mm``. If both operands are matrices, the groups divide the summed
     dimension, so each result sums over one group only.
     """
     groups = len(out_val) if first.dim() == second.dim() == 2 else 1

@@ -51,7 +51,9 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _has_several_outputs(node: fx.Node) -> bool:
-    """Whether the function has several differentiable outputs: a loss may not use all of them."""
+    """Whether the function has several differentiable outputs, so that a loss may leave some
+    unused.
+    """
     results = traced_value(node)
     constant = node.kwargs.get("non_differentiable_idx", ())
     return not isinstance(results, (tuple, list)) or len(results) - len(_list(constant)) > 1
@@ -76,8 +78,8 @@ def return_tensors_once(module: fx.GraphModule) -> None:
     """Let the forward of a custom autograd function return each of its tensors once.
 
     Dynamo of torch 2.11 returns everything that a function computes, a tensor written in place once
-    for each write. Autograd passes the gradient of a tensor that is returned twice to its last
-    position, where the function's backward expects none: ``torch.compile`` then silently computes
+    for each write. If a tensor is returned twice, autograd passes its gradient at the last
+    position, where the function's backward expects none. ``torch.compile`` then silently computes
     zeros.
     """
     for node in _calls(module):
@@ -99,8 +101,8 @@ def return_tensors_once(module: fx.GraphModule) -> None:
 
 
 def track_global_tensors(module: fx.GraphModule) -> None:
-    """Let functions take views of tensors of classes and modules, because AOTAutograd tracks views,
-    and not the tensors themselves.
+    """Pass custom functions views of tensors that are attributes of classes and modules.
+    AOTAutograd tracks views, and not the tensors themselves.
     """
     for node in _calls(module):
         for operand in [*node.all_input_nodes]:
@@ -114,7 +116,7 @@ def track_global_tensors(module: fx.GraphModule) -> None:
 
 
 def _identity(result: Any) -> int:
-    """Identity of a result's tensor, the same for all nodes that have this tensor."""
+    """The ``id`` of a result's tensor; equal for all nodes that hold the same tensor."""
     value = traced_value(result) if isinstance(result, fx.Node) else None
     return id(result if value is None else value)
 

@@ -30,7 +30,9 @@ from autosplit.torch_internals.patches import patched
 
 
 def _by_captures() -> bool:
-    """Whether captures themselves set function modes aside; done twice, modes would be lost."""
+    """Whether torch's capture itself sets function modes aside. Setting them aside twice would lose
+    them.
+    """
     inner = preserve_global_state.__code__.co_consts
     codes = [constant for constant in inner if isinstance(constant, CodeType)]
     return any("torch_function_mode_stack_state_mgr" in code.co_names for code in codes)
@@ -38,7 +40,8 @@ def _by_captures() -> bool:
 
 @contextlib.contextmanager
 def keep_function_modes() -> Iterator[None]:
-    """Set function modes aside for a capture, which records them; also inside of a compilation.
+    """Context for a capture that sets function modes aside and lets the capture record them, also
+    inside of a compilation.
 
     ``torch.set_default_device`` and ``with torch.device(...)`` push a mode on a stack.
     ``torch.compile`` sets this stack aside before it traces, and records it for the graph and its
@@ -134,13 +137,15 @@ def decide_masks_statically() -> Iterator[None]:
     """Decide during tracing, without values of masks, which attention kernels run.
 
     - torch's Transformer layers read a mask's values to find out whether it is causal, which a
-      graph cannot do. Here a mask is causal if the caller says so.
-    - transformers omits a mask that is the same as ``is_causal=True`` in eager mode and under
-      ``torch.compile``; with a mask other kernels run, for which grouped keys and values are
-      repeated. For ``torch.export`` it makes all masks, because exported graphs are for any values.
-      Graphs here have guards, so ``is_torchdynamo_exporting()`` is False in its mask code.
+      graph cannot do. In this context, a mask is causal if the caller passes ``is_causal=True``.
+    - transformers omits a mask that equals ``is_causal=True``, in eager mode and under
+      ``torch.compile``. With a mask, other kernels run, for which grouped keys and values are
+      repeated. For ``torch.export`` transformers makes all masks, because an exported graph must
+      hold for any values. Captured graphs have guards, so its mask code sees
+      ``is_torchdynamo_exporting()`` as False.
     - Without a cache, transformers looks for packed sequences in the values of positions, which a
-      graph cannot do. Here there are none if positions are the model's own ``torch.arange``.
+      graph cannot do. In this context there are none if positions are the model's own
+      ``torch.arange``.
     """
     original: Any = UserFunctionVariable.call_function
 
@@ -162,7 +167,7 @@ def decide_masks_statically() -> Iterator[None]:
 
 
 def _counts_up(node: Any) -> bool:
-    """Whether a value is rows of ``torch.arange`` with step 1, plus an integer."""
+    """Whether each row of a value is ``torch.arange`` with step 1, plus an integer."""
     while isinstance(node, fx.Node) and (
         node.target == "expand"
         or (node.target, *node.args[1:]) == ("unsqueeze", 0)
@@ -286,11 +291,11 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any) -> None:
 
 
 def forget_traced_values(module: fx.GraphModule) -> None:
-    """Remove the fake values that Dynamo recorded in the bodies of a graph's operators: of
-    checkpointed regions, and of custom autograd functions with both of their directions.
+    """Remove the fake values that Dynamo recorded in the bodies of higher-order operators:
+    checkpointed regions, and forward and backward of custom autograd functions.
 
     Dynamo keeps these bodies when it captures a part of the graph again. It then looks up numbers
-    of the earlier capture, such as sizes that depend on data, and the new capture has others.
+    of the earlier capture, such as sizes that depend on data. The new capture has other numbers.
     """
     for node in module.graph.find_nodes(op="get_attr"):
         body = operator.attrgetter(str(node.target))(module)

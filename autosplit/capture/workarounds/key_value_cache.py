@@ -1,8 +1,8 @@
 """Blocks that fill a key-value cache, as functions that return the keys and values.
 
 A model of transformers that is called without a cache makes an empty one. Each layer writes its
-keys and values to the entry ``layer_idx`` of this cache, so that every layer would be a kind of its
-own. ``CachedBlock`` passes a layer a cache with one entry, and returns the keys and values written
+keys and values to the entry ``layer_idx`` of this cache, so that no two layers would be of one
+kind. ``CachedBlock`` passes a layer a cache with one entry, and returns the keys and values written
 to it. Layers with another kind of cache than ``DynamicLayer`` (windows) are captured with the
 model.
 """
@@ -20,7 +20,7 @@ _ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
 
 class _OnePlace:
-    """A cache for one layer, whatever its number."""
+    """A cache with one entry, for a layer with any ``layer_idx``."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -35,7 +35,7 @@ class CachedBlock(nn.Module):
     Args:
         block: the block.
         name: name of the argument for the cache.
-        at: position of this argument.
+        at: position of the argument for the cache.
         layer: makes the cache's entry for a layer.
     """
 
@@ -71,13 +71,13 @@ def caching(
     plain: Callable[..., Any],
     operator: Callable[[CachedBlock], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Make a forward that calls one operator without a cache, and another with an empty cache,
-    which it fills.
+    """Make a forward for a block that calls ``plain`` if it gets no cache. If it gets an empty
+    cache, it calls ``operator`` and fills the cache.
 
     Args:
         block: the block that the forward replaces.
         name: name of the argument for the cache.
-        at: position of this argument.
+        at: position of the argument for the cache.
         plain: the block as an operator.
         operator: turns a module into an operator.
     """
@@ -108,7 +108,7 @@ def caching(
 def _with_cache(
     cache: Any, name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with this cache."""
+    """Return (args, kwargs) of a call, with ``cache`` as the argument for the cache."""
     if len(args) > at:
         return (*args[:at], cache, *args[at + 1 :]), kwargs
     return args, {**kwargs, name: cache}

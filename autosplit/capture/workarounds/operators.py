@@ -83,8 +83,8 @@ def _overridden() -> set[str]:
 
 @functools.cache  # thousands of names, the same at each capture
 def _traced(registered: str) -> str | None:
-    """The operator of ``library/operator/key``; None if it is not torch's or tracing skips its
-    kernel.
+    """The operator's name in a registration ``library/operator/key``. None if the operator is not
+    torch's, or if tracing skips the kernel.
     """
     library, operator, key = registered.split("/")
     return f"aten::{operator}" if library == "aten" and key not in _UNTRACED else None
@@ -92,8 +92,8 @@ def _traced(registered: str) -> str | None:
 
 @contextlib.contextmanager
 def trace_registered_kernels() -> Iterator[None]:
-    """Trace through kernels that users registered for torch's own operators: clear the dispatch
-    caches of these operators, which still refer to torch's kernels.
+    """Trace through kernels that users registered for torch's own operators. The dispatch caches of
+    these operators, which still refer to torch's kernels, are cleared.
     """
     operators = [_overload(name) for name in _overridden()]
     for operator in operators:
@@ -260,8 +260,8 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
     - Checks of linear algebra are operators without tokens.
     - Recurrent layers are traced without the fused kernel, whose fake kernel does not match it.
     - Gradients of outputs that overlap themselves are contiguous.
-    - Symbolic sizes are multiplied two at a time.
-    - Grouped products accept float32.
+    - A product of symbolic sizes has two factors at a time.
+    - Grouped products accept float32 and float16.
     - Sparse gradients have rows for padding.
     - Kernels that users registered for torch's operators are traced through.
     """
@@ -294,7 +294,8 @@ _MARGIN_LOSSES = {
 def refuse_traced_otherwise(module: fx.GraphModule) -> None:
     """Refuse operators that torch traces differently than it runs them, by Python decompositions.
 
-    - Margin losses: one gets other gradients and, for an unbatched input, shape [1] instead of [].
+    - Margin losses: a traced loss has other gradients and, for an unbatched input, shape [1] instead
+      of [].
     - Recurrent layers: dropout between layers is omitted; in bfloat16 and float16 every step is
       rounded; before torch 2.13 the last states of an LSTM have an extra dimension.
 
