@@ -394,7 +394,7 @@ def _traced(
 @contextlib.contextmanager
 def same_tensors(module: nn.Module) -> Iterator[None]:
     """Context that restores a module's parameters and buffers at its end. If a submodule has two
-    names, AOTAutograd and ``functional_call`` leave other tensors in the module.
+    names, AOTAutograd and ``torch.func.functional_call`` leave other tensors in the module.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
     originals = [dict(space) for space in spaces]

@@ -1,8 +1,9 @@
-"""Private API of torch, by subject; the installed and the oldest supported version of torch.
+"""Use of torch's private API, a file for each subject; the installed and the oldest supported
+version of torch.
 
 The supported versions differ in how torch.distributed.pipelining drives stages. This table lists
-the differences and the code that handles them, without a check of the version. (For defects of
-capture, see ``autosplit.capture.workarounds``.)
+the differences and the code that handles them. The code does not ask for the version. (For defects
+of capture, see ``autosplit.capture.workarounds``.)
 
 | torch | difference | handled by |
 |---|---|---|

@@ -17,7 +17,7 @@ _MARK = "autosplit allocations"
 
 
 class Stretch(NamedTuple):
-    """Allocated memory between one mark and the next, relative to the first mark.
+    """Allocated memory between one mark and the next, in bytes above the memory at the first mark.
 
     Attributes:
         highest: the peak, in bytes.
@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
 
 
 def can_count(device: torch.device) -> bool:
-    """Whether allocations can be counted now: on the CPU only while no profiler runs."""
+    """Whether allocations can be counted now. On the CPU they cannot while a profiler runs."""
     return device.type != "cpu" or not profiler_is_enabled()
 
 
@@ -46,9 +46,9 @@ def allocations_on(device: torch.device) -> HostAllocations | DeviceAllocations:
 class HostAllocations:
     """Counts this thread's allocations and releases in torch's CPU allocator.
 
-    torch's profiler reports them to the byte, inside operators and compiled kernels too. Memory
-    that was allocated earlier is not counted, and neither is its release. Memory of other threads
-    is not counted either.
+    torch's profiler reports allocations to the byte, inside operators and compiled kernels too.
+    Memory that was allocated before the first mark is not counted, and neither is its release.
+    Memory of other threads is not counted either.
 
     Raises:
         AutosplitError: another profiler is running.
@@ -107,7 +107,8 @@ class HostAllocations:
 
 
 class DeviceAllocations:
-    """Counts allocations by the statistics of an accelerator's allocator, whose peaks it resets.
+    """Counts allocations by the statistics of an accelerator's allocator. It resets the allocator's
+    peaks.
 
     An allocation counts at the host's call of the allocator, not when the device uses the memory.
     """
@@ -146,7 +147,8 @@ class DeviceAllocations:
 
 @contextlib.contextmanager
 def record_sizes() -> Iterator[None]:
-    """Record the sizes of this thread's CPU allocations, which another thread may release.
+    """Context that records the sizes of this thread's CPU allocations for releases by another
+    thread.
 
     The counting thread sees the size of a release only if the allocating thread has a profiler.
     """

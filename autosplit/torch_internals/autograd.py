@@ -1,10 +1,12 @@
-"""Autograd's engine: the running backward, hooks, accumulation into ``.grad`` and its references.
+"""Autograd's engine: the running backward, hooks, accumulation into ``.grad``, and references to
+``.grad``.
 
 Autograd's graph ends at a node for each parameter, AccumulateGrad, which adds to ``.grad``
 (torch/csrc/autograd/functions/accumulate_grad.h) and runs the hooks of the tensor and of the node.
-If no hook fires, adding here has the same result in a tenth of the engine's time.
+If no hook fires, ``add_gradients`` has the same result in a tenth of the engine's time.
 
-Also the context of a call: ``torch.func`` transforms, torch.compile, torch.export, torch.jit.
+The file also tells under what a call runs: ``torch.func`` transforms, torch.compile, torch.export,
+torch.jit.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def at_end_of_backward(function: Callable[[], object]) -> None:
 
 
 class without_grad:  # noqa: N801 (as torch.no_grad)
-    """``torch.no_grad()`` in an eighth of its time."""
+    """A context like ``torch.no_grad()`` that takes an eighth of its time."""
 
     def __enter__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
@@ -65,7 +67,7 @@ class without_grad:  # noqa: N801 (as torch.no_grad)
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether saved-tensor hooks are set: offloading, ``checkpoint``."""
+    """Whether saved-tensor hooks are set, as by ``torch.utils.checkpoint`` or for offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -126,7 +128,7 @@ def in_compiled_autograd() -> bool:
 
 
 def in_compiler() -> bool:
-    """Whether torch.compile is tracing, in itself or in the code that it traces."""
+    """Whether torch.compile is tracing. The answer holds in Dynamo's code and in traced code."""
     return TracingContext.try_get() is not None
 
 
@@ -150,8 +152,8 @@ _PLAIN = {Tensor}
 class Leaves:
     """Parameters with a check for hooks that is cheap enough for every step.
 
-    It keeps references to the parameters' nodes, to find a hook that is registered on a node later.
-    Without a reference, autograd would free the node and create another.
+    ``Leaves`` keep references to the parameters' autograd nodes, to find hooks that are registered
+    on a node later. Without a reference, autograd would free the node and create another.
 
     Args:
         parameters: the parameters.
@@ -179,9 +181,9 @@ class Leaves:
 class LeavesCache:
     """A cache of ``Leaves`` by the number and the first of the parameters.
 
-    Graphs of a module mostly share their parameters. Of lists with the same length, only the latest
-    is kept, unless its parameters belong to the module. ``Leaves`` refer to autograd's nodes, so
-    parameters must not refer to this cache.
+    Graphs of a module mostly share their parameters. Of parameter lists with equal length, only the
+    latest is kept, unless its parameters belong to the module. ``Leaves`` refer to autograd's
+    nodes, so parameters must not refer to this cache: the cycle would never be freed.
 
     Args:
         owned: returns the parameters of the module.
@@ -236,8 +238,8 @@ class _TransientLeaves(Leaves):
 
     Args:
         parameters: the parameters.
-        checked: the number of registered hooks at the last search without a result, in a list that
-            calls share.
+        checked: a list of one number that calls share: how many hooks had been registered at the
+            last search that found none.
     """
 
     def __init__(self, parameters: Sequence[Tensor], checked: list[int]) -> None:
@@ -259,7 +261,7 @@ def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
 def has_hooks_of_users(tensor: Tensor) -> bool:
     """Whether a tensor has a hook of ``register_hook`` that is not torch's own.
 
-    FSDP's hooks need the time of a gradient, not its value.
+    Hooks of FSDP do not count: they need to know when a gradient is computed, not its value.
     """
     hooks = (_TENSOR_HOOKS(tensor) or {}).values()
     return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
@@ -278,8 +280,8 @@ def waits_for_gradient(parameter: Tensor) -> bool:
 
 
 def call_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
-    """Call the hooks of ``register_post_accumulate_grad_hook`` and those on AccumulateGrad nodes,
-    once for each parameter, with its whole gradient.
+    """Call the hooks of ``register_post_accumulate_grad_hook`` and the hooks on AccumulateGrad
+    nodes. Each is called once, with the parameter's whole gradient.
     """
     with torch.no_grad():
         for parameter in {id(tensor): tensor for tensor in parameters}.values():
@@ -302,14 +304,18 @@ def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
 
 
 def hook_tables(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
-    """The dictionaries of hooks of tensors and of their nodes, without empty ones."""
+    """The dictionaries of hooks on tensors and on their autograd nodes, without empty
+    dictionaries.
+    """
     tables = [table for t in tensors for table in (_TENSOR_HOOKS(t), _LATE_HOOKS(t)) if table]
     return [*tables, *filter(None, node_hooks(tensors))]
 
 
 @contextlib.contextmanager
 def without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Disable the hooks of tensors and of their nodes inside, except those of data parallelism."""
+    """Context in which hooks of tensors and of their autograd nodes are disabled, except hooks of
+    data parallelism.
+    """
     tables = hook_tables([*parameters])
     contents = [dict(table) for table in tables]
     for table in tables:
@@ -332,8 +338,8 @@ def add_gradients(
     Args:
         parameters: leaves.
         grads: their gradients.
-        borrowed: whether each gradient shares memory with other tensors, and is copied.
-        homes: the object with the ``.grad`` of each; None for the parameters themselves.
+        borrowed: for each gradient, whether it shares memory with other tensors and is copied.
+        homes: for each parameter, the object whose ``.grad`` is added to; None for the parameters.
     """
     homes = parameters if homes is None else homes
     sums = [home.grad for home in homes]
@@ -347,20 +353,20 @@ def add_gradients(
 
 
 def add_together(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Add gradients to sums in one call."""
+    """Add each gradient to its sum, all in one call of torch."""
     if sums:
         torch._foreach_add_(list(sums), list(grads))
 
 
 def zero_together(sums: Sequence[Tensor]) -> None:
-    """Set sums to zero in one call."""
+    """Set all sums to zero in one call of torch."""
     torch._foreach_zero_(list(sums))
 
 
 def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values into buffers, in one call for each dtype.
 
-    A network of batch norms has hundreds of buffers, whose single kernels would take longer to
+    A network of batch norms has hundreds of buffers. One kernel for each would take longer to
     launch than to run.
     """
     kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -375,7 +381,7 @@ def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def add_gradient(parameter: Tensor, home: Any, grad: Tensor, borrowed: bool) -> None:
-    """Add to one ``.grad``, see ``add_gradients``."""
+    """Add a gradient to the ``.grad`` of ``home``, as ``add_gradients`` does."""
     total = home.grad
     if total is None:
         home.grad = as_grad(parameter, grad, borrowed)
@@ -391,7 +397,9 @@ def checks_nan() -> bool:
 
 
 class _Visit(torch.autograd.Function):
-    """A root whose backward makes the engine visit leaves without gradients."""
+    """A function whose backward makes the engine visit the nodes of leaves, without gradients for
+    them.
+    """
 
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> Tensor:
@@ -426,9 +434,9 @@ _MARK = "autosplit_node"
 def node_hooks(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
     """The dictionaries of hooks on AccumulateGrad nodes of leaves.
 
-    A node lives as long as its references, and a new node has no hooks. Reading a node's hooks
-    registers a hook, which counts. So each node is marked first, and only nodes that still have
-    the mark are read.
+    A node without references is freed, and a new node has no hooks. Reading a node's hooks
+    registers a hook, which raises torch's count of hooks. So each node is marked first, and only
+    nodes that still have the mark are read.
     """
     for metadata in map(_metadata, nodes_of_leaves(tensors)):
         metadata[_MARK] = True
@@ -454,7 +462,8 @@ def _nothing(*_: Any) -> None:
 
 
 def as_grad(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
-    """A gradient in the form of ``.grad``: not borrowed, in the parameter's strides and dtype.
+    """A gradient in the form of ``.grad``: in memory of its own, with the parameter's strides and
+    dtype.
 
     Returns:
         the gradient itself if it has this form, else a copy. A DTensor keeps its placements, which
@@ -486,7 +495,7 @@ def _owned(layout: Tensor, grad: Tensor, borrowed: bool, dtype: torch.dtype) -> 
 def memoryless_tensor(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
     """A tensor without memory, of a subclass of Tensor.
 
-    C functions that access its memory raise a RuntimeError. By default they would read address 0.
+    C functions that access its memory raise a RuntimeError, instead of reading address 0.
 
     Args:
         kind: the subclass.
@@ -537,7 +546,7 @@ def any_referenced(gradients: Iterable[Tensor]) -> bool:
     """Whether a gradient is referenced by anything but the ``.grad`` of one parameter and the list
     ``gradients``.
 
-    References to its memory count too: views, NumPy arrays, flat buffers.
+    References to a gradient's memory count too: views, NumPy arrays, flat buffers.
     """
     for gradient in gradients:
         if getrefcount(gradient) > _REFERENCES or tensor_users(gradient) > _USERS:
@@ -559,7 +568,9 @@ def _is_held_base(view: Tensor) -> bool:
 
 
 def _unreferenced_counts() -> tuple[int, int, int, int]:
-    """The four counts of ``any_referenced`` for a gradient with no other reference."""
+    """The four reference counts that ``any_referenced`` reads, for a gradient without other
+    references.
+    """
     parameter = torch.zeros((), requires_grad=True)
     parameter.grad = torch.zeros(())
     gradients = [parameter.grad]

@@ -46,8 +46,8 @@ _CALLABLES: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle._Unpickler):
     """Creates tuples, dictionaries, dtypes, paths and torch's records, and nothing else.
 
-    It is written in Python, because the unpickler in C allocates as much memory as a file claims to
-    need.
+    It derives from pickle's unpickler in Python. The one in C allocates as much memory as a file
+    claims to need.
     """
 
     stack: list[Any]

@@ -1,6 +1,6 @@
 """Detect DistributedDataParallel, FSDP and torch.distributed.pipelining around a module.
 
-Also refusals of FSDP, gradient averaging, and properties of process groups.
+Also: refuse FSDP, average gradients, and read properties of process groups.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .autograd import without_hooks
 def called_by_stage_backward() -> bool:
     """Whether this runs inside ``stage_backward_input`` of torch.distributed.pipelining.
 
-    Schedules that run I and W separately call it for input gradients, and later search autograd's
-    graph for weight gradients.
+    Schedules that run I and W separately call that function for input gradients. Later they search
+    autograd's graph for weight gradients.
     """
     module = sys.modules.get("torch.distributed.pipelining._backward")
     code = getattr(getattr(module, "stage_backward_input", None), "__code__", None)
@@ -81,14 +81,18 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Timeout of a group for communication on a device; torch's default without backend options."""
+    """Timeout of a group for communication on a device. If the backend has no options, torch's
+    default timeout.
+    """
     options: Any = getattr(group._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether a group's backend is "fake", with which one process dry-runs one of the ranks."""
+    """Whether a group's backend is "fake", with which one process runs alone as one rank of
+    many.
+    """
     return str(dist.get_backend(group)) == "fake"
 
 
@@ -134,15 +138,15 @@ def average_gradients(wrapper: DistributedDataParallel) -> None:
 
 
 def synchronises() -> bool:
-    """Whether DistributedDataParallel runs a forward whose backward averages gradients.
+    """Whether a forward of DistributedDataParallel is running whose backward averages gradients.
 
-    It does outside of ``no_sync()``. Its reducer accepts one gradient for each parameter, the next
-    one, and then waits for the other ranks. So this backward must compute weight gradients, after
+    That is so outside of ``no_sync()``. The reducer accepts one more gradient for each parameter,
+    and then waits for the other ranks. So this backward must compute its weight gradients, after
     all pending ones. Deferred gradients would be averaged at different times on different ranks.
 
     Raises:
-        SplitError: it is the first forward with ``static_graph=True``, whose backward reduces even
-            inside of ``no_sync()``.
+        SplitError: the forward is the first one with ``static_graph=True``, whose backward reduces
+            even inside of ``no_sync()``.
     """
     wrapper = data_parallel() if torch.is_grad_enabled() else None
     if wrapper is None or wrapper.require_backward_grad_sync:

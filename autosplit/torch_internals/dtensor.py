@@ -1,6 +1,6 @@
 """DTensors, to which ``parallelize_module`` converts parameters: local tensors and shardings.
 
-``refuse_unsupported_shardings`` refuses those that cannot be trained before anything runs.
+``refuse_unsupported_shardings`` refuses, before anything runs, shardings that cannot be trained.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Sharding:
         return cls(mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
     def whole(self, local: Tensor) -> Tensor:
-        """The DTensor with the local tensor ``local`` on this rank, without autograd history."""
+        """The DTensor of this sharding whose local tensor on this rank is ``local``, without
+        autograd history.
+        """
         from torch.distributed.tensor import DTensor
 
         with torch.no_grad():
@@ -87,7 +89,9 @@ class Sharding:
         return local_tensor(tensor)
 
     def by_dimension(self) -> list[tuple[str, Any]]:
-        """Name of each mesh dimension (its index if it has no name), and its placement."""
+        """(name, placement) of each mesh dimension; a dimension without a name has its index as
+        name.
+        """
         names = getattr(self.mesh, "mesh_dim_names", None) or range(len(self.placements))
         return list(zip(map(str, names), self.placements, strict=True))
 
@@ -198,7 +202,9 @@ def refuse_unsupported_shardings(module: nn.Module) -> None:
 
 
 def _refuse_uneven(name: str, sharding: Sharding) -> None:
-    """Refuse uneven shards on all ranks; later, only the ranks with smaller shards would fail."""
+    """Refuse uneven shards on all ranks. Otherwise, only ranks with smaller shards would fail, and
+    later.
+    """
     parts: Counter[int] = Counter()
     for at, placement in enumerate(sharding.placements):
         if placement.is_shard():

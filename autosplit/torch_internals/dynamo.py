@@ -1,4 +1,4 @@
-"""Dynamo's records: fake values of nodes, names of sources, and reasons of graph breaks."""
+"""Read what Dynamo records: fake values of nodes, names of sources, and reasons of graph breaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def traced_value(node: fx.Node) -> Any:
 
 
 def source_name(source: Any) -> str:
-    """Dynamo's name of a source as a Python expression; empty if it has none."""
+    """Python expression of one of Dynamo's sources; empty if the source has none."""
     try:
         name = getattr(source, "name", "")
         return name() if callable(name) else str(name)
@@ -36,7 +36,7 @@ def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def input_sources(module: fx.GraphModule) -> list[str]:
-    """Dynamo's source of each input of the graph, as Python: ``L['self'].weight``."""
+    """Python expression of each input of Dynamo's graph, such as ``L['self'].weight``."""
     nodes = module.graph.find_nodes(op="placeholder")
     return [source_name(getattr(node, "_dynamo_source", None)) for node in nodes]
 
@@ -58,7 +58,9 @@ class BreakReason:
 
 
 class BreakWatch:
-    """Collects Dynamo's reports from its construction to ``reasons()``."""
+    """Collects Dynamo's reports of graph breaks, from the object's construction until
+    ``reasons()``.
+    """
 
     def __init__(self) -> None:
         self._breaks = len(graph_break_reasons)

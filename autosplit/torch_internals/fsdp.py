@@ -1,6 +1,6 @@
 """Parameter groups of ``fully_shard``: gather, free and reduce them without FSDP's hooks.
 
-``PlainView`` makes modules of ``fully_shard`` plain ones while a graph is captured or looked up.
+``PlainView`` hides ``fully_shard`` from a module while a graph is captured or looked up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def roots_of(module: nn.Module) -> list[Root]:
 def managed_from_outside(module: nn.Module) -> bool:
     """Whether FSDP manages parameters of a module from a module around it.
 
-    That is ``FullyShardedDataParallel``, or ``fully_shard`` of a module that contains this one.
+    True inside ``FullyShardedDataParallel``, and inside a module of ``fully_shard``.
     """
     inside = {id(part) for root in _topmost(module) for part in root.modules()}
     return any(
@@ -58,7 +58,7 @@ class Root:
     """A topmost module of ``fully_shard``, or several with the same state.
 
     Args:
-        state: its FSDP state.
+        state: the FSDP state of the root.
     """
 
     def __init__(self, state: Any) -> None:
@@ -83,7 +83,7 @@ class Root:
 
 
 def _sharding(spec: Any) -> Sharding:
-    """The sharding of a DTensor's spec, in torch 2.11 to 2.15."""
+    """The sharding that a DTensor's spec describes, in torch 2.11 to 2.15."""
     meta = spec.tensor_meta
     return Sharding(spec.mesh, tuple(spec.placements), meta.shape, meta.stride)
 
@@ -112,7 +112,9 @@ class ParameterGroup:
 
     @property
     def refusal(self) -> str:
-        """Why graphs cannot use the parameters; empty if they can. Completes "was called"."""
+        """The reason why graphs cannot use the parameters, as the end of a sentence "fully_shard
+        was called ..."; empty if they can.
+        """
         if isinstance(self._group.offload_policy, CPUOffloadPolicy):
             return "with an offload policy, which moves parameters and gradients to the host"
         if getattr(self._group.mesh_info, "is_spmd_mesh", False):
@@ -135,7 +137,7 @@ class ParameterGroup:
 
     @property
     def gathered_shardings(self) -> list[tuple[Tensor, Sharding | None]]:
-        """Each sharded parameter, and the sharding that it keeps while it is gathered.
+        """(sharded parameter, sharding that it keeps while it is gathered) for each parameter.
 
         The sharding is None if this rank gathers the whole parameter. A parameter of
         ``parallelize_module`` stays sharded along the other mesh dimensions.
@@ -166,7 +168,8 @@ class ParameterGroup:
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each sharded parameter, and the gathered parameter that replaces it in the module.
+        """(sharded parameter, gathered parameter that replaces it in the module) for each
+        parameter.
 
         The gathered parameter is the same object each time; its memory is freed in between.
         """
@@ -178,9 +181,9 @@ class ParameterGroup:
 
     @contextlib.contextmanager
     def with_gathered_parameters(self) -> Iterator[None]:
-        """Put the gathered parameters into the module inside, maybe without their memory.
+        """Context in which the module has the gathered parameters, maybe without their memory.
 
-        The first call gathers and frees the parameters once, which creates the objects.
+        The first call gathers and frees the parameters once, which creates the gathered parameters.
         """
         if self.is_unsharded:
             self.share_requires_grad()
@@ -205,8 +208,8 @@ class ParameterGroup:
     def share_requires_grad(self) -> None:
         """Make ``requires_grad`` of gathered and sharded parameters equal.
 
-        The user may have set it while parameters were gathered, which sets it on the gathered ones
-        only. The next gathering would restore the value of the sharded ones.
+        If the user sets ``requires_grad`` while parameters are gathered, only the gathered ones get
+        the new value. The next gathering would restore the old value from the sharded ones.
         """
         for sharded, whole in self.pairs if self.is_unsharded else ():
             needed, key = whole.requires_grad, id(sharded)
@@ -220,8 +223,8 @@ class ParameterGroup:
     def writes(self) -> list[int]:
         """For each sharded parameter, a number that grows with every write into it.
 
-        Operators on a DTensor count there, and those on its local tensor count on that, so this is
-        the sum of both.
+        It is the sum of the version counters of the DTensor and its local tensor, because an
+        operator counts on only one of the two.
         """
         return [
             parameter.sharded_param._version + parameter._sharded_local_tensor._version
@@ -246,7 +249,7 @@ class ParameterGroup:
     def reshards_after_forward(self) -> bool:
         """Whether a forward frees the parameters (``reshard_after_forward``).
 
-        By default, roots keep theirs.
+        By default, roots keep their parameters.
         """
         return bool(self._group._reshard_after_forward)
 
@@ -265,13 +268,15 @@ class ParameterGroup:
         self._group.wait_for_unshard()
 
     def reshard(self) -> None:
-        """Free the gathered parameters; an all-gather that nobody has waited for ends first."""
+        """Free the gathered parameters, after waiting for an unfinished all-gather."""
         self.finish_unshard()
         self.share_requires_grad()
         self._group.reshard()
 
     def reshard_after_forward(self) -> None:
-        """Reshard as ``reshard_after_forward`` configures it: not, fully, or to a smaller mesh."""
+        """Reshard as the argument ``reshard_after_forward`` says: not, fully, or to a smaller
+        mesh.
+        """
         with self._group.use_training_state(TrainingState.FORWARD):
             self.reshard()
 
@@ -310,9 +315,9 @@ class ParameterGroup:
 
     @property
     def _sums(self) -> list[Tensor]:
-        """The accumulated gradients, each tensor once.
+        """The accumulated, unreduced gradients, each tensor once.
 
-        In torch 2.15, both attributes are the same tensor.
+        In torch 2.15, both attributes that are read hold the same tensor.
         """
         gathered = [
             parameter
@@ -330,7 +335,7 @@ class ParameterGroup:
     def start_reduce(self) -> None:
         """Start the reduce-scatter of the accumulated gradients.
 
-        Its result is added to ``.grad`` of the sharded parameters. The gathered ones are freed if
+        The result is added to ``.grad`` of the sharded parameters. Gathered parameters are freed if
         FSDP frees them after a backward.
         """
         self.share_requires_grad()
@@ -339,9 +344,10 @@ class ParameterGroup:
 
     @property
     def ranks(self) -> tuple[list[int], list[int]]:
-        """The ranks with the shards of the parameters, and the ranks with this rank's shards.
+        """(ranks that together hold the parameters' shards, ranks that hold the same shards as this
+        rank).
 
-        Both are global ranks and include this rank.
+        Both lists hold global ranks and include this rank.
         """
         info = self._group.mesh_info
         dimensions = info.shard_mesh_dim, info.replicate_mesh_dim
@@ -359,7 +365,7 @@ class ParameterGroup:
     def communicating(
         self, shard_group: Any, replicate_group: Any, divisor: int | None = None
     ) -> Iterator[None]:
-        """Communicate over other process groups of the same ranks inside.
+        """Context in which the group communicates over other process groups of the same ranks.
 
         Args:
             shard_group: the group for all-gather and reduce-scatter.
@@ -401,15 +407,16 @@ class ParameterGroup:
 
 
 def _gathered_spec(parameter: Any) -> Any:
-    """DTensor spec of a gathered parameter; torch 2.11 has it under another name."""
+    """DTensor spec of a gathered parameter; its attribute has another name in torch 2.11."""
     is_renamed = hasattr(parameter, "_unsharded_dtensor_spec")
     return parameter._unsharded_dtensor_spec if is_renamed else parameter._tp_spec
 
 
 def _sums_apart(parameter: Any) -> bool:
-    """Whether sums of another dtype have their own attribute.
+    """Whether accumulated gradients of another dtype than the parameter's are in an attribute of
+    their own.
 
-    From torch 2.15 on, they are in ``.grad`` of the gathered parameter.
+    From torch 2.15 on, they are in ``.grad`` of the gathered parameter instead.
     """
     return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
 
@@ -427,7 +434,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def _cast(dtype: torch.dtype, *, output: bool) -> Callable[..., Any]:
-    """A hook that casts a forward's positional and keyword inputs, or its output."""
+    """A hook that casts a forward's positional and keyword inputs, or, with ``output``, its
+    output.
+    """
 
     def to(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -482,7 +491,7 @@ class PlainView:
     def _without(self, name: str, hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
         """The hooks, with FSDP's replaced by casts.
 
-        It returns the same dictionary each time, because guards may refer to it.
+        Each call returns the same dictionary, because guards may refer to it.
         """
         plain, items = self._plain[name], list(hooks.items())
         if self._seen.get(name) != items:
@@ -508,9 +517,7 @@ def _state_of(module: Any) -> Any:
 
 
 def _handle_ids(state: Any) -> list[int]:
-    """Ids of FSDP's hooks on forwards. One handle may have several hooks, and two handles the same
-    one.
-    """
+    """Ids of the handles of FSDP's hooks on forwards."""
     ids = []
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         ids += [part.id for part in getattr(handle, "handles", (handle,))]

@@ -19,12 +19,14 @@ from .autograd import current_backward, hook_tables
 
 @dataclasses.dataclass(frozen=True)
 class GroupHook:
-    """The part of a group's hook that stands on one tensor.
+    """One tensor's hook of a multi-gradient hook, and what it shares with the other tensors' hooks.
 
     Attributes:
-        key: the same for all tensors of the group, and for no other group.
-        nodes: autograd's nodes of all tensors; None with ``mode="any"``, which does not keep them.
-        ran: the backwards in which the group's function was called, with ``mode="any"``.
+        key: a number for the group of tensors, different for each group.
+        nodes: autograd's nodes of all tensors of the group; None with ``mode="any"``, which does
+            not keep them.
+        ran: with ``mode="any"``, maps the number of a backward to whether the group's function was
+            called in it.
     """
 
     key: int
@@ -51,17 +53,18 @@ def _group_hook(hook: Any) -> GroupHook | None:
 
 
 class MutedHooks:
-    """Hooks of a parameter that are not called in the running backward, and its gradient.
+    """Keeps a parameter's hooks from being called in the running backward, and catches its
+    gradient.
 
-    The engine adds zeros to ``.grad``. If the backward fails before ``restore``, the hooks are
-    called in later backwards all the same.
+    The engine adds zeros to ``.grad`` instead. If the backward fails before ``restore``, later
+    backwards call the hooks nevertheless.
 
     Args:
         parameter: a leaf.
 
     Attributes:
         parameter: as passed.
-        gradient: the gradient that the engine brought; None without one.
+        gradient: the gradient that the engine passed to the parameter; None if there was none.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -93,7 +96,7 @@ class MutedHooks:
         return torch.zeros_like(gradient)
 
     def restore(self) -> None:
-        """Put the hooks back, and ``.grad`` as it was."""
+        """Restore the hooks, and the value that ``.grad`` had before."""
         self._handle.remove()
         for table, key, hook, muted in self._muted:
             if table.get(key) is muted:  # else a hook has removed it

@@ -28,8 +28,9 @@ class Compiled:
 
     Attributes:
         call: takes one list of arguments, empties it, and returns the outputs.
-        strides: actual strides of each output; None if it is not a tensor, or if they are unknown.
-        source: the generated source.
+        strides: actual strides of each output; None for an output that is not a tensor or whose
+            strides are unknown.
+        source: the generated source code.
     """
 
     call: Callable[[list[Any]], Sequence[Any]]
@@ -45,7 +46,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def rewrite_joint(joint: fx.GraphModule) -> None:
     """Rewrite a joint graph by Inductor's passes before partitioning.
 
-    They fuse attention and other patterns, fold constants, and replace random operators by
+    The passes fuse attention and other patterns, fold constants, and replace random operators by
     functions of seeds.
     """
     mode = _fake_mode(joint.graph)
@@ -65,7 +66,8 @@ def rewrite_joint(joint: fx.GraphModule) -> None:
 def _draws(graph: fx.Graph) -> str:
     """AOTAutograd's tag for the graphs that draw random numbers.
 
-    It is ``is_backward`` if the backward draws any, and ``is_forward`` if only the forward does.
+    The tag is ``is_backward`` if the backward draws random numbers, and ``is_forward`` if only the
+    forward does.
     """
     drawing = (n for n in graph.nodes if n.op == "call_function" and is_random(n))
     late = any(node.meta.get(_TAG) == "is_backward" for node in drawing)
@@ -85,11 +87,12 @@ def compile_module(
     Args:
         module: the graph. It returns nodes only, and its placeholders' ``meta["val"]`` are fake
             tensors for its inputs.
-        is_backward: as in ``torch.compile``.
+        is_backward: whether the graph is a backward, as Inductor distinguishes it in
+            ``torch.compile``.
         static: positions of inputs that keep their address, mostly parameters.
         visible: positions of outputs that must have the traced strides.
-        donated: positions of inputs of a backward whose memory it may overwrite. The names of these
-            inputs must differ from others, because the cache compares graphs by their text.
+        donated: positions of inputs whose memory a backward may overwrite. They must have names
+            that other inputs never have, because Inductor's cache compares graphs by their text.
     """
     mode = _fake_mode(module.graph)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -116,7 +119,9 @@ def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:
 def _strides(
     expressions: Sequence[str] | None, mode: FakeTensorMode
 ) -> tuple[int | torch.SymInt, ...] | None:
-    """Strides from Inductor's text of them, which can be cached; None if there is no such text."""
+    """Strides from Inductor's expressions for them; None if there are no expressions. Inductor
+    stores text because it can be cached.
+    """
     if expressions is None:
         return None
     if mode.shape_env is None:

@@ -1,4 +1,4 @@
-"""Overlap of tensors in memory."""
+"""Find tensors that overlap in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosplit.passes.analysis.aliasing import spanned_elements
 
 
 def overlaps(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Groups of tensors that share elements in memory.
+    """Find the groups of tensors that share elements in memory.
 
     Args:
         tensors: strided tensors, each once.
@@ -39,8 +39,8 @@ def spanned_bytes(tensor: Tensor) -> int:
 
 
 def _overlapping(group: list[int], tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Tensors of a group with overlapping spans that share elements; none if their elements only
-    interleave, as those of a matrix's columns do.
+    """Divide a group of tensors with overlapping spans into groups that share elements. A matrix's
+    columns, whose elements only interleave, share none.
     """
     if len(group) < 2:
         return

@@ -38,12 +38,14 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def norms_of(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The 2-norm of each tensor, in one kernel where the device has one for several."""
+    """The 2-norm of each tensor, in one kernel if the device has a kernel for several tensors."""
     return [*torch._foreach_norm(tensors, 2, dtype=dtype)] if tensors else []
 
 
 class DirectOperators:
-    """``torch.ops.aten`` with the fastest entry point of each operator, for the same kernels."""
+    """Replacement for ``torch.ops.aten`` that calls the same kernels by each operator's fastest
+    entry point.
+    """
 
     def __getattr__(self, name: str) -> Any:
         packet = getattr(torch.ops.aten, name)

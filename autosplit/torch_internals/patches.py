@@ -1,4 +1,4 @@
-"""Process-global state: the list of all that autosplit keeps or changes, and ``patched``.
+"""The list of all process-global state that autosplit keeps or changes, and ``patched``.
 
 ``STATE`` has one row for each place, ``ON_OBJECTS`` one for each attribute that autosplit adds to
 objects of the user. ``tests/test_architecture.py`` compares both with the code. Caches of pure
@@ -24,7 +24,7 @@ class GlobalState(NamedTuple):
     Attributes:
         name: the attribute, setting or function, as the file writes it.
         file: the file that keeps or changes it.
-        why: the reason.
+        why: the reason for the state.
         torch: versions of torch that need it, of 2.11 to 2.15.
         issue: issue or pull request of pytorch about it; empty if none is known.
     """

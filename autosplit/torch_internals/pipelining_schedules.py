@@ -27,7 +27,8 @@ class RunningSchedule:
         scales: whether gradients are divided by the number of microbatches.
         microbatches: the number of microbatches.
         rows: the computations of each rank as text; empty if the schedule has no list of actions.
-        reduces: the stages whose gradients the schedule divides by itself.
+        reduces: the stages whose gradients the schedule itself divides by the number of
+            microbatches.
     """
 
     name: str
@@ -43,7 +44,7 @@ class RunningSchedule:
 def running_schedule() -> Any:
     """The schedule whose ``step`` or ``eval`` is running; None if there is none.
 
-    It is found in the stack, because torch gives stages no reference to their schedule.
+    The schedule is found in the call stack, because torch gives stages no reference to it.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -55,7 +56,7 @@ def running_schedule() -> Any:
 
 
 def install_runner(schedule: Any, make: Callable[[Any, Callable[..., Any]], R]) -> R:
-    """Replace the method of a schedule that runs the microbatches of a step.
+    """Replace the method with which a schedule runs the microbatches of a step.
 
     The replacement already runs the current step, and is created once for each schedule.
 
@@ -76,7 +77,7 @@ def install_runner(schedule: Any, make: Callable[[Any, Callable[..., Any]], R]) 
 def reduces_gradients(schedule: Any) -> bool:
     """Whether the running step reduces gradients of sharded parameters.
 
-    From torch 2.15 on, the caller of ``step`` may postpone it to a later step.
+    From torch 2.15 on, the caller of ``step`` may postpone the reduction to a later step.
     """
     return getattr(schedule, "_finalize_gradients", True)
 
@@ -99,7 +100,9 @@ def forget_shapes(schedule: Any) -> None:
 
 
 def action_lists(schedule: Any) -> Any:
-    """The object with a schedule's actions; a new object once the actions were replaced."""
+    """The object that holds a schedule's actions. It is another object after the actions were
+    replaced.
+    """
     listed = getattr(schedule, "pipeline_order_with_comms", None)
     return schedule.pipeline_order if listed is None else listed
 

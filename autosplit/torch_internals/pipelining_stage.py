@@ -1,8 +1,9 @@
-"""A stage for torch.distributed.pipelining that receives and sends; its subclass computes.
+"""Base class of a stage for torch.distributed.pipelining. It receives and sends; a subclass
+computes.
 
 torch 2.11 to 2.15 infer shapes in different ways, and store them in different attributes. This
-stage uses none of them. Stages agree on shapes by messages of autosplit, and receive and send by
-those.
+stage uses none of these ways. Stages agree on shapes by messages of autosplit, and receive and send
+tensors of the agreed shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MetadataError: Any = getattr(_utils, "PipeliningMetadataError", RuntimeError)
 class StageShapeError(PipelineError, _MetadataError):  # type: ignore[misc]
     """Raised when tensors of a stage differ in shape or dtype from the agreed ones or the examples.
 
-    It is also the error that torch's own stage raises in this case.
+    It derives from the error that torch's own stage raises in this case.
     """
 
 
@@ -39,7 +40,7 @@ class StridedTensorMeta:
         shape: its shape.
         stride: its strides, in elements.
         dtype: its dtype.
-        requires_grad: whether its gradient is sent back.
+        requires_grad: whether the tensor's gradient is sent back.
     """
 
     shape: torch.Size
@@ -60,11 +61,14 @@ class StageShapes:
     """The shapes on which a stage and its neighbours have agreed.
 
     Attributes:
-        inputs: tensors from the previous stage, for each microbatch; none for the first stage.
-        structure: pytree of the module's argument; None if the inputs are the arguments.
-        results: results of the stage, for each microbatch.
-        gradients: gradient of each output, for each microbatch; None if the next stage sends none.
-        wanted: whether the previous stage waits for the gradient of each input.
+        inputs: for each microbatch, metadata of the tensors from the previous stage; empty for the
+            first stage.
+        structure: pytree structure of the module's one argument; None if the received tensors are
+            the arguments.
+        results: for each microbatch, metadata of the stage's results.
+        gradients: for each microbatch, metadata of each output's gradient; None if the next stage
+            sends none.
+        wanted: for each input, whether the previous stage waits for its gradient.
     """
 
     inputs: Sequence[Sequence[StridedTensorMeta]] = ()
@@ -88,10 +92,11 @@ class RuntimeStage(PipelineStage):
     sent in their memory order, with any strides.
 
     Attributes:
-        agree: makes all stages of the rank agree with their neighbours, if this step requires it.
-            Called before the first microbatch, while the neighbouring ranks are in the step too.
+        agree: a function that makes all stages of the rank agree on shapes with their neighbours,
+            if this step requires it. It is called before the first microbatch; the neighbouring
+            ranks call it in the same step.
         shapes: shapes of the tensors to receive and send.
-        agreement: the exchange that agreed on the shapes; None before the first.
+        agreement: the exchange in which the shapes were agreed on; None before the first exchange.
         ranks: the process group of the pipeline.
     """
 
@@ -219,7 +224,8 @@ class RuntimeStage(PipelineStage):
 
         Args:
             chunk: the microbatch.
-            first_stage_arguments: returned on the first stage; others return received tensors.
+            first_stage_arguments: the result on the first stage; other stages return received
+                tensors.
         """
         metas = self._shapes_of(self.shapes.inputs, chunk)
         if self.is_first:

@@ -1,9 +1,10 @@
 """Pytrees with names for their leaves, and objects that hold tensors as pytrees.
 
 torch's pytrees support lists, tuples, dicts and registered classes. A forward may also accept and
-return other objects, such as a dataclass, a ``BlockMask`` or a cache of keys and values. Here these
-are flattened by attribute: attributes with tensors become children, and the others are kept in the
-structure. The closure of a ``BlockMask``'s function becomes children too.
+return other objects, such as a dataclass, a ``BlockMask`` or a cache of keys and values. The
+functions of this file flatten such objects by attribute: attributes with tensors become children,
+and the others are kept in the structure. The closure of a ``BlockMask``'s function becomes children
+too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ __all__ = ["TreeSpec", "class_of", "flatten_named", "tree_flatten", "tree_map", 
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """torch's ``tree_flatten``, which also flattens objects that hold tensors."""
+    """Flatten a pytree as torch's ``tree_flatten`` does, and also flatten objects that hold
+    tensors.
+    """
     leaves, spec = _pytree.tree_flatten(tree)
     wrapped = [*map(_hold_leaf, leaves)]
     if all(map(operator.is_, wrapped, leaves)):
@@ -106,13 +109,15 @@ class Holder:
 class Skeleton:
     """Class and attributes of an object without its tensors.
 
-    Two are equal if class, names of attributes, and attributes that are numbers or text are equal.
+    Two skeletons are equal if their classes, names of attributes, and attributes that are numbers
+    or text are equal.
 
     Attributes:
         kind: the class.
         children: names of the attributes with tensors.
         rest: the other attributes.
-        context: for a class that flattens itself, its own context in place of ``rest``.
+        context: for a class that flattens itself, the context that it returned; it replaces
+            ``rest``.
     """
 
     kind: type
@@ -132,7 +137,7 @@ class Skeleton:
 
 
 def hold(tree: Any) -> Any:
-    """Wrap every object in a pytree that holds tensors, and is not a pytree node, in a Holder."""
+    """Wrap each object of a pytree that holds tensors and is no pytree node itself in a Holder."""
     leaves, spec = _pytree.tree_flatten(tree)
     return tree_unflatten([_hold_leaf(leaf) for leaf in leaves], spec)
 

@@ -1,4 +1,4 @@
-"""State: versions and bytes of storages, modules' state by name, and bytes of optimizer state."""
+"""Versions and bytes of tensors, parameters and buffers by name, and bytes of optimizer state."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def allow_other_memory(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def allows_other_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of those for which ``allow_other_memory`` was called: its values may
-    move to other memory between calls.
+    """Whether ``allow_other_memory`` was called for a tensor, so that its values may move to other
+    memory between calls.
     """
     return hasattr(tensor, _OTHER_MEMORY)
 
@@ -73,9 +73,9 @@ def _strided_parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
 class StateReader:
     """Reads the present parameters and buffers of a module by name.
 
-    It looks each one up in its module's dictionary, which finds parameters that were replaced
-    since, without walking the module tree in each call. Tensors inside of a tensor subclass
-    (quantized weights) are included, under the names of their attributes.
+    It looks each name up in a dictionary of its module. So it finds parameters that were replaced,
+    without walking the module tree in each call. Tensors inside of a tensor subclass (quantized
+    weights) are included, under the names of their attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -114,7 +114,7 @@ class StateReader:
 
 class _State(dict[str, Any]):
     """The parameters and buffers of a module by name. Attributes of parameters that graphs read,
-    such as a weight's main_grad, are looked up when they are asked for.
+    such as a weight's main_grad, are looked up on access.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -138,15 +138,17 @@ def _tensors_of(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _table(names: Any) -> dict[str, Any]:
-    """The dictionary of a module's members; for TorchScript a copy, as it has no dictionary."""
+    """The dictionary of a module's parameters or buffers; a copy for TorchScript, which has no
+    dictionary.
+    """
     return names if isinstance(names, dict) else dict(names.items())
 
 
 def share_state(proxy: nn.Module, module: nn.Module) -> None:
     """Share the parameters, buffers and submodules of ``module`` with ``proxy``.
 
-    The dictionaries are the same objects: both modules have one ``state_dict`` without a prefix,
-    and replacing a parameter of either replaces it in both.
+    The two modules share the dictionaries. Both have the same ``state_dict``, without a prefix, and
+    a parameter replaced in one is replaced in the other.
     """
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         proxy.__dict__[name] = module.__dict__[name]
@@ -176,7 +178,7 @@ def register_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> 
 
 @contextlib.contextmanager
 def preserve_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the training mode of every submodule afterwards."""
+    """Context that restores the training mode of every submodule at its end."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         yield
@@ -192,8 +194,8 @@ _SIDE = 8
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of an optimizer's state, or of the state that its first step will create.
 
-    The prediction runs a step of a copy of the optimizer on small tensors with as many dimensions
-    as the parameters, and scales the result. It is 0 if that step fails.
+    To predict, a copy of the optimizer steps on small tensors with as many dimensions as the
+    parameters, and the result is scaled. The prediction is 0 if that step fails.
     """
     if optimizer is None:
         return 0

@@ -15,7 +15,7 @@ class BoundaryTensor:
     """A saved or deferred tensor.
 
     Attributes:
-        name: such as ``layers_4_norm_output``, see ``passes/partition/split_graphs.py``.
+        name: such as layers_4_norm_output, see ``passes/partition/split_graphs.py``.
         shape: dtype and shape.
         bytes: of the storage that it keeps alive; 0 if an earlier tensor in the list shares it.
         source: the user's line that computed it, or an empty string.

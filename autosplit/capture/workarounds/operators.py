@@ -294,8 +294,8 @@ _MARGIN_LOSSES = {
 def refuse_traced_otherwise(module: fx.GraphModule) -> None:
     """Refuse operators that torch traces differently than it runs them, by Python decompositions.
 
-    - Margin losses: a traced loss has other gradients and, for an unbatched input, shape [1] instead
-      of [].
+    - Margin losses: a traced loss has other gradients and, for an unbatched input, shape [1],
+      not [].
     - Recurrent layers: dropout between layers is omitted; in bfloat16 and float16 every step is
       rounded; before torch 2.13 the last states of an LSTM have an extra dimension.
 
