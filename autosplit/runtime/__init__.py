@@ -1,1 +1,1 @@
-"""The callables F, I, W and B of one module, and their state."""
+"""F, I, W and B of one module as callables, and the tensors that pass between them."""

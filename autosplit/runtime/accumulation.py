@@ -20,8 +20,9 @@ class Accumulation:
     """How W and B add the weight gradients of microbatches.
 
     Attributes:
-        fuses: whether products add into the sums, instead of being added to them.
-        joined_rows: products of at most so many rows a microbatch run once for all microbatches
+        fuses: whether a matrix product adds into the sum directly, instead of being computed and
+            then added.
+        joined_rows: products of at most this many rows a microbatch run once for all microbatches
             whose Ws follow each other.
     """
 

@@ -14,7 +14,7 @@ from autosplit.passes.subgraph import inline
 
 
 def copied(values: Iterable[Any]) -> list[Any]:
-    """Copies of a graph's arguments, which the graph itself may overwrite."""
+    """Copies of a graph's arguments, made before the graph may overwrite them."""
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
@@ -28,12 +28,15 @@ def refuse_nan(
 
     Args:
         name: the graph's name.
-        results: its results by role; for gradients that were added, the sums.
+        results: (role, value) of the graph's results; the sums for gradients that were added into
+            sums.
         module: the graph.
-        arguments: copies of its arguments, to search for the operator; None: do not search.
+        arguments: copies of the graph's arguments, with which the operator is searched for; None:
+            do not search.
 
     Raises:
-        AnomalyError: a gradient has a NaN; names it, the first operator with a NaN, and its line.
+        AnomalyError: a gradient has a NaN; names the gradient, the first operator with a NaN, and
+            the operator's line.
     """
     for role, value in results:
         if role.kind in GRADIENT and _has_nan(value):
@@ -42,8 +45,8 @@ def refuse_nan(
 
 
 def _origin(module: fx.GraphModule, arguments: Mapping[Role, Any]) -> str:
-    """A phrase that names the first operator whose result has a NaN and whose operands have none;
-    or else the first operator that reads an argument with one.
+    """A phrase that names the first operator whose result has a NaN and whose operands have none.
+    If there is none, it names the first operator that reads an argument with a NaN.
     """
     search = _AnomalySearch(module)
     search.run(*[arguments[role] for role in inputs(module.graph)])
@@ -73,7 +76,7 @@ class _AnomalySearch(fx.Interpreter):
 
 
 def _has_nan(value: Any) -> bool:
-    """Whether a value is a tensor with a NaN; of dtypes of one byte, none counts."""
+    """Whether a value is a tensor with a NaN; False for dtypes of one byte."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return False
     dense = value.coalesce().values() if value.is_sparse else value

@@ -1,4 +1,4 @@
-"""``trace``: capture, split and compile one module for one kind of call, by ``SplitOptions``.
+"""``trace`` captures, splits and compiles one module for one kind of call, under ``SplitOptions``.
 
 A module whose first call has side effects is called once before its capture.
 """
@@ -75,12 +75,13 @@ def trace(
     gathering: Gathering | None = None,
     values: Values = "none",
 ) -> SplitFunctions:
-    """Capture, split and compile a module for inputs like these.
+    """Capture, split and compile a module for calls with the structure, shapes and dtypes of these
+    inputs.
 
-    Tracing does not run the forward, unless a call changes Python state or builds submodules, which
-    many forwards do at their first call only. That first call is then made here, and the random
-    generators are restored. With ``called``, or if the call gives lazy parameters their shapes, it
-    is left to the caller.
+    Tracing does not run the forward, with one exception. Many forwards change Python state or build
+    submodules at their first call only. Such a first call is made before the capture, and the
+    random generators are restored. With ``called``, or if the first call gives lazy parameters
+    their shapes, the caller must make it: FirstCallError is raised.
 
     If ``AUTOSPLIT_DUMP=dir`` is set in the environment, the graphs after each pass are written to a
     numbered folder in ``dir`` for each captured module.
@@ -89,16 +90,16 @@ def trace(
         module: the module.
         args: example positional inputs.
         kwargs: example keyword inputs.
-        options: how it is split.
+        options: how the module is split, and how its graphs run.
         called: whether the caller runs the module on these inputs next.
-        has_run: whether the module ran on such inputs before, after a FirstCallError.
-        require_graph: whether the module may not run without a graph, so that a first call may be
-            made to get one.
+        has_run: whether the caller has run the module on such inputs after a FirstCallError.
+        require_graph: whether the module must run as a graph, so that a first call may be made
+            before the capture.
         regions: whether repeated blocks are captured once for each kind and called by the graphs.
             Ignored if the memory setting computes some weight gradients in I.
         gathering: gathers the parameters that graphs read, if ``fully_shard`` has sharded them.
-        values: which tensors the forward may set as attributes of its modules in every call:
-            ``"constant"``, those that need no gradient.
+        values: which tensors the forward may set as attributes of its modules in every call;
+            ``"constant"`` allows tensors that need no gradient.
 
     Raises:
         CaptureError: the module cannot be captured.
@@ -145,7 +146,9 @@ def _split_block(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Capture, SplitGraphs]:
-    """Capture and split one block of a model; its graphs are dumped into a folder of its kind."""
+    """Capture and split one block of a model. The graphs are dumped into a folder for the kind of
+    block.
+    """
     from autosplit.capture.joint_graph import capture
 
     traced = capture(block, args, kwargs, compiler.decompositions)
@@ -184,8 +187,8 @@ def _capture(
     warms_up: bool,
     values: Values,
 ) -> Capture:
-    """Capture a module, after its first call if that has side effects. Only if later calls have
-    them, too, are tensors that the forward sets as attributes outputs of the graph.
+    """Capture a module; if its first call has side effects, after that call. If later calls have
+    side effects too, tensors that the forward sets as attributes become outputs of the graph.
 
     Raises:
         CaptureError: the module cannot be captured.
@@ -260,7 +263,9 @@ def is_unshaped(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _undrawn() -> Iterator[None]:
-    """Restore the random generators of Python and NumPy, from which a traced forward may draw."""
+    """Context that restores the random generators of Python and NumPy at its end, because a traced
+    forward may draw from them.
+    """
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -274,14 +279,15 @@ def _undrawn() -> Iterator[None]:
 def without_history(
     leaves: Sequence[Any], *, computed: bool = False, varying: Dimensions | None = None
 ) -> list[Any]:
-    """Leaves for a capture: same shapes and ``requires_grad``, but no autograd history.
+    """Return leaves for a capture, with the same shapes and ``requires_grad`` but no autograd
+    history.
 
     A tensor that is several leaves stays one tensor, as graphs are specialized on that.
 
     Args:
         leaves: the flattened inputs; tensors may have no memory.
         computed: whether the leaves are outputs of an earlier module. Each is then a separate
-            tensor, and those with a gradient are no leaves of autograd's graph.
+            tensor, and a tensor that requires a gradient is not a leaf of autograd's graph.
         varying: dimensions whose sizes the capture leaves open.
 
     Raises:
@@ -305,7 +311,7 @@ def without_history(
 
 
 def _detached(tensor: Tensor, computed: bool) -> Tensor:
-    """One leaf of ``without_history``."""
+    """One tensor for ``without_history``."""
     if tensor.layout is not torch.strided:
         raise CaptureError(
             f"an input has layout {tensor.layout}; only strided inputs are split: pass x.to_dense()"
@@ -341,7 +347,9 @@ class _Computed(torch.autograd.Function):
 
 
 def dump_folder(module: nn.Module) -> pathlib.Path | None:
-    """The folder for the graphs of a module, below ``AUTOSPLIT_DUMP``; None if that is not set."""
+    """The path of a new folder for a module's graphs, in ``AUTOSPLIT_DUMP``; None if that is not
+    set.
+    """
     folder = os.environ.get(DUMP_VARIABLE)
     if not folder:
         return None

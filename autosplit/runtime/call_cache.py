@@ -1,4 +1,5 @@
-"""``CallCache``: results that earlier calls of a module left for later ones, with one bound.
+"""``CallCache`` keeps results of earlier calls of a module for later calls, up to a number of
+entries.
 
     call of a stage ──► sizes ──────► layout of the inputs                StageSpecializations
     any call ─────────► key ────────► graphs and state, unchecked         Specializations.steady
@@ -6,10 +7,10 @@
                         └► signature ► graphs, once their guards hold     Specializations
     graphs ───────────► sizes ──────► the same graphs at these sizes      SplitFunctions
 
-These stay apart, because they answer different questions, and are forgotten at different times. A
-layout and a graph's form for some sizes depend on sizes alone, and are always valid. Graphs under a
-signature are valid if their guards hold, which each call checks. Graphs and state under a key of
-``steady`` are valid without a check until the module may have changed.
+The four caches are separate, because their entries are valid for different times. A layout, and a
+graph at some sizes, depend on sizes alone and are always valid. Graphs under a signature are valid
+if their guards hold, which each call checks. Graphs and state under a key of ``steady`` are valid
+without a check until the module may have changed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_CALLS = 1024
 class CallCache(dict[K, V]):
     """A dictionary of at most ``MAX_CALLS`` keys, filled by ``remember``.
 
-    A further key empties it first: if so many sizes vary, few of them come back.
+    Another key empties the dictionary first: if that many sizes vary, few of them come back.
     """
 
     def remember(self, key: K, value: V) -> V:

@@ -1,18 +1,19 @@
-"""Checks that ``AUTOSPLIT_CHECK=1`` turns on: gradients, memory and hooks beside autograd's.
+"""Checks that ``AUTOSPLIT_CHECK=1`` turns on: gradients, writes into memory, and hooks are compared
+with plain autograd.
 
-``checked`` is asked for the class of a graph's functions whenever one is captured. Without the
-variable it returns the class that it is given, and nothing else of this file runs.
+``checked`` is called for each capture and returns the class of the graphs' functions. Without the
+variable it returns its argument, and nothing else of this file runs.
 
-Contract: with the checks on, results are the same bits, and modules, buffers, generators and
-``.grad`` are left as they are found. Three things raise ``CheckError``:
+Contract: the checks change no bit of a result, and leave modules, buffers, generators and ``.grad``
+unchanged. Three things raise ``CheckError``:
 
-- the first microbatch of a capture is run beforehand by the graphs and by the forward that they
-  were captured from, on copies, with random gradients of its outputs: outputs, buffers or gradients
-  differ by more than rounding;
-- a tensor that W reads and others can reach was written between I and W without autograd's count
-  of writes: some of its elements are kept at I and compared at W. If there may be an accelerator,
-  the comparisons are read after the optimizer's step, so that the host does not wait before it;
-- hooks on a parameter fired more or less often than autograd fires them, once a backward.
+- outputs, buffers or gradients of the graphs and of plain autograd differ by more than rounding.
+  Before the first microbatch of a capture, both run on copies of it, with random output gradients;
+- a tensor that W reads was written between I and W without raising its version counter. Of each
+  tensor that code outside of the graphs can reach, some elements are copied at I and compared at W.
+  If there may be an accelerator, the comparisons are read after the optimizer's step, so that the
+  host does not wait before it;
+- hooks on a parameter did not fire exactly once a backward, as autograd fires them.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ F = TypeVar("F", bound=SplitFunctions)
 
 
 def checked(kind: type[F], plain: Plain) -> Callable[..., F]:
-    """The class of a graph's functions, with checks if ``AUTOSPLIT_CHECK=1`` asks for them.
+    """The class ``kind``, with checks added if ``AUTOSPLIT_CHECK=1``.
 
     Args:
-        kind: their class without checks.
+        kind: the class of F, I, W and B without checks.
         plain: the call of plain autograd from which the graph was captured.
     """
     if os.environ.get(CHECK_VARIABLE, "") in ("", "0"):
@@ -83,7 +84,9 @@ def plain_call(
     state: State,
     leaves: Sequence[Any],
 ) -> Sequence[Any]:
-    """``Plain`` of a module that takes arguments of this structure, and sets these values."""
+    """Call a module by plain autograd; return the leaves of its result, then the tensors that it
+    set as attributes.
+    """
     from autosplit.capture.joint_graph import same_tensors  # imports Dynamo
 
     with same_tensors(module):  # functional_call leaves its own in a module of two names
@@ -92,11 +95,11 @@ def plain_call(
 
 
 class HookCount:
-    """A hook that counts how often a parameter's hooks fire in one backward.
+    """A hook that checks how often the hooks of a parameter fire in one backward.
 
     Args:
         name: the name of the parameter.
-        table: the hooks.
+        table: the dictionary of the parameter's hooks.
     """
 
     def __init__(self, name: str, table: dict[int, Any]) -> None:
@@ -107,7 +110,7 @@ class HookCount:
         self._fired += (grads[0] if isinstance(grads, tuple) else grads) is not None
 
     def check_count(self) -> None:
-        """Raise ``CheckError`` unless they fired once."""
+        """Raise ``CheckError`` unless the hooks fired exactly once."""
         if self._table.get(_COUNT) is not self:  # another graph of this backward counts
             return
         del self._table[_COUNT]
@@ -122,7 +125,9 @@ _COUNT = -1  # the key of a count among the user's hooks, which torch numbers fr
 
 
 def count_hooks(name: str, parameter: Tensor) -> None:
-    """Count calls of a parameter's hooks in the backward under way, if that comes to it."""
+    """Check a parameter's hooks in the running backward, if that computes the parameter's
+    gradient.
+    """
     for table in hook_tables([parameter]):
         if parameter.requires_grad and is_requested(get_gradient_edge(parameter).node):
             count = table[_COUNT] = HookCount(name, table)
@@ -130,23 +135,27 @@ def count_hooks(name: str, parameter: Tensor) -> None:
 
 
 class CheckedResiduals(Residuals):
-    """Residuals that can tell whether somebody has written into them.
+    """Residuals that detect writes which no version counter counts.
 
     Attributes:
-        parameters: those that get a gradient, by name.
-        samples: what ``sample`` gave at the hand-over.
+        parameters: the parameters that get a gradient, by name.
+        samples: the result of ``sample`` directly after I.
     """
 
     parameters: Sequence[tuple[str, Tensor]] = ()
     samples: Sequence[Tensor] = ()
 
     def sample(self) -> list[Tensor]:
-        """Some elements, as bytes, of each tensor that code outside of the graphs can reach."""
+        """Copies of some elements, as bytes, of each tensor that code outside of the graphs can
+        reach.
+        """
         exposed = map(self._tensors.__getitem__, self._layout.exposed)
         return [*map(_sample, (*exposed, *self._protected))]
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
-        """Map the name of each sampled tensor to whether the sampled elements have changed."""
+        """Yield (name of a sampled tensor, tensor that is True if its sampled elements have
+        changed).
+        """
         names = self._layout.protected_names(len(self._tensors))
         for name, sampled, now in zip(names, self.samples, self.sample(), strict=True):
             yield name, (sampled != now).any()
@@ -166,11 +175,11 @@ def _sample(value: Any) -> Tensor:
 
 
 class CheckedFunctions(SplitFunctions):
-    """F, I, W and B with the checks; a base to be put before the class that is checked.
+    """Mixin that adds the checks to a class of F, I, W and B.
 
     Args:
         plain: the call of plain autograd from which the graphs were captured.
-        args: as for the class that is checked.
+        args: arguments of the checked class.
     """
 
     residuals = CheckedResiduals
@@ -218,7 +227,7 @@ class CheckedFunctions(SplitFunctions):
         return gradients
 
     def _read_written(self) -> None:
-        """Raise ``CheckError`` if something was written unseen."""
+        """Read the pending comparisons; raise ``CheckError`` if a tensor was written uncounted."""
         names = [name for name, written in self._unread if written]
         self._unread.clear()
         if names:
@@ -230,17 +239,17 @@ class CheckedFunctions(SplitFunctions):
             )
 
     def _reader(self, name: str) -> str:
-        """The name of what W reads, with the user's line that it is read for."""
+        """The name of a tensor that W reads, with the user's line for which W reads it."""
         nodes = inputs(self.graphs.graphs()["backward_weight"].graph).items()
         users = [user for role, node in nodes if role.name == name for user in node.users]
         line = next(filter(None, map(source_line, users)), "")
         return f"{name} (for {line})"
 
     def _compare(self, plain: Plain, state: State, leaves: Sequence[Any]) -> None:
-        """Compare a microbatch with plain autograd.
+        """Run a microbatch by the graphs and by plain autograd, and compare the results.
 
         Raises:
-            CheckError: names what differs, and by how much.
+            CheckError: names the result that differs, and by how much.
         """
         joint = self.graphs.joint.graph
         state = {**state, **{name: state[name].clone() for name in self.written}}
@@ -284,7 +293,9 @@ class CheckedFunctions(SplitFunctions):
     def _autograds(
         self, plain: Plain, state: State, leaves: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Tensor]]:
-        """Results of plain autograd, and the random gradients of outputs by their places."""
+        """Return (results of plain autograd in the order of ``_roles``, random output gradients by
+        position).
+        """
         values = copy.deepcopy({**state})
         for name in self.written:
             owner, _, attribute = name.rpartition(".")
@@ -314,7 +325,9 @@ class CheckedFunctions(SplitFunctions):
     def _computed(
         self, state: State, leaves: Sequence[Any], tangents: dict[int, Tensor]
     ) -> Iterator[list[Any]]:
-        """Results that the graphs compute: by I and W, then by B."""
+        """Yield the results of the graphs in the order of ``_roles``: first by I and W, then by
+        B.
+        """
         results, updates, saved = self.forward(state, [*leaves])
         if not self.has_backward:
             yield [*results, *updates]
@@ -334,7 +347,7 @@ def _assert_close(
     """Compare a result with that of plain autograd.
 
     Raises:
-        CheckError: names it, its line and how far it is off.
+        CheckError: names the result, its line and its error.
     """
     try:
         torch.testing.assert_close(

@@ -1,5 +1,5 @@
-"""Compiled graphs: ``CompiledGraph``, with arguments and results by role, and ``GradientGraph``,
-with its variants that add weight gradients into accumulators.
+"""``CompiledGraph``: one compiled graph, with roles for arguments and results. ``GradientGraph``:
+I, W or B in several compiled forms, which return weight gradients or add them into accumulators.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CompiledGraph:
             no reference to the arguments, so each tensor is freed at its last use inside.
         inputs: roles of the arguments, in order.
         outputs: roles of the results, in order.
-        strides: strides that the backend chose for results that only the next graph sees.
+        strides: strides that the backend chose for results that only the next graph reads, by role.
     """
 
     call: Boxed
@@ -56,9 +56,9 @@ class CompiledGraph:
 
         Args:
             arguments: roles of the list that the returned function takes; the graph may read only
-                some of them.
-            wanted: roles of the list that it returns; None stands for roles that the graph does not
-                return.
+                some.
+            wanted: roles of the list that the returned function returns. For a role that the graph
+                does not return, the list has None.
         """
         order, call = positions(self.inputs, arguments), self.call
         at = {role: index for index, role in enumerate(self.outputs)}
@@ -88,7 +88,7 @@ def _getter(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def positions(wanted: Iterable[Role], roles: Sequence[Role]) -> list[int]:
-    """The index of each wanted role among ``roles``."""
+    """The index in ``roles`` of each wanted role."""
     at = {role: index for index, role in enumerate(roles)}
     return [at[role] for role in wanted]
 
@@ -97,7 +97,7 @@ def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> Compil
     """Compile one graph.
 
     Raises:
-        BackendError: the backend cannot compile it; names the graph.
+        BackendError: the backend cannot compile the graph; names it.
     """
     with _errors_name(name, backend):
         call, strides = backend.compile(name, module)
@@ -120,7 +120,7 @@ def prepare_joint(joint: fx.GraphModule, backend: Backend) -> None:
 
 @contextlib.contextmanager
 def _errors_name(graph: str, backend: Backend) -> Iterator[None]:
-    """Raise errors of the backend as ``BackendError`` with the graph's name."""
+    """Context that raises errors of the backend as ``BackendError`` with the graph's name."""
     try:
         yield
     except (BackendError, PassError):
@@ -142,11 +142,11 @@ Parts: TypeAlias = "tuple[frozenset[str], ...]"
 
 
 class CompletionReport(NamedTuple):
-    """A function that is called when the sums of some parameters are complete.
+    """A function to call when the gradient sums of a set of parameters are complete.
 
     Attributes:
         parts: sets of parameters.
-        function: called with the number of a part, maybe more than once.
+        function: called with the index of a part; maybe more than once for one part.
     """
 
     parts: Parts
@@ -162,10 +162,11 @@ class Accumulators(NamedTuple):
     """Tensors into which a graph adds gradients.
 
     Attributes:
-        tensors: in the order of the graph's parameters.
-        overwrites: whether the gradients are the first, and overwrite memory that is not
+        tensors: one for each parameter of the graph, in the graph's order.
+        overwrites: whether the gradients are the first of a step, and overwrite memory that is not
             initialized.
-        report: the gradients are the last, and the graph may report parts before its end.
+        report: if the gradients are the last of a step, the function to report complete parts to;
+            else None.
     """
 
     tensors: Sequence[Tensor]
@@ -177,14 +178,14 @@ class GradientGraph:
     """I, W or B: in the form that returns gradients, and in forms that add into accumulators.
 
     Args:
-        program: the graphs of the module.
-        name: the graph's name among them.
+        program: the split graphs of the module.
+        name: the graph's name in ``program``.
         arguments: roles of the arguments, in the order in which callers pass them.
         parameters: names of the parameters whose gradients are results, in order.
         results: roles of the other results, in order.
-        suffix: follows the name where the graph is compiled.
+        suffix: appended to the graph's name for the backend.
         backend: compiles the graph.
-        accumulation: how products add gradients.
+        accumulation: how matrix products add gradients.
     """
 
     def __init__(
@@ -211,10 +212,10 @@ class GradientGraph:
         self._variants: dict[tuple[torch.dtype | None, AddingForm, int, Parts], Boxed] = {}
 
     def most_joined(self, dtype: torch.dtype | None) -> int:
-        """Return the most microbatches that one call of the graph can compute.
+        """Return the largest number of microbatches that one call of the graph can compute.
 
-        It is 1 if no product of the graph is joined. None is, if ``dtype`` is not the gradients'
-        dtype, because the gradient of each microbatch is then added by itself.
+        It is 1 if no product of the graph is joined. If ``dtype`` is not the gradients' dtype, no
+        product is joined, because the gradient of each microbatch is converted and added by itself.
         """
         is_wider = dtype is not None and any(v.dtype is not dtype for v in self._gradients)
         return MOST_JOINED if self._gains_by_joining and not is_wider else 1
@@ -234,14 +235,15 @@ class GradientGraph:
         """Run the graph.
 
         Args:
-            pool: the arguments, in the order of ``arguments``; emptied. Those of several
-                microbatches follow each other, but parameters and buffers come once, at the end.
+            pool: the arguments, in the order of ``arguments``; emptied. With several microbatches,
+                the deferred values of one follow those of the other; parameters and buffers come
+                once, at the end.
             gradients: accumulators; None: return new gradients.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             count: the number of microbatches, at most ``most_joined``.
 
         Returns:
-            the other results; and the accumulators, or new gradients.
+            (the other results, the accumulators or new gradients).
 
         Raises:
             AnomalyError: under anomaly detection, a gradient has a NaN.
@@ -306,13 +308,14 @@ class GradientGraph:
         count: int = 1,
         parts: Parts = (),
     ) -> None:
-        """Compile one form of the graph, unless it is compiled.
+        """Compile one form of the graph, unless it is compiled already.
 
         Args:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
-            adds: whether it is the form that adds into accumulators.
-            overwrites: whether the first gradients are written into accumulators, too.
-            count: the number of microbatches that it runs.
+            adds: whether the form adds into accumulators.
+            overwrites: whether the form writes the first gradients into accumulators that are not
+                initialized.
+            count: the number of microbatches that the form runs.
             parts: sets of parameters that are reported when their gradients are complete.
         """
         first: AddingForm = self._first_form if overwrites else "returns"
@@ -329,8 +332,9 @@ class GradientGraph:
     def _first_form(self) -> AddingForm:
         """The form for accumulators that are not initialized.
 
-        A compiling backend, for which a further form takes seconds, and sparse gradients, which
-        cannot be copied into dense memory, add to zeros.
+        The form overwrites the accumulators. It adds to zeros instead with a compiling backend, for
+        which another form takes seconds, and for sparse gradients, which cannot be copied into
+        dense memory.
         """
         is_quick = self._adding_form == "adds" and self._is_dense and not self._backend.compiles
         return "overwrites" if is_quick else self._adding_form
@@ -341,8 +345,8 @@ class GradientGraph:
 
     @cached_property
     def _adds_outside(self) -> bool:
-        """Whether gradients are added to accumulators after the graph, all at once, so that it
-        needs no form that adds.
+        """Whether gradients are added to accumulators after the graph has run, all at once, so that
+        the graph needs no form that adds.
 
         An interpreting backend does so if all gradients are small and so cheap to hold, unless
         products add them. A compiling backend, for which a second form takes seconds, does so if
@@ -357,7 +361,7 @@ class GradientGraph:
 
     @cached_property
     def _gradients(self) -> list[Tensor]:
-        """Fake tensors like the gradients."""
+        """Fake tensors with the shapes and dtypes of the gradients."""
         wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
         return [v.meta["val"] for role, v in outputs(self._module.graph) if role in wanted]
 
@@ -367,7 +371,9 @@ class GradientGraph:
 
     @cached_property
     def _reports_inside(self) -> bool:
-        """Whether generated code calls functions: a compiler takes operators only."""
+        """Whether generated code can call the report's function; a compiling backend accepts
+        operators only.
+        """
         return not self._backend.compiles or bool(subgraphs(self._module.graph))
 
     def _variant(
@@ -380,7 +386,7 @@ class GradientGraph:
         return self._variants[key]
 
     def source(self, dtype: torch.dtype | None, *, adds: bool, count: int = 1) -> fx.GraphModule:
-        """The graph of one form, before it is compiled; arguments as for ``compile``.
+        """The FX graph of one form, before it is compiled; arguments are those of ``compile_form``.
 
         Raises:
             SplitError: a pass broke an invariant.
@@ -409,8 +415,8 @@ class GradientGraph:
 
     @property
     def _fuses(self) -> Fuses:
-        """The operators that add the gradients that they compute. A compiling backend decides
-        itself.
+        """Which operators add the gradients that they compute into accumulators. For a compiling
+        backend, none: the backend fuses them itself.
         """
         if self._backend.compiles:
             return "none"
@@ -430,8 +436,8 @@ class GradientGraph:
     ) -> Boxed:
         """Compile one form.
 
-        It takes the arguments, then the accumulators if it writes into any, then a function if it
-        reports parts; it returns the other results, then new gradients if it returns them.
+        The compiled function takes one list: the arguments, then any accumulators, then the
+        report's function if it reports parts. It returns the other results, then any new gradients.
         """
         module = self._source(dtype, form, count, parts)
         name, arguments, wanted = self._name, [*self._arguments], [*self._results]
@@ -450,7 +456,9 @@ class GradientGraph:
 
 
 def _of_several(arguments: Sequence[Role], count: int) -> list[Role]:
-    """The arguments of W of several microbatches, in the order in which callers pass them."""
+    """Roles of the arguments of a joined W: the deferred values of each microbatch in turn, then
+    parameters and buffers.
+    """
     deferred = [role for role in arguments if role.kind not in STATE]
     state = [role for role in arguments if role.kind in STATE]
     return [joined_role(role, at) for at in range(count) for role in deferred] + state

@@ -1,4 +1,4 @@
-"""F, I, W and B of a module with DTensors, which its graphs take as local tensors."""
+"""F, I, W and B of a module with DTensors. The graphs compute with the DTensors' local tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .functions import ForwardResult, SplitFunctions
 class DTensorFunctions(SplitFunctions):
     """``SplitFunctions`` whose graphs compute with the local tensors of DTensors.
 
-    Arguments are unwrapped, and results are wrapped. A gradient has the placements with which it is
-    computed, which may differ from those of its parameter.
+    Arguments are unwrapped, and results are wrapped. A gradient keeps the placements with which it
+    is computed; the parameter may have others.
     """
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
@@ -51,7 +51,7 @@ class DTensorFunctions(SplitFunctions):
         return _whole(self.capture.shardings, [Role(kind, name) for name in names], values)
 
     def _local(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
-        """Values of a kind as graphs take them; values that are no tensors stay as they are.
+        """The local tensors of DTensors among values of a kind. Other values stay as they are.
 
         Raises:
             SplitError: a value was a DTensor when the module was captured, and is a tensor now.
@@ -72,11 +72,11 @@ class DTensorFunctions(SplitFunctions):
 
 
 class _DTensorGraph(GradientGraph):
-    """A ``GradientGraph`` with DTensor gradients: they are added into the local tensors of the
-    sums, or wrapped.
+    """A ``GradientGraph`` with DTensor gradients. A gradient is added into the local tensor of its
+    sum, or wrapped as a DTensor.
 
     Args:
-        shardings: role -> mesh and placements of the DTensor.
+        shardings: maps the role of a DTensor to its sharding.
         args: positional arguments of ``GradientGraph``.
         kwargs: keyword arguments of ``GradientGraph``.
     """

@@ -1,7 +1,7 @@
 """``SplitFunctions``: F, I, W and B of one captured module as functions of tensors.
 
-``SplitModule`` calls them under autograd, ``Stage`` with explicit state. They keep no tensors.
-Positions of arguments and results are computed once; a call only moves references.
+``SplitModule`` calls them under autograd, ``Stage`` with explicit state. The functions keep no
+tensors. Positions of arguments and results are computed once; a call only moves references.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ForwardResult(NamedTuple):
     """Results of F.
 
     Attributes:
-        outputs: leaves of the module's result, then new values of inputs that it writes into, in
-            the order of ``SplitFunctions.output_names``.
+        outputs: leaves of the module's result, then new values of inputs that the module writes
+            into, in the order of ``SplitFunctions.output_names``.
         updates: new values of buffers that the module writes into, in the order of
             ``SplitFunctions.updated_state``.
         saved: residuals for the backward.
@@ -75,7 +75,7 @@ class ForwardResult(NamedTuple):
 
 
 class DeferredLayout(NamedTuple):
-    """The boundary between I and W.
+    """The arguments of W that I leaves, and static facts about them.
 
     Attributes:
         roles: roles of W's arguments: deferred values, then state.
@@ -134,11 +134,11 @@ class SplitFunctions:
         early_parameters: names of parameters whose gradients I returns, in order; none unless the
             memory setting allows it.
         late_parameters: names of parameters whose gradients W returns, in order.
-        tangent_specs: output path -> spec of the gradient that the backward expects for it; outputs
-            that are not listed are not differentiable.
-        dependence: static facts about the gradients.
+        tangent_specs: maps the path of an output to the spec of the gradient that the backward
+            expects; outputs without an entry are not differentiable.
+        dependence: on which outputs each gradient depends, and other static facts about gradients.
         has_backward: whether the module was captured with gradients.
-        residuals: the class of the residuals.
+        residuals: the class of which residuals are made.
     """
 
     residuals = Residuals
@@ -208,16 +208,16 @@ class SplitFunctions:
 
     @property
     def calling(self) -> SplitGraphs:
-        """The graphs that run; they may call graphs of repeated blocks."""
+        """The FX graphs that run; they may call graphs of repeated blocks."""
         return self._graphs
 
     @cached_property
     def graphs(self) -> SplitGraphs:
-        """The graphs with the graphs of repeated blocks inlined."""
+        """The FX graphs with the graphs of repeated blocks inlined."""
         return inlined(self._graphs)
 
     def for_sizes(self, leaves: Sequence[Any]) -> SplitFunctions:
-        """The functions for a call with other input sizes; one object for each combination.
+        """The functions for a call's input sizes; one object for each combination of sizes.
 
         Args:
             leaves: the inputs of the call, which must fulfil the guards.
@@ -241,14 +241,14 @@ class SplitFunctions:
     def for_gradients(self, output_grads: Sequence[object]) -> tuple[SplitFunctions, Missing]:
         """The functions for a backward in which some outputs have no gradient.
 
-        The first few sets of missing gradients get specialized graphs. For further sets, and if
-        such graphs cannot be built, missing gradients are zeros.
+        The first few sets of missing gradients get specialized graphs. For later sets, and if
+        specialized graphs cannot be built, missing gradients are zeros.
 
         Args:
-            output_grads: one for each output; None is a missing one.
+            output_grads: one gradient for each output; None for a missing one.
 
         Returns:
-            the functions, and the parameters and inputs that get no gradient.
+            (functions for this backward, the parameters and inputs that get no gradient).
         """
         missing = self.dependence.missing(output_grads)
         if not missing.outputs:
@@ -265,8 +265,8 @@ class SplitFunctions:
         return functions, missing
 
     def _without(self, missing: frozenset[str]) -> SplitFunctions | None:
-        """The functions for a backward without these outputs' gradients; None if their graphs would
-        need zeros of an unknown size.
+        """The functions for a backward without the gradients of these outputs; None if their graphs
+        would need zeros of an unknown size.
         """
         try:
             form = GraphForm(missing=missing)
@@ -313,10 +313,10 @@ class SplitFunctions:
 
     @staticmethod
     def sentinel_parameters(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A few parameters that are also arguments of autograd's node of F, although it returns no
-        gradients for them: through them F sees that a backward requests gradients of parameters.
+        """A few parameters that are also arguments of the autograd function of F. It returns no
+        gradients for them, but sees by them whether a backward requests gradients of parameters.
 
-        Each edge costs the engine a visit, so only the first and last few parameters get one.
+        Each argument costs the engine a visit, so only the first and last few parameters are used.
         """
         if len(parameters) <= 2 * _SENTINELS_PER_END:
             return parameters
@@ -336,7 +336,7 @@ class SplitFunctions:
 
     @property
     def generated(self) -> Mapping[str, str]:
-        """Graph name -> source that the backend generated, for the graphs compiled so far."""
+        """Maps the name of each graph compiled so far to the source that the backend generated."""
         return self._backend.generated
 
     def compile_calls(
@@ -351,8 +351,8 @@ class SplitFunctions:
 
         Args:
             calls: names of methods in the order of a step. The first call that computes a
-                parameter's gradient returns a new tensor, and a further one adds to it: repeat the
-                name to compile both graphs. If ``accumulation`` joins products, neighbouring calls
+                parameter's gradient returns a new tensor, and a later call adds to it: repeat a
+                name to compile both forms. If ``accumulation`` joins products, neighbouring calls
                 of ``"backward_weight"`` run as one. ``"forward"`` is compiled already.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             overwrites: whether the first call writes into accumulators that are not initialized.
@@ -387,7 +387,7 @@ class SplitFunctions:
     def _joined_calls(
         self, calls: Iterable[str], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, int]]:
-        """Yield each call but ``"forward"``, with the number of microbatches that it runs."""
+        """Yield (call, number of microbatches that it runs) for each call except ``"forward"``."""
         for call, run in groupby(calls):
             left = len([*run]) if call != "forward" else 0
             most = self.most_joined(dtype) if call == "backward_weight" else 1
@@ -398,10 +398,10 @@ class SplitFunctions:
     def source(
         self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False, count: int = 1
     ) -> fx.GraphModule:
-        """The graph of a call, as the backend gets it.
+        """The FX graph of a backward call, as the backend gets it.
 
         Args:
-            call: the name of a method.
+            call: ``"backward_input"``, ``"backward_weight"`` or ``"backward"``.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             adds: whether it is the form that adds into accumulators.
             count: the number of microbatches of a joined W.
@@ -440,8 +440,8 @@ class SplitFunctions:
 
     @cached_property
     def _input(self) -> GradientGraph:
-        """I: from tangents, saved tensors and state, to gradients of inputs, deferred values and
-        gradients of early parameters.
+        """The graphs of I: from saved tensors, state and tangents to input gradients, deferred
+        values and gradients of early parameters.
         """
         roles, state_positions, _ = self._deferred_layout
         deferred = roles[: len(roles) - len(state_positions)]
@@ -450,21 +450,21 @@ class SplitFunctions:
 
     @cached_property
     def _defers_whole_backward(self) -> bool:
-        """Whether I computes nothing, so that W is the whole backward.
+        """Whether I computes no operator, so that W is the whole backward.
 
-        That is so if no input needs a gradient, and either ``Memory.defer_whole_backward`` is set,
-        or the chain of derivatives has one product only.
+        True if no input needs a gradient, and either ``Memory.defer_whole_backward`` is set, or the
+        chain of derivatives has only one product.
         """
         return not (self.early_parameters or any(calls(self._module("backward_input").graph)))
 
     @cached_property
     def _weight(self) -> GradientGraph:
-        """W: from deferred tensors to gradients of the late parameters."""
+        """The graphs of W: from deferred values and state to gradients of late parameters."""
         return self._graph("backward_weight", self._deferred_layout.roles, self.late_parameters)
 
     @cached_property
     def _fused(self) -> GradientGraph:
-        """B: from the arguments of I to gradients of inputs and of all parameters."""
+        """The graphs of B: from the arguments of I to gradients of inputs and of all parameters."""
         return self._graph(
             "backward", self._backward_roles, self.parameter_names, self._input_grad_roles
         )
@@ -503,22 +503,22 @@ class SplitFunctions:
 
     @cached_property
     def specs_by_path(self) -> dict[str, TensorSpec]:
-        """Output path -> spec, for outputs that are tensors."""
+        """Maps the path of each output that is a tensor to its spec."""
         pairs = outputs(self._graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
         values = {role.name: getattr(value, "meta", {}).get("val") for role, value in pairs}
         return self._specs({name: v for name, v in values.items() if isinstance(v, Tensor)})
 
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations of the forward and the backward of one call, recomputation
-        excluded: matrix products, attention and convolutions.
+        """Floating-point operations of forward and backward of one call, without recomputation.
+        Matrix products, attention and convolutions count.
         """
         return sum(flops(node, self._size) for node in inner_calls(self._graphs.joint.graph))
 
     @cached_property
     def caller_memory(self) -> list[tuple[int, int | None]]:
-        """Positions of deferred tensors in the caller's memory, each with the position of the input
-        whose storage it shares, or None if it shares that of a tangent.
+        """(position of a deferred tensor, position of the input whose storage it shares, or None if
+        it shares a tangent's), for each deferred tensor in the caller's memory.
         """
         lenders = lender_roles(self._graphs)
         if not lenders:
@@ -538,8 +538,8 @@ class SplitFunctions:
 
     @cached_property
     def borrowed(self) -> list[bool]:
-        """For each of ``parameter_names``, whether its gradient shares storage with other
-        results.
+        """For each of ``parameter_names``, whether the gradient must be copied, see
+        ``borrowed_gradients``.
         """
         return [name in self.dependence.borrowed for name in self.parameter_names]
 
@@ -550,14 +550,14 @@ class SplitFunctions:
         return [at for at, name in names if name not in self.tangent_specs]
 
     def run(self, state: State, leaves: list[Any]) -> ForwardResult:
-        """Run F, and write the new values of buffers into ``state``.
+        """Run F, and write new values of buffers into the tensors of ``state``.
 
         Args:
             state: parameters and buffers by name.
             leaves: the flattened ``(args, kwargs)``; emptied.
 
         Raises:
-            SplitError: an input shares memory with one of these buffers.
+            SplitError: an input shares memory with a buffer that the module writes into.
         """
         if self.updated_state:
             refuse_state_overlap(self, leaves, state)
@@ -568,7 +568,7 @@ class SplitFunctions:
         return result
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
-        """F: run the forward, but do not write the new values into buffers.
+        """F: run the forward, and return new values of buffers without writing them.
 
         Args:
             state: parameters and buffers by name.
@@ -599,8 +599,8 @@ class SplitFunctions:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
 
         Returns:
-            gradients in the order of ``capture.inputs``, None for inputs without; residuals for W;
-            and the gradients of ``early_parameters``, as from ``backward_weight``.
+            (input gradients in the order of ``capture.inputs``, None for inputs without a gradient;
+            residuals for W; gradients of ``early_parameters``, or the accumulators).
 
         Raises:
             SplitError: a gradient does not fit its output, or a saved tensor was written
@@ -629,8 +629,8 @@ class SplitFunctions:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
 
         Returns:
-            ``gradients``, or new tensors in that order; those of ``dependence.borrowed`` may share
-            storage.
+            the accumulators, or new tensors in the order of ``late_parameters``. Gradients of
+            parameters in ``dependence.borrowed`` may share storage.
 
         Raises:
             SplitError: a deferred tensor was written in place since I.
@@ -639,7 +639,8 @@ class SplitFunctions:
             return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
 
     def most_joined(self, dtype: torch.dtype | None = None) -> int:
-        """The most microbatches whose W ``joined_weight`` may compute; 1 if none gains by it.
+        """The largest number of microbatches for one call of ``joined_weight``; 1 if joining gains
+        nothing.
 
         Args:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
@@ -652,10 +653,12 @@ class SplitFunctions:
         gradients: Accumulators | None = None,
         dtype: torch.dtype | None = None,
     ) -> Sequence[Tensor]:
-        """W of several microbatches as one call; arguments and result as for ``backward_weight``.
+        """W of several microbatches as one call; returns the sums of their gradients as
+        ``backward_weight`` returns gradients.
 
         Args:
-            deferred: the residuals of I of each, with the same parameters and buffers; taken.
+            deferred: the residuals of I of each microbatch, with the same parameters and buffers;
+                taken.
             gradients: see ``backward_weight``.
             dtype: see ``backward_weight``.
 
@@ -671,7 +674,9 @@ class SplitFunctions:
 
     @cached_property
     def sums_microbatches(self) -> bool:
-        """Whether ``sum_weights`` may sum microbatches before their sum is added to another."""
+        """Whether ``sum_weights`` may be used: gradients of some microbatches may be summed first,
+        and then added to the sum of others.
+        """
         return self._accumulation != ACCUMULATION["exact"] and self.dependence.dense
 
     def sum_weights(self, deferred: Sequence[Residuals]) -> Sequence[Tensor]:
@@ -701,7 +706,7 @@ class SplitFunctions:
         """B: I and W as one graph.
 
         Arguments are those of ``backward_input``, with accumulators for ``parameter_names``.
-        Returns the gradients of inputs, and those of ``parameter_names``.
+        Returns (input gradients, gradients of ``parameter_names`` or the accumulators).
 
         Raises:
             SplitError: as for ``backward_input``.
@@ -716,19 +721,19 @@ class SplitFunctions:
     def backward_slices(
         self, saved: Residuals, output_grads: list[Tensor | None]
     ) -> Iterator[dict[Role, Any]]:
-        """B in slices: each item that is asked for runs one of ``sliced``.
+        """B in slices: the iterator runs one slice of ``sliced`` for each item.
 
         Arguments and errors are those of ``backward_input``.
 
         Returns:
-            an iterator over the gradients that each slice completes, by role.
+            an iterator over dictionaries, from role to gradient, of what each slice completes.
         """
         pool = self._backward_pool(saved.take_arguments(), output_grads)
         return self.sliced.run(dict(zip(self._backward_roles, pool, strict=True)))
 
     @cached_property
     def sliced(self) -> SlicedBackward:
-        """B in slices of at least a MiB of weight gradients."""
+        """B in slices that complete at least a MiB of weight gradients each."""
         parameters = self.dependence.gradient_specs.values()
         size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in parameters)
         most = _COMPILED_SLICES if self._backend.compiles else _SLICES
@@ -738,8 +743,8 @@ class SplitFunctions:
         return SlicedBackward([*modules.values()], self._backend)
 
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
-        """The arguments of I or B, in the only list that refers to them, so that the graph can free
-        each at its last use.
+        """The arguments of I or B in one list. No other reference to them exists, so that the graph
+        can free each at its last use.
         """
         pool: list[Any] = []
         for name, at in self._tangents:
@@ -757,7 +762,7 @@ class SplitFunctions:
         return pool
 
     def _tangent(self, name: str, grad: Tensor | None) -> Tensor:
-        """The gradient with the strides of the capture; zeros instead of None.
+        """An output's gradient with the strides of the capture; zeros instead of None.
 
         Raises:
             SplitError: the gradient has another shape or dtype.
@@ -774,12 +779,12 @@ class SplitFunctions:
 
 
 def _state_of(module: fx.GraphModule) -> list[Role]:
-    """The state that a backward graph reads or writes."""
+    """Roles of the parameters and buffers that a backward graph reads or writes."""
     return [*dict.fromkeys([*inputs(module.graph, *STATE), *written(module.graph)])]
 
 
 def _live(state: Sequence[Role]) -> frozenset[int]:
-    """Positions of the state that backward graphs write."""
+    """Positions in ``state`` of the buffers that backward graphs write."""
     return frozenset([at for at, role in enumerate(state) if role.kind is Kind.WRITTEN])
 
 

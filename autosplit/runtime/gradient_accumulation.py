@@ -26,10 +26,10 @@ class GradientSums:
 
     Attributes:
         dtype: dtype of the sums.
-        tensors: parameter name -> sum.
-        memory_for: called with a parameter and a dtype; returns memory for its sum or its ``.grad``
-            in that dtype, of the parameter's shape, not initialized; or None for memory of its own.
-            None: all sums have memory of their own.
+        tensors: maps the name of a parameter to its sum.
+        memory_for: a function from (parameter, dtype) to memory for the parameter's sum or
+            ``.grad``: a tensor of the parameter's shape, not initialized, or None for newly
+            allocated memory. None instead of a function: all sums are newly allocated.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -50,8 +50,9 @@ class GradientSums:
             skipped: parameters that get no gradient.
 
         Returns:
-            The sums; None if a parameter is skipped, has neither a sum nor memory for one, or has
-            hooks, which must see the gradient of each microbatch.
+            The sums. None if a graph must return gradients instead: a parameter is skipped, has
+            neither a sum nor memory for one, or has hooks, which must see each microbatch's
+            gradient.
 
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.
@@ -71,7 +72,7 @@ class GradientSums:
         return Accumulators(tensors, overwrites=True)
 
     def set_parameters(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Set the parameters whose gradients are summed under these names.
+        """Register the parameters whose gradients are summed under these names.
 
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.
@@ -92,10 +93,11 @@ class GradientSums:
         borrowed: Collection[str],
         skipped: Collection[str] = (),
     ) -> None:
-        """Call the parameters' hooks with the gradients, and accumulate what they return.
+        """Call the parameters' hooks with the gradients, and add the gradients that the hooks
+        return to the sums.
 
         Args:
-            names: names of the parameters, which ``into`` or ``set_parameters`` got.
+            names: names of the parameters; ``into`` or ``set_parameters`` was called for them.
             gradients: their gradients.
             borrowed: parameters whose gradient shares storage and must be copied.
             skipped: parameters that get no gradient.
@@ -114,7 +116,7 @@ class GradientSums:
                 self.tensors[name] = self._as_sum(parameter, gradient, copied)
 
     def add_to_parameters(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> list[Tensor]:
-        """Add the sums to the parameters' ``.grad``, and forget them.
+        """Add the sums to the parameters' ``.grad``, and drop the sums.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``, which is the
         parameter's dtype unless the user set it.
@@ -123,8 +125,8 @@ class GradientSums:
             divisor: returns the number by which a parameter's sum is divided.
 
         Returns:
-            the parameters with hooks of ``register_post_accumulate_grad_hook``, or on their
-            AccumulateGrad nodes, which the caller calls when gradients are complete.
+            the parameters that have hooks of ``register_post_accumulate_grad_hook`` or on their
+            AccumulateGrad nodes. The caller must call these hooks when the gradients are complete.
         """
         published = [self._parameters[name] for name in self.tensors]
         for name in [*self.tensors]:
@@ -157,7 +159,7 @@ class GradientSums:
         return total.to(dtype) if memory is None else memory.copy_(total)
 
     def _as_sum(self, parameter: Tensor, gradient: Tensor, borrowed: bool) -> Tensor:
-        """The first sum: the gradient in the dtype of the sums, copied if it is borrowed."""
+        """The first gradient as a sum: in the dtype of the sums, and copied if it is borrowed."""
         dtype = self.dtype or gradient.dtype
         memory = self._memory(parameter, dtype)
         if memory is not None:

@@ -1,4 +1,6 @@
-"""``GradientDependence``: which outputs a gradient depends on, aliasing, and what W can compute."""
+"""``GradientDependence`` tells on which outputs a gradient depends, which gradients share storage,
+and which W can compute.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT
 
 
 def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]:
-    """Name of a gradient of these kinds -> names of the outputs whose gradients it depends on.
+    """Map the name of each gradient of these kinds to the names of the outputs on whose gradients
+    it depends.
 
-    A gradient that depends on no output's gradient (of ``round``, or without elements) is listed
-    with the outputs that depend on its input or parameter.
+    Some gradients depend on no output's gradient: the gradient of ``round``, or one without
+    elements. They are mapped to the outputs that depend on the input or parameter.
     """
     names = [role.name for role in inputs(joint, Kind.TANGENT)]
     depend = reached(joint, [*inputs(joint, Kind.TANGENT).values()])
@@ -38,8 +41,8 @@ def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]
 
 
 def _computed_from(joint: fx.Graph, gradient: Role, tangents: Collection[str]) -> frozenset[str]:
-    """The differentiable outputs that depend on the input or parameter of this gradient; all of
-    them if none does.
+    """The differentiable outputs that depend on the input or parameter of a gradient; all
+    differentiable outputs if none depends on it.
     """
     kind = _GRADIENT_OF[gradient.kind]
     source = inputs(joint, kind).get(Role(kind, gradient.name))
@@ -50,7 +53,7 @@ def _computed_from(joint: fx.Graph, gradient: Role, tangents: Collection[str]) -
 
 
 def outputs_read_inside(joint: fx.Graph) -> frozenset[str]:
-    """Differentiable outputs from which the graph computes others."""
+    """Names of differentiable outputs from which the graph computes other outputs."""
     trained = {role.name for role in inputs(joint, Kind.TANGENT)}
     pairs = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
     nodes = {role.name: v for role, v in pairs if role.name in trained and isinstance(v, fx.Node)}
@@ -65,8 +68,8 @@ def outputs_read_inside(joint: fx.Graph) -> frozenset[str]:
 def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
     """Parameters whose gradient must be copied before it is added to or kept as ``.grad``.
 
-    It shares storage with another result or with an argument, overlaps itself, or is only a part
-    of its storage.
+    Such a gradient shares storage with another result or an argument, overlaps itself, or is only a
+    part of its storage.
     """
     pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
     uses = Counter(storage_root(value) for _, value in pairs)
@@ -82,8 +85,8 @@ class Missing(NamedTuple):
     """Parameters and inputs that get no gradient, because no output that depends on them has one.
 
     Attributes:
-        parameters: names of these parameters.
-        inputs: positions of these inputs.
+        parameters: names of the parameters without a gradient.
+        inputs: positions of the inputs without a gradient.
         outputs: names of the differentiable outputs without a gradient.
     """
 
@@ -100,8 +103,8 @@ class GradientDependence:
 
     Args:
         graphs: the module's graphs.
-        input_names: paths of its inputs.
-        tangents: names of differentiable outputs, and their positions among all outputs.
+        input_names: paths of the module's inputs.
+        tangents: (name, position among all outputs) of each differentiable output.
     """
 
     def __init__(
@@ -113,11 +116,12 @@ class GradientDependence:
         self._missing: dict[frozenset[str], Missing] = {}
 
     def missing(self, output_grads: Sequence[object]) -> Missing:
-        """Which parameters and inputs get no gradient from a backward in which some outputs have
-        none.
+        """The parameters and inputs that get no gradient from a backward in which some outputs have
+        no gradient.
 
         Args:
-            output_grads: an entry for each output of the module; None: that output has no gradient.
+            output_grads: one entry for each output of the module; None for an output without a
+                gradient.
         """
         for _, at in self._tangents:  # written out, because every backward runs it
             if output_grads[at] is None:
@@ -136,8 +140,8 @@ class GradientDependence:
         return self._missing[absent]
 
     def inputs_given(self, output_grads: Sequence[object]) -> list[bool]:
-        """For each input, whether it gets a gradient from a backward in which some outputs have
-        none.
+        """For each input, whether it gets a gradient from a backward in which some outputs have no
+        gradient.
 
         Args:
             output_grads: see ``missing``.
@@ -148,8 +152,8 @@ class GradientDependence:
 
     @cached_property
     def read_inside(self) -> list[tuple[str, int]]:
-        """Path of each output from which other outputs are computed, and its position among all
-        outputs.
+        """(path, position among all outputs) of each output that other outputs are computed
+        from.
         """
         read = outputs_read_inside(self._graphs.joint.graph)
         return [(name, at) for name, at in self._tangents if name in read]
@@ -163,10 +167,11 @@ class GradientDependence:
 
     @cached_property
     def inseparable(self) -> dict[str, str]:
-        """Parameter -> the operator that computes its gradient and cannot be deferred to W.
+        """Maps a parameter whose gradient cannot be deferred to the operator that computes the
+        gradient.
 
-        An input gradient needs the operator, too: a fused recurrent layer, a norm, a sum of an
-        input and a weight.
+        An input gradient needs the operator, too, as in a fused recurrent layer, a norm, or a sum
+        of an input and a weight.
         """
         graph = self._graphs.joint.graph
         wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
@@ -181,7 +186,9 @@ class GradientDependence:
 
     @cached_property
     def deferred_share(self) -> float:
-        """Share of weight gradients, by elements, that W can compute; 1 if there are none."""
+        """Share of the weight gradients, in elements, that W can compute; 1 if there are no weight
+        gradients.
+        """
         sizes = {n: math.prod(spec.shape) for n, spec in self.gradient_specs.items()}
         waiting = sum(size for name, size in sizes.items() if name not in self.inseparable)
         total = sum(sizes.values())
@@ -195,7 +202,9 @@ class GradientDependence:
 
     @cached_property
     def gradient_specs(self) -> dict[str, TensorSpec]:
-        """Parameter name -> spec of its gradient, for gradients that are strided tensors."""
+        """Maps a parameter's name to the spec of its gradient, if the gradient is a strided
+        tensor.
+        """
         pairs = outputs(self._graphs.joint.graph, Kind.PARAMETER_GRAD)
         values = {role.name: value.meta["val"] for role, value in pairs}
         dense = {k: v for k, v in values.items() if v.layout is torch.strided}
@@ -215,7 +224,7 @@ def _inseparable_producer(
 ) -> fx.Node | None:
     """The operator that computes a value, if input gradients need it; otherwise None.
 
-    If a call of a repeated block computes the value, the operator inside the block is meant.
+    If a call of a repeated block computes the value, the operator inside the block is returned.
     """
     while is_view(value):
         value = value.args[0]  # type: ignore[assignment]

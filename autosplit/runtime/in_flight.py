@@ -57,10 +57,11 @@ class MicrobatchState(NamedTuple):
 
     Attributes:
         functions: the graphs that the microbatch runs.
-        residuals: the values that the first graph left for the second.
+        residuals: the values that the first graph left for the second; after R, those of the second
+            F.
         module_state: the parameters and buffers that F read.
-        caller_storages: storages of which the microbatch's tensors are only a part, as they are of
-            a batch that the caller holds.
+        caller_storages: keys of storages that are larger than the microbatch's tensors in them,
+            such as the storage of a batch that the caller holds.
         skipped: names of parameters that get no gradient from this microbatch.
     """
 
@@ -89,12 +90,14 @@ class InFlightMicrobatches:
 
     @property
     def waiting(self) -> list[int]:
-        """The microbatches' numbers, ascending."""
+        """Numbers of the microbatches in this phase, ascending."""
         return sorted(self._by_number)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All residual tensors; parameters and buffers are left out."""
+        """The residual tensors of all microbatches in this phase, without parameters and
+        buffers.
+        """
         return [t for state in self._by_number.values() for t in state.residuals.tensors]
 
     @property
@@ -110,7 +113,7 @@ class InFlightMicrobatches:
         """Remove and return a microbatch's state.
 
         Raises:
-            SplitError: the microbatch is not in this phase, or some of its tensors are detached.
+            SplitError: the microbatch is not in this phase, or some of its storages are detached.
         """
         state = self._by_number.get(microbatch) or self.get(microbatch)
         if state.residuals.detached:
@@ -157,8 +160,8 @@ class StageBackward:
     Attributes:
         in_flight: the microbatches between I and W.
         sums: the weight gradients, summed over the microbatches that have run W or B.
-        last: the number of the microbatch whose W or B is the last of a step, and the report that
-            is called for gradients as they are complete; None if nobody needs a report.
+        last: (number of the microbatch whose W or B is the last of a step, report to call as
+            gradients are complete); None if no caller needs a report.
     """
 
     last: tuple[int, CompletionReport] | None = None
@@ -175,7 +178,7 @@ class StageBackward:
 
         Args:
             microbatch: the number of the microbatch.
-            state: what the stage holds of the microbatch after F.
+            state: the tensors that the stage holds for the microbatch after F.
             grads: one gradient for each output; emptied.
 
         Raises:
@@ -215,8 +218,8 @@ class StageBackward:
         return input_grads
 
     def backward_weight(self, microbatch: int, *later: int) -> None:
-        """Run W of microbatches, and add their weight gradients to ``sums``. Products with few rows
-        run once for several of them, if the options say so.
+        """Run W of microbatches, and add their weight gradients to ``sums``. If the options join
+        products, products with few rows run once for several microbatches.
 
         Raises:
             SplitError: a microbatch is not between I and W, or a parameter was replaced since an
@@ -233,7 +236,9 @@ class StageBackward:
         self._run_weight(run, report)
 
     def _joins(self, run: Sequence[MicrobatchState], state: MicrobatchState) -> bool:
-        """Whether W of a microbatch may run in one call with the microbatches before it."""
+        """Whether W of the microbatch ``state`` may run in one call with the microbatches of
+        ``run``.
+        """
         functions, first = state.functions, run[0]
         if functions is not first.functions or len(run) >= functions.most_joined(self.sums.dtype):
             return False
@@ -246,7 +251,7 @@ class StageBackward:
     def _run_weight(
         self, run: Sequence[MicrobatchState], report: CompletionReport | None = None
     ) -> None:
-        """Run W of microbatches as one call, the last one with a report."""
+        """Run W of microbatches as one call; pass it the report, if there is one."""
         functions, deferred, module_state, _, skipped = run[0]
         if not functions.has_backward:
             return
@@ -262,7 +267,7 @@ class StageBackward:
             self.sums.add_gradients(names, gradients, functions.dependence.borrowed, skipped)
 
     def report_of(self, microbatch: int) -> CompletionReport | None:
-        """The report, if this microbatch is the last of a step."""
+        """The report of ``last``, if this microbatch is the last of the step; else None."""
         return self.last[1] if self.last is not None and self.last[0] == microbatch else None
 
     def accumulators(
@@ -284,7 +289,8 @@ class StageBackward:
             raise SplitError(f"{self._owner}: {error}") from None
 
     def publish_sums(self) -> list[Tensor]:
-        """Move the sums into the parameters' ``.grad``; see ``GradientSums.add_to_parameters``.
+        """Move the sums into the parameters' ``.grad``, and return as
+        ``GradientSums.add_to_parameters``.
 
         Raises:
             SplitError: a microbatch waits for W.
@@ -306,9 +312,9 @@ class StageBackward:
 class RecomputableState:
     """The state of a microbatch that keeps only F's inputs, from which F runs again.
 
-    The second F has the same results, bit for bit. Create this before the first F: buffers that F
-    writes are copied, and random generators are noted. Everything else that F reads must not change
-    until it runs again.
+    The second F has the same results, bit for bit. Create the object before the first F, because it
+    copies the buffers that F writes and the states of random generators. Everything else that F
+    reads must not change until F runs again.
 
     Args:
         functions: the graphs of the microbatch.
@@ -342,10 +348,10 @@ class RecomputableState:
         return [*self.inputs, *self._buffers.values()]
 
     def recompute(self) -> Residuals:
-        """Run F again and return what it saves; drop its outputs and its updates of buffers.
+        """Run F again and return its residuals; drop its outputs and its updates of buffers.
 
         Raises:
-            SplitError: a tensor that F reads was written or replaced since.
+            SplitError: a tensor that F reads was written or replaced since the first F.
         """
         count = len(self.functions.capture.inputs)
         leaves: list[Any] = self._inputs.take_arguments()[:count]
@@ -372,13 +378,13 @@ class OffloadableStorages:
         self._cached: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
 
     def of_microbatch(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
-        """The storages of a microbatch that may be moved away; see ``Stage.held``."""
+        """The storages of a microbatch that may be offloaded, as bytes; see ``Stage.held``."""
         state, other_states = self._find(microbatch)
         storages = self._exclusive(state, other_states, kept)
         return [state.residuals.storage_bytes(storage.places[0]) for storage in storages]
 
     def detach(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
-        """Remove the storages of a microbatch, and return them; see ``Stage.detach_held``."""
+        """Detach the storages of a microbatch, and return them; see ``Stage.detach_held``."""
         state, other_states = self._find(microbatch)
         if state.residuals.detached:
             raise SplitError(
@@ -388,7 +394,7 @@ class OffloadableStorages:
         return state.residuals.detach(self._exclusive(state, other_states, kept))
 
     def attach(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Put the storages of a microbatch back; see ``Stage.attach_held``."""
+        """Attach the storages of a microbatch again; see ``Stage.attach_held``."""
         state, _ = self._find(microbatch)
         try:
             state.residuals.attach(tensors)
@@ -396,7 +402,7 @@ class OffloadableStorages:
             raise SplitError(f"{self._owner}: microbatch {microbatch}: {error}") from None
 
     def _find(self, microbatch: int) -> tuple[MicrobatchState, list[MicrobatchState]]:
-        """A microbatch's state, and the states of all others."""
+        """Return (state of the microbatch, states of the stage's other microbatches)."""
         phases = self._saved, self._deferred
         phase = next((phase for phase in phases if microbatch in phase), None)
         if phase is None:
@@ -434,8 +440,8 @@ class OffloadableStorages:
         return tuple(exclusive.values())
 
     def _module_storages(self, state: MicrobatchState) -> AbstractSet[StorageKey]:
-        """Storages of the parameters, buffers and constants that a microbatch reads; the last
-        result is cached and used again while these tensors and their addresses are the same.
+        """Keys of the storages of the parameters, buffers and constants that a microbatch reads.
+        The last result is cached, and valid while these tensors and their addresses stay the same.
         """
         values = (*map(local_tensor, state.module_state.values()), *state.residuals.fixed)
         tensors = [tensor for tensor in values if is_plain(tensor)]
@@ -449,8 +455,8 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def caller_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
-    """Storages that are larger than the tensors in them, as the storage of a batch is larger than a
-    microbatch.
+    """Keys of the storages that are larger than the tensors in them, as a batch's storage is larger
+    than a microbatch.
     """
     storages: set[StorageKey] = set()
     for tensor in tensors:  # written out, because every call of a stage runs it

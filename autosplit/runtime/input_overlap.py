@@ -1,7 +1,7 @@
-"""Refusals of calls in which an input shares memory with what the module writes into.
+"""Refuse calls in which an input shares memory with a tensor that the module writes into.
 
-A graph is captured for inputs, parameters and buffers of separate memory. It would compute with the
-values from before a write that the module itself would read after it.
+A graph is captured for inputs, parameters and buffers in separate memory. If they overlap, the
+module would read a value after a write, and the graph the value before the write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:
-    """Refuse a call in which an input that the module writes into shares memory with others.
+    """Refuse a call in which an input that the module writes into shares memory with another
+    tensor.
 
     Args:
         functions: the graphs of the call.
@@ -29,7 +30,7 @@ def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: Stat
         state: parameters and buffers by name.
 
     Raises:
-        SplitError: names the input, and the tensors that share its memory.
+        SplitError: names the input and the tensors that share its memory.
     """
     inputs = functions.capture.inputs
     written = {inputs.index(name) for name in functions.updated_inputs}
@@ -58,7 +59,7 @@ def _refuse(names: Sequence[str], values: Sequence[Any], written: Collection[int
 def refuse_state_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:
     """Refuse a call in which an input shares memory with a buffer that the module writes into.
 
-    Elements are compared only if an input and such a buffer have one storage.
+    Element addresses are compared only if the input and the buffer have one storage.
 
     Args:
         functions: the graphs of the call, which write into buffers.
@@ -89,15 +90,17 @@ def _shared(written: str, sharers: str) -> SplitError:
 
 
 class OverlapCheck:
-    """Refuses calls of one of Dynamo's graphs whose written inputs share memory with others.
+    """Refuses calls of one of Dynamo's graphs in which a written input shares memory with another
+    input.
 
-    Parameters and buffers are inputs of such a graph, hundreds in some models. They are compared
-    with each other only after one of them has moved in memory, and otherwise with the other inputs.
+    Parameters and buffers are inputs of such a graph, hundreds in some models. Every call compares
+    them with the other inputs. They are compared with each other only after one of them has moved
+    in memory.
 
     Args:
         names: names of the graph's inputs, for messages.
-        examples: inputs with which it was captured.
-        written: positions of the inputs that it writes into.
+        examples: inputs with which the graph was captured.
+        written: positions of the inputs that the graph writes into.
         state: positions of the module's parameters and buffers.
     """
 
@@ -116,10 +119,10 @@ class OverlapCheck:
         self._longest = 0  # bytes of the longest tensor of the state
 
     def check(self, values: Sequence[Any]) -> None:
-        """Refuse these inputs if one that the graph writes into shares memory with others.
+        """Refuse these inputs if the graph writes into one that shares memory with another.
 
         Raises:
-            SplitError: names the input, and the tensors that share its memory.
+            SplitError: names the input and the tensors that share its memory.
         """
         state: list[Tensor] = [values[at] for at in self._state]
         addresses = [tensor.data_ptr() for tensor in state]

@@ -18,8 +18,8 @@ _SPECIAL = (0, 1)  # sizes that are never left open: dimensions without elements
 
 
 class OpenSizes:
-    """Decides which sizes of inputs become symbols in a capture, by the sizes in earlier calls of
-    one module.
+    """Decides which sizes of inputs become symbols in a capture: those that differed between
+    earlier calls of the module.
 
     Args:
         options: how the module is split. All sizes are fixed with a compiling backend, and with a
@@ -46,8 +46,9 @@ class OpenSizes:
         Args:
             structure: the structure of the call's inputs.
             leaves: the call's flattened inputs.
-            make: captures graphs in which these dimensions have symbolic sizes.
-            fits: whether the guards of graphs hold for the call.
+            make: a function that captures graphs, with symbolic sizes for the dimensions that it is
+                passed.
+            fits: returns whether the guards of captured graphs hold for the call.
 
         Raises:
             AutosplitError: any error that ``make`` raises without symbolic sizes.
@@ -67,7 +68,9 @@ class OpenSizes:
         return make({})
 
     def of(self, structure: Hashable, leaves: Sequence[Any]) -> Dimensions:
-        """Record the sizes of these inputs, and return the dimensions whose sizes have varied."""
+        """Record the sizes of these inputs. Return the dimensions whose sizes have varied, by input
+        position.
+        """
         varying = {
             at: self._varying((structure, at, leaf.dim()), leaf)
             for at, leaf in enumerate(leaves)

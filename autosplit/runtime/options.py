@@ -19,8 +19,8 @@ from .accumulation import Accumulation
 class SplitOptions:
     """How a module is split, and how its graphs run.
 
-    ``split``, ``Stage``, ``SplitPipelineStage`` and ``StageOptions`` take such options as a whole,
-    as ``options``, and its fields by name, which then replace those of ``options``::
+    ``split``, ``Stage``, ``SplitPipelineStage`` and ``StageOptions`` accept ``options=``, and each
+    field by name. A field passed by name replaces that of ``options``::
 
         lean = autosplit.SplitOptions(backend="inductor", memory="lean")
         model = autosplit.split(model, options=lean)
@@ -41,18 +41,18 @@ class SplitOptions:
             - a number: the most bytes of deferred tensors per microbatch, between I and W. Tensors
               that F saves, parameters and gradients do not count.
 
-            A model that is split graph by graph supports ``"balanced"`` only.
+            Models with graph breaks, which are split graph by graph, support ``"balanced"`` only.
         grad_dtype: dtype of the sums of weight gradients; None: the dtype of each gradient.
             ``torch.float32`` sums bfloat16 gradients without rounding; the sum is rounded once, to
-            the parameter's ``grad_dtype``. For stages: ``split`` refuses it, because autograd adds
-            into ``.grad``.
-        defer_whole_backward: if no input needs a gradient, W is the whole backward and I computes
-            nothing, as no other stage waits for its I. If False, I computes the derivatives down to
-            the earliest parameters. None: True for stages of a pipeline, unless
-            ``weights="2bp"``; False for ``split`` and ``Stage``.
-        overlap: costs of tensor parallelism's collectives, from ``measure_collectives``; None: an
-            estimate. While I waits for a collective, it computes weight gradients that fit into the
-            wait. Must be equal on all ranks.
+            the parameter's ``grad_dtype``. For stages only: ``split`` refuses it, because autograd
+            adds into ``.grad``.
+        defer_whole_backward: has an effect only if no input needs a gradient. True: W is the whole
+            backward and I computes nothing, as no other stage waits for that I. False: I computes
+            the derivatives down to the earliest parameters. None: True for stages of a pipeline,
+            unless ``weights="2bp"``; False for ``split`` and ``Stage``.
+        overlap: costs of tensor parallelism's collectives, from ``measure_collectives``; None:
+            estimated costs. While I waits for a collective, it computes the weight gradients that
+            fit into the wait. Must be equal on all ranks.
         accumulation: how weight gradients of microbatches are added, see docs/memory.md:
 
             - ``"exact"``: each product is computed and then added, with the bits of autograd.
@@ -60,7 +60,7 @@ class SplitOptions:
             - ``"joined"``: products with few rows a microbatch run once for all microbatches whose
               Ws follow each other directly.
             - ``"auto"``: products with few rows are joined, others fused.
-            - a number: as ``"auto"``, and few rows are at most so many.
+            - a number: as ``"auto"``, with this number of rows as the most that are joined.
 
             All but ``"exact"`` round differently. Hooks of ``register_hook`` see the gradient of
             each microbatch, so a stage with such a hook adds as ``"exact"`` does.
@@ -107,7 +107,9 @@ class SplitOptions:
         return memory_setting(self.memory, defer_whole_backward=defers, collectives=self.overlap)
 
     def without_joins(self) -> SplitOptions:
-        """The same options, but each W is a call of its own that frees memory at its end."""
+        """The same options without joined products, so that each W is one call and frees its
+        tensors at its end.
+        """
         fuses = Accumulation.named(self.accumulation).fuses
         return replace(self, accumulation="fused" if fuses else "exact")
 
@@ -140,11 +142,11 @@ OPTION_NAMES = frozenset(field.name for field in fields(SplitOptions))
 def split_options(
     options: SplitOptions | None, changes: Mapping[str, Any], call_names: Sequence[str] = ()
 ) -> SplitOptions:
-    """The options of a call that takes them as a whole and by name.
+    """The options of a call that accepts ``options`` and fields by name.
 
     Args:
         options: the options as a whole; None: the defaults.
-        changes: fields by name, which replace those of ``options``.
+        changes: fields by name; they replace the fields of ``options``.
         call_names: names of the call's further options, for the message.
 
     Raises:

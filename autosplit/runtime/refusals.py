@@ -1,6 +1,6 @@
-"""Refusals of calls for which a captured graph would be wrong.
+"""Refuse calls for which a captured graph would be wrong.
 
-- Autocast around the backward. Autograd applies it to the operators of a backward, too: a product
+- Autocast around the backward. Autograd applies autocast to operators of a backward, too: a product
   that the forward computed in float32 gets a gradient in bfloat16. A graph is captured before that
   is known, with its backward outside of autocast.
 - DTensors between stages.
@@ -92,8 +92,8 @@ def refuse_dtensors(name: str, module: nn.Module, functions: SplitFunctions) -> 
 
 
 def misfit(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] = {}) -> str:
-    """A phrase that gives the signature of the module's forward and says what is wrong with these
-    arguments; empty if the signature accepts them.
+    """A phrase for errors that quotes the signature of the module's forward and says why it does
+    not accept these arguments; empty if it accepts them.
     """
     signature = inspect.signature(module.forward)
     try:

@@ -1,4 +1,5 @@
-"""``Residuals``: tensors that one graph saves for the next, checked for writes in between.
+"""``Residuals``: tensors that one graph leaves for the next, with a check that nothing writes into
+them in between.
 
 Their storages can be detached as bytes, to be offloaded, and attached again.
 """
@@ -29,7 +30,7 @@ StorageKey = tuple[torch.device, int]
 
 
 def storage_of(tensor: Tensor) -> StorageKey:
-    """The key of a tensor's storage."""
+    """A key that identifies a tensor's storage."""
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
@@ -37,12 +38,14 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor over one storage, and not one of a subclass."""
+    """Whether a value is a tensor with one storage, and of no subclass."""
     return type(value) in _PLAIN and value.layout is torch.strided
 
 
 class PlacedStorage(NamedTuple):
-    """A storage of a list's tensors: the positions of all tensors in it, and its size in bytes."""
+    """A storage that tensors of a list share: the positions of these tensors in the list, and the
+    storage's size in bytes.
+    """
 
     places: tuple[int, ...]
     bytes: int
@@ -51,7 +54,7 @@ class PlacedStorage(NamedTuple):
 def detachable(tensors: Sequence[Any]) -> dict[StorageKey, PlacedStorage]:
     """Storages that can be detached from their tensors and attached again.
 
-    Bytes, sizes and strides must be all there is to each tensor (no conjugate or negative bit), and
+    Bytes, sizes and strides must describe each tensor fully (no conjugate or negative bit), and
     only torch may write into the storage.
     """
     positions: dict[StorageKey, list[int]] = {}
@@ -101,9 +104,9 @@ class DetachedStorage(NamedTuple):
     """A storage that was detached from its tensors.
 
     Attributes:
-        views: position and view of each tensor in it.
+        views: (position, view) of each tensor in the storage.
         bytes: the size of the storage.
-        device: the device that it was on.
+        device: the device of the storage.
     """
 
     views: list[tuple[int, StorageView]]
@@ -112,7 +115,9 @@ class DetachedStorage(NamedTuple):
 
 
 def _fits(detached: DetachedStorage, data: Tensor) -> bool:
-    """Whether bytes can replace a detached storage: same size and device, nothing else inside."""
+    """Whether ``data`` can replace a detached storage: equal size and device, and ``data`` fills
+    its own storage.
+    """
     size = data.numel()
     return (
         size == detached.bytes
@@ -156,7 +161,9 @@ class TensorSpec:
         return TensorSpec(torch.Size(shape), tuple(stride), self.dtype, self.device)
 
     def resized(self, shape: torch.Size) -> TensorSpec:
-        """The spec for other sizes, the dimensions in the same order in memory, without gaps."""
+        """The spec for another shape, with the dimensions in the same order in memory and without
+        gaps.
+        """
         if shape == self.shape:
             return self
         stride, step = [0] * len(shape), 1
@@ -174,7 +181,7 @@ class TensorSpec:
         return self._empty().zero_()
 
     def conform(self, tensor: Tensor) -> Tensor:
-        """The tensor with these strides, copied only where they differ."""
+        """The tensor with the strides of the spec; a copy only if its strides differ."""
         if tensor.stride() == self.stride:
             return tensor
         dense = tensor.contiguous() if self._contiguous else tensor
@@ -182,12 +189,12 @@ class TensorSpec:
 
     @cached_property
     def _contiguous(self) -> bool:
-        """Whether a contiguous tensor has these strides."""
+        """Whether the strides are those of a contiguous tensor."""
         blank = torch.empty(self.shape, device="meta")
         return 0 not in self.shape and blank.stride() == self.stride
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor with these strides."""
+        """A copy of the tensor with the strides of the spec."""
         return self._empty().copy_(tensor)
 
     def _empty(self) -> Tensor:
@@ -198,7 +205,7 @@ class Constants(NamedTuple):
     """Tensors of the module that are neither parameters nor buffers, and that graphs refer to.
 
     Attributes:
-        names: the expression by which the module's forward reads each.
+        names: for each tensor, the expression by which the module's forward reads it.
         tensors: the module's own tensors, not copies, so that graphs see writes into them.
     """
 
@@ -209,7 +216,7 @@ class Constants(NamedTuple):
     def of(
         cls, modules: Iterable[fx.GraphModule], name_of: Callable[[Tensor], str | None]
     ) -> Constants:
-        """The constants that some graphs read.
+        """The constants that the graphs read.
 
         Args:
             modules: the graphs.
@@ -228,12 +235,12 @@ class BoundaryLayout:
 
     Attributes:
         names: names of the residual tensors, then of the state that the next graph reads.
-        constants: constants that the next graph, or one after it, reads.
+        constants: constants that the next graph or a later graph reads.
         exposed: positions of tensors that code outside of the graphs can write into.
         donated: positions of tensors that the next graph may overwrite.
         before_weight: whether the boundary is the one between I and W.
-        live: positions in the state of tensors that backwards write, with the value that they have
-            when the next graph runs.
+        live: positions in the state of buffers that backward graphs write. The next graph reads
+            their present value.
     """
 
     names: tuple[str, ...]
@@ -247,8 +254,8 @@ class BoundaryLayout:
         self.on_streams = has_accelerator()
 
     def protected_names(self, tensors: int) -> Sequence[str]:
-        """Names of all values that must not be written: of residual tensors, whose number is
-        ``tensors``, then of state and constants.
+        """Names of all values that must not be written: exposed residuals, then state and
+        constants. ``tensors`` is the number of residuals, whose names come first in ``names``.
         """
         fixed = self.protected(self.names[tensors:]) + self.constants.names
         return [*(self.names[at] for at in self.exposed), *fixed]
@@ -259,14 +266,14 @@ class BoundaryLayout:
 
     @property
     def interval(self) -> str:
-        """The two calls between which nothing may be written, for messages."""
+        """The two calls between which nothing may be written, as text for errors."""
         if self.before_weight:
             return "backward() and backward_weight()"
         return "the forward and its backward"
 
     @property
     def remedy(self) -> str:
-        """The call after which writing is allowed, for messages."""
+        """The call after which writing is allowed, as text for errors."""
         return "Call backward_weight()" if self.before_weight else "Run the backward"
 
 
@@ -309,7 +316,7 @@ class Residuals:
 
     Attributes:
         state: parameters and buffers that the next graph reads.
-        live: those of them that the next graph, or one after it, writes.
+        live: the tensors of ``state`` that the next graph or a later graph writes.
         detached: the storages that are detached now.
     """
 
@@ -354,16 +361,18 @@ class Residuals:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The residuals without the numbers; None where a kernel returned nothing."""
+        """The residuals without the numbers; None for a tensor that a kernel did not return."""
         return [value for value in self._tensors if not isinstance(value, _NUMBERS)]
 
     @property
     def fixed(self) -> tuple[Tensor, ...]:
-        """State and constants that the next graph, or one after it, reads."""
+        """State and constants that the next graph or a later graph reads."""
         return (*self.state, *self._layout.constants.tensors)
 
     def drop_tensors(self) -> None:
-        """Drop the tensors: autograd keeps them, packed by the user's saved-tensor hooks."""
+        """Drop the tensors, because autograd keeps them, packed by the user's saved-tensor
+        hooks.
+        """
         self._storages = None
         self._tensors = [v if isinstance(v, _NUMBERS) else None for v in self._tensors]
 
@@ -388,10 +397,10 @@ class Residuals:
         self._recount()
 
     def copy_reachable(self, places: Iterable[int]) -> None:
-        """Copy those of the tensors at these positions that something else refers to.
+        """Copy the tensors at these positions to which other objects refer.
 
-        Its owner may write into them without a version counter noticing: through NumPy, DLPack or
-        ``.data``.
+        The owner of such an object may write into the tensor through NumPy, DLPack or ``.data``,
+        which no version counter counts.
 
         Raises:
             SplitError: a tensor was written in place since the boundary.
@@ -404,8 +413,8 @@ class Residuals:
             self.copy_at(reachable)
 
     def storages(self) -> Mapping[StorageKey, PlacedStorage]:
-        """Storages that can be detached from the residual tensors; cached, because every microbatch
-        reads them.
+        """Storages that can be detached from the residual tensors. Cached, because it is read for
+        every microbatch.
         """
         if self._storages is None:
             self._storages = detachable(self._tensors)
@@ -416,7 +425,8 @@ class Residuals:
         return whole_storage(self._tensors[place])
 
     def detach(self, storages: Iterable[PlacedStorage]) -> list[Tensor]:
-        """Remove some of ``storages()`` and return them as bytes, ``torch.uint8`` [bytes].
+        """Detach some of ``storages()`` and return each as a tensor of bytes: ``torch.uint8``
+        [bytes].
 
         Raises:
             SplitError: something was written in place since the boundary.
@@ -462,7 +472,7 @@ class Residuals:
         return versions(chain(exposed, self._protected))
 
     def _recount(self) -> None:
-        """Record new versions after some tensors were replaced, not written."""
+        """Record version counters again after tensors were replaced, which is no write."""
         self._storages, count = None, len(self._layout.exposed)
         self._counts = self._count()[:count] + self._counts[count:]
 
@@ -475,7 +485,7 @@ class Residuals:
         return twin
 
     def _without_donation(self, tensors: Iterable[Any]) -> list[Any]:
-        """The tensors, with copies of those that the next graph may overwrite."""
+        """The tensors, with copies in place of tensors that the next graph may overwrite."""
         values = list(tensors)
         for at in self._layout.donated if values else ():
             if isinstance(values[at], Tensor):  # some kernels return None
@@ -520,7 +530,9 @@ class Residuals:
         )
 
     def _check_sums(self) -> None:
-        """Raise ``SplitError`` if others have written into a tensor to which W adds."""
+        """Raise ``SplitError`` if code outside of the graphs has written into a tensor to which W
+        adds.
+        """
         pairs = zip(self._written_by_users, users_writes(self.live), strict=True)
         if not all(then == now for then, now in pairs):
             names = self._layout.names[len(self._tensors) :]
@@ -531,7 +543,9 @@ class Residuals:
             )
 
     def _check_unmoved(self) -> None:
-        """Raise ``SplitError`` if state or a constant has other data than at the boundary."""
+        """Raise ``SplitError`` if state or a constant has another address or dtype than at the
+        boundary.
+        """
         layout = self._layout
         names = layout.protected_names(len(self._tensors))[len(layout.exposed) :]
         moved = ", ".join(
@@ -553,7 +567,7 @@ _OWN_WRITES = "_autosplit_writes"
 
 
 def users_writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """How often each tensor was written, without the writes of graphs."""
+    """How often each tensor was written, not counting writes of graphs."""
     return tuple([tensor._version - vars(tensor).get(_OWN_WRITES, 0) for tensor in tensors])
 
 
@@ -572,8 +586,8 @@ def is_shared(value: Any) -> bool:
 
 
 def copied_at(values: Sequence[Any], places: Collection[int]) -> list[Any]:
-    """The values, with the tensors at these positions copied, strides kept. Tensors over the same
-    memory share one copy.
+    """The values, with copies of the tensors at these positions. Copies keep strides, and tensors
+    over the same memory share one copy.
     """
     copied = list(values)
     if len(places) == 1:

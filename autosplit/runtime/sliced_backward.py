@@ -1,4 +1,6 @@
-"""``SlicedBackward``: the fused backward as slices, each with the gradients that it completes."""
+"""``SlicedBackward``: the fused backward as graphs that run in turn, each of which completes some
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,22 @@ class SlicedBackward:
 
     @cached_property
     def _graphs(self) -> list[CompiledGraph]:
-        """Compiled when they run first: one slice alone never does."""
+        """The compiled slices, compiled on first use, which never comes if there is only one
+        slice.
+        """
         return [
             compile_graph(f"backward_slice_{at}", module, self._backend)
             for at, module in enumerate(self._modules)
         ]
 
     def run(self, pool: dict[Role, Any]) -> Iterator[dict[Role, Any]]:
-        """Run a slice for each item that is asked for.
+        """Run the slices in order, one for each item of the iterator.
 
         Args:
-            pool: arguments by role; each is dropped as its last slice takes it.
+            pool: arguments by role; each is dropped when the last slice that reads it takes it.
 
         Yields:
-            the gradients of the slice.
+            the gradients that the slice completes, by role.
         """
         for at, graph in enumerate(self._graphs):
             take = [pool.pop if self._last[role] == at else pool.get for role in graph.inputs]

@@ -4,11 +4,11 @@
                 │ none                                     │ none hold
                 └──► graphs with open sizes ───────────────┴──► capture
 
-A size is left open in a capture if earlier calls had other sizes there. Beyond a limit, the graph
-that was unused for longest is dropped.
+A size is left open in a capture if it differed in earlier calls. Beyond a limit, the least recently
+used graph is dropped.
 
-Between the microbatches of a step a module does not change, so that its stage looks graphs up in
-``steady`` first, without guards.
+Between the microbatches of a step a module does not change. So its stage first looks graphs up in
+``steady``, without checking guards.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class CallSignature(NamedTuple):
 
     @property
     def of_any_size(self) -> CallSignature:
-        """The signature without sizes and strides: calls that share it may share a graph."""
+        """The signature without sizes and strides; calls with equal ones may share a graph with
+        open sizes.
+        """
         return self._replace(leaves=tuple(map(_without_sizes, self.leaves)))
 
 
@@ -100,8 +102,8 @@ class ModuleCall(NamedTuple):
         Args:
             args: positional inputs.
             kwargs: keyword inputs.
-            with_gradients: whether the module may be captured with a backward; False: the call is
-                one without grad mode.
+            with_gradients: whether the module may be captured with a backward. False: the call
+                counts as one without grad mode.
         """
         leaves: list[Any] = [*args, *kwargs.values()]
         structure: Hashable = (len(args), *kwargs)
@@ -165,20 +167,22 @@ class Specializations:
 
     Args:
         model: the module.
-        split: how it is split, and how its graphs run.
+        split: how the module is split, and how its graphs run.
         limit: the number of graphs that are kept.
-        require_graph: whether a call may not run without a graph, see ``trace``.
-        traced: returns a context for a capture, from the model's parameters.
+        require_graph: whether every call must run as a graph, see ``trace``.
+        traced: a function from the model's parameters to a context in which captures run.
         computed: whether the inputs are outputs of an earlier module, see ``without_history``.
         sharding: presents a sharded model as a plain one to captures and guards, and gathers its
             parameters for graphs; None for a model that is not sharded.
-        warned: whether to suppress the warning that most weight gradients cannot be deferred.
+        warned: whether the warning that most weight gradients cannot be deferred was given before,
+            and is not repeated.
         values: which tensors of ``Capture.values`` the caller sets on the modules, see ``trace``.
 
     Attributes:
-        sharding: the argument.
-        steady: key of a call -> its graphs and state, which need no check of guards. Whoever looks
-            a call up clears it first, if the module may have changed since the last call.
+        sharding: as passed.
+        steady: maps the key of a call to its graphs and state, valid without a check of guards. The
+            caller must clear it before a look-up if the module may have changed since the last
+            call.
     """
 
     def __init__(
@@ -221,13 +225,14 @@ class Specializations:
             return self._reader.read()
 
     def bind(self, key: Hashable, functions: SplitFunctions) -> BoundGraphs:
-        """The graphs with the present state, remembered in ``steady``.
+        """Return the graphs with the module's present state, and remember them in ``steady``.
 
-        Graphs that write into state are not remembered, and nothing else stays remembered, because
-        guards may read what they write. Parameters of a sharded module are gathered for each call.
+        Graphs that write into state are not remembered. They also clear ``steady``, because guards
+        of other graphs may read that state. Parameters of a sharded module are gathered for each
+        call.
 
         Args:
-            key: the key of the call; None: its guards read more than the key, and it is not
+            key: the key of the call; None: guards read more than the key shows, so nothing is
                 remembered.
             functions: the graphs, whose guards hold.
         """
@@ -240,7 +245,7 @@ class Specializations:
 
     @property
     def static_because(self) -> tuple[str, ...]:
-        """The reasons why sizes that vary became constants of the graphs."""
+        """The reasons why sizes that vary between calls became constants of the graphs."""
         return self._sizes.refusals
 
     @property
@@ -261,8 +266,8 @@ class Specializations:
         return (with_backward or captured)[-1]
 
     def fitting(self, call: ModuleCall, *, called: bool = False) -> SplitFunctions:
-        """The graphs whose guards hold for the inputs and the model now. Without any, graphs are
-        captured.
+        """The graphs whose guards hold for these inputs and the model's present state. If there are
+        none, graphs are captured.
 
         Args:
             call: the inputs.
@@ -285,7 +290,9 @@ class Specializations:
             return self._resized(call) or self._capture_for(call, called)
 
     def _resized(self, call: ModuleCall) -> SplitFunctions | None:
-        """Graphs with open sizes whose guards hold, for the sizes of this call."""
+        """Graphs with open sizes whose guards hold, at the sizes of this call; None if there are
+        none.
+        """
         for functions, captured in reversed(self._captured.items()):
             if (
                 functions.capture.sizes is None
@@ -328,14 +335,14 @@ class Specializations:
     def _remember(
         self, signature: CallSignature, captured: SplitFunctions, functions: SplitFunctions
     ) -> None:
-        """Look these graphs up first for calls with this signature."""
+        """Put these graphs first for later calls with this signature."""
         self._by_signature.setdefault(signature, []).insert(0, (captured, functions))
 
     def _note_used(self, functions: SplitFunctions) -> None:
         self._captured[functions] = self._captured.pop(functions)
 
     def _forget_other_sizes(self) -> None:
-        """Keep only the signatures for which graphs were captured."""
+        """Forget signatures with other sizes than those for which graphs were captured."""
         self._by_signature = {}
         for functions, signature in self._captured.items():
             self._remember(signature, functions, functions)
@@ -353,7 +360,7 @@ class Specializations:
             )
 
     def _capture(self, call: ModuleCall, called: bool, varying: Dimensions) -> SplitFunctions:
-        """Capture the model with these sizes left open."""
+        """Capture the model with the sizes of the dimensions ``varying`` left open."""
         examples = without_history(call.leaves, computed=self._computed, varying=varying)
         args, kwargs = tree_unflatten(examples, call.spec)
         self._busy = True
@@ -393,7 +400,7 @@ class Specializations:
 
 
 def calls_itself(model: nn.Module) -> RecursiveCallError:
-    """The error for a forward that calls the split module of its own model."""
+    """The error for a model whose forward calls the split module of the same model."""
     return RecursiveCallError(
         f"the forward of {type(model).__name__} calls the split module that is made of it, and the "
         "split module calls the forward: this would never end. To wrap the forward, assign to "

@@ -39,9 +39,11 @@ class _InputLayout:
 
     Attributes:
         specs: the specs with which graphs are captured.
-        blanks: tensors of these specs without memory; guards read only the metadata of inputs.
-        outputs: specs of the outputs of the first such inputs; empty before.
-        valued: positions of inputs whose values a capture and its guards may read.
+        blanks: tensors without memory of these specs, for guards, which read only the metadata of
+            inputs.
+        outputs: specs of the outputs in the first capture for these sizes; empty before it.
+        valued: positions of scalar inputs on the CPU, whose values a capture and its guards may
+            read.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -58,7 +60,7 @@ class _InputLayout:
         )
 
     def with_values(self, inputs: Sequence[Tensor]) -> _InputLayout:
-        """The layout with the values of these inputs, which must have its sizes."""
+        """The layout with the values of these inputs, whose sizes must be those of the layout."""
         blanks = [*self.blanks]
         for at in self.valued:
             blanks[at] = inputs[at].detach().requires_grad_(blanks[at].requires_grad)
@@ -66,8 +68,8 @@ class _InputLayout:
 
 
 class StageSpecializations(Specializations):
-    """Captures a stage's module for each combination of input sizes, and again if anything that its
-    forward reads has changed.
+    """Captures a stage's module for each combination of input sizes, and again if something that
+    the forward reads has changed.
 
     Args:
         name: the stage's name, for messages.
@@ -121,7 +123,7 @@ class StageSpecializations(Specializations):
 
     @property
     def output_specs(self) -> list[OutputSpec]:
-        """Shape, dtype, and whether a gradient is expected, of each output.
+        """(shape, dtype, whether a gradient is expected) of each output.
 
         An output that was frozen since the first forward still expects a gradient, which has no
         effect.
@@ -129,13 +131,14 @@ class StageSpecializations(Specializations):
         return self._specs_of(self.current, self.outputs)
 
     def for_inputs(self, examples: Sequence[Tensor] = ()) -> SplitFunctions:
-        """The graphs for the inputs that were checked last and the present module.
+        """The graphs for the inputs of the last ``check_inputs`` and the module's present state.
 
         Args:
-            examples: these inputs with memory, for the first capture.
+            examples: the inputs with memory, for the first capture.
 
         Raises:
-            CaptureError: the module cannot be captured for these sizes, or no longer.
+            CaptureError: the module cannot be captured for these sizes, or can no longer be
+                captured.
             SplitError: the module changed, and its outputs with it.
         """
         args: tuple[Any, ...] = tuple(examples) or self._checked.blanks
@@ -156,7 +159,7 @@ class StageSpecializations(Specializations):
         return functions
 
     def _leaves_with(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The leaves of the example arguments, with these tensors in place of theirs."""
+        """The leaves of the example arguments, with ``tensors`` in place of the example tensors."""
         replacements = iter(tensors)
         return [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
 
@@ -176,12 +179,12 @@ class StageSpecializations(Specializations):
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def check_inputs(self, inputs: list[Any]) -> object:
-        """Check dtypes, devices and numbers of dimensions of inputs, and replace the list's items
-        by their tensors, with the strides of the examples.
+        """Check dtypes, devices and numbers of dimensions of inputs. In place, flatten arguments
+        that are objects, and give tensors the strides of the examples.
 
         Returns:
-            the key of ``steady`` for such inputs: the same object for the same sizes, unless graphs
-            depend on values.
+            the key of ``steady`` for these inputs: one object for each combination of sizes; a new
+            object for each call if graphs may depend on values.
 
         Raises:
             SplitError: an input differs from the examples in more than its sizes.
@@ -208,7 +211,7 @@ class StageSpecializations(Specializations):
         )
 
     def _layout_for(self, inputs: Sequence[Tensor]) -> _InputLayout:
-        """The layout for inputs of other sizes than before.
+        """The layout for inputs of these sizes, made if the sizes are new.
 
         Raises:
             SplitError: the inputs differ from the examples in more than sizes.
@@ -253,10 +256,10 @@ class StageSpecializations(Specializations):
         ]
 
     def _check_outputs(self, functions: SplitFunctions) -> None:
-        """Refuse outputs that differ from the earlier ones.
+        """Refuse outputs that differ from those of earlier captures.
 
-        For inputs of earlier sizes, shapes are compared, too; for new sizes, only dtypes and
-        numbers of dimensions. An output may be frozen, and unfrozen if it was trained at first.
+        For inputs of earlier sizes, shapes must be equal; for new sizes, only dtypes and numbers of
+        dimensions. An output may become frozen, and trained again if it was trained at first.
 
         Raises:
             SplitError: says what was expected and what the module returns now.
@@ -278,7 +281,7 @@ class StageSpecializations(Specializations):
 
 
 def _fixed_part(leaf: Any) -> Any:
-    """The part of a leaf that must be equal in all microbatches."""
+    """The part of an input leaf that must be equal in all microbatches."""
     return Tensor if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
@@ -299,8 +302,8 @@ def _described(specs: Sequence[OutputSpec]) -> str:
 
 
 def _own_example(tensor: Tensor) -> Tensor:
-    """An example like ``tensor``, but a leaf of autograd; contiguous if the tensor overlaps itself,
-    because other microbatches cannot be copied to such a layout.
+    """A leaf of autograd with the memory of ``tensor``. If the tensor overlaps itself, a contiguous
+    copy, because other microbatches cannot be copied to such a layout.
     """
     example = tensor.detach()
     if overlaps_itself(tensor):
