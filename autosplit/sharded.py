@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -273,39 +274,60 @@ class ShardedModule:
 class GatherOrder:
     """The order in which the calls of a step gather groups, known from the step before.
 
-        call of a block     0        1        2
-        all-gather for     0 1       2        3
-        gathered           0 (1)    1 (2)    2 (3)
+        call of a block    before    0       between    1       between    2
+        all-gather for     0 1                  2                  3
+        gathered           (0) (1)   0 (1)   (1) (2)    1 (2)   (2) (3)    2 (3)
 
-    While a call runs, the all-gather for the next call is under way. A group that the next call
-    reads as well stays gathered. So at most the groups of two calls are gathered at a time, as by
-    FSDP2's prefetching.
+    A group in parentheses is being gathered. At any time these are the groups of the next two
+    calls that differ, a running call included. They stay gathered in between: after the forwards
+    of blocks 2 and 3, their backwards run without an all-gather. FSDP2's prefetching has as many
+    groups gathered, but starts the all-gather for block 2 only when block 1 has been gathered.
 
     Attributes:
-        kept: the groups that stay gathered for the next call.
+        ahead: the groups that are gathered, or being gathered, for later calls.
     """
 
     def __init__(self) -> None:
         self._expected: list[Sequence[ParameterGroup]] = []
         self._calls: list[Sequence[ParameterGroup]] = []
-        self.kept: set[ParameterGroup] = set()
+        self._is_as_expected = True
+        self.ahead: set[ParameterGroup] = set()
 
     def begin_order(self) -> None:
         """Expect the order of the last step. All groups must have been freed."""
         if self._calls:
             self._expected, self._calls = self._calls, []
-        self.kept.clear()
+        self._is_as_expected = True
+        self.ahead.clear()
 
-    def next_after(self, groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
-        """Record a call that gathers these groups.
-
-        Returns:
-            The groups of the next call; empty if the step differs from the one before.
+    def record(self, groups: Sequence[ParameterGroup]) -> None:
+        """Record a call that gathers these groups. If the step now differs from the one before,
+        free the groups that were gathered for later calls.
         """
         place = len(self._calls)
         self._calls.append(groups)
-        expected = self._expected[place : place + 2]
-        return expected[1] if len(expected) == 2 and expected[0] == groups else ()
+        self.ahead.difference_update(groups)
+        if self._expected[place : place + 1] != [groups]:
+            self._is_as_expected = False
+            for group in self.ahead:
+                group.reshard()
+            self.ahead.clear()
+
+    def next_groups(self, *, running: bool = False) -> list[ParameterGroup]:
+        """Return the groups of the next two calls that differ; none if the step differs from the
+        one before.
+
+        Args:
+            running: whether the call that was recorded last is one of the two.
+        """
+        different: list[Sequence[ParameterGroup]] = []
+        if self._is_as_expected:
+            for groups in self._expected[len(self._calls) - running :]:
+                if groups not in different:
+                    different.append(groups)
+                if len(different) == 2:
+                    break
+        return [*itertools.chain.from_iterable(different)]
 
 
 class Gathering:
@@ -374,27 +396,47 @@ class Gathering:
 
         A group that a forward gathered and left gathered is freed by the backward.
         """
-        kept = set() if self.order is None else self.order.kept
-        missing = [group for group in groups if group in kept or not group.is_unsharded]
+        ahead = set() if self.order is None else self.order.ahead
+        missing = [group for group in groups if group in ahead or not group.is_unsharded]
         self._gathered_by_forward.difference_update(missing)
-        self._sharded.gather_groups(missing)
         if self.order is not None and missing:
-            following = self.order.next_after(missing)
-            self._sharded.start_gather(following)
-            kept.clear()
-            kept.update(group for group in missing if group in following)
-            missing = [group for group in missing if group not in kept]
+            self.order.record(missing)
+            self.gather_ahead(running=missing)
+        self._sharded.gather_groups(missing)
         try:
-            return call(args)
+            results = call(args)
         finally:
-            if name.startswith("forward"):
-                for group in missing:
-                    group.reshard_after_forward()
-                self._gathered_by_forward.update(group for group in missing if group.is_unsharded)
-            else:
-                for group in {*missing, *self._gathered_by_forward.intersection(groups)}:
-                    if group.reshards_after_backward:
-                        group.reshard()
+            self._free(name, groups, missing)
+        if missing:
+            self.gather_ahead()
+        return results
+
+    def gather_ahead(self, running: Sequence[ParameterGroup] = ()) -> None:
+        """Start the all-gathers for the next calls, if they are known from the last step.
+
+        Args:
+            running: the groups of a call that begins now.
+        """
+        if self.order is not None:
+            upcoming = self.order.next_groups(running=bool(running))
+            ahead = [group for group in upcoming if group not in running]
+            self._sharded.start_gather(ahead)
+            self.order.ahead.update(ahead)
+
+    def _free(
+        self, name: str, groups: Sequence[ParameterGroup], missing: Sequence[ParameterGroup]
+    ) -> None:
+        """Free the groups that were gathered for a call, except those of the next calls."""
+        kept = [] if self.order is None else self.order.next_groups()
+        gathered = [group for group in missing if group not in kept]
+        if name.startswith("forward"):
+            for group in gathered:
+                group.reshard_after_forward()
+            self._gathered_by_forward.update(group for group in gathered if group.is_unsharded)
+        else:
+            for group in {*gathered, *self._gathered_by_forward.intersection(groups)}:
+                if group.reshards_after_backward:
+                    group.reshard()
 
 
 def _blocks(node: fx.Node) -> set[fx.Node | None]:

@@ -292,6 +292,7 @@ class RankModel:
             parameter.grad = None
         self.buckets.begin()
         try:
+            self.sharded.begin()
             yield
             for wait in [wait for start in self._reductions for wait in start()]:
                 wait()

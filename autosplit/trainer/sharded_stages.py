@@ -2,7 +2,7 @@
 
 UNSHARD        starts the all-gather of parameters that a forward leaves gathered
 F, I, W, B     the first of the stage waits for it; parameters with ``reshard_after_forward`` are
-               gathered for the call of each block, one call ahead; gradients are accumulated
+               gathered for the call of each block, two calls ahead; gradients are accumulated
                unreduced
 RESHARD        frees what is gathered
 REDUCE_GRAD    starts one reduce-scatter for each parameter group, into ``.grad`` of the shards
@@ -137,6 +137,12 @@ class ShardedStages:
     def __contains__(self, stage: int) -> bool:
         """Whether a stage of this rank is sharded."""
         return stage in self._stages
+
+    def begin(self) -> None:
+        """Start the all-gathers of a step's first blocks, if they are known from the last step."""
+        for stage in self._stages.values():
+            if stage.gathering is not None:
+                stage.gathering.gather_ahead()
 
     def start_gather(self, stage: int) -> None:
         """Start the all-gather of a stage's parameters that stay gathered after a forward."""

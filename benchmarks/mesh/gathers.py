@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -66,41 +66,55 @@ class GatheredBytes:
             yield
 
 
+class GatherWait(NamedTuple):
+    """A wait for an all-gather, in seconds.
+
+    Attributes:
+        seconds: the wait.
+        exposed: the part of the delay that it waited for. What Gloo takes longer, or the other rank
+            comes later, is not in it.
+    """
+
+    seconds: float
+    exposed: float
+
+
 class LateWork(dist.Work):
     """An all-gather that ends some time after its start."""
 
-    def __init__(self, work: Any, delay: float, waited: list[float]) -> None:
+    def __init__(self, work: Any, delay: float, waits: list[GatherWait]) -> None:
         super().__init__()
-        self._work, self._waited = work, waited
+        self._work, self._waits = work, waits
         self._end = time.perf_counter() + delay
 
     def wait(self, *args: Any) -> bool:
         start = time.perf_counter()
-        time.sleep(max(0.0, self._end - start))
+        exposed = max(0.0, self._end - start)
+        time.sleep(exposed)
         done = bool(self._work.wait(*args))
-        self._waited.append(time.perf_counter() - start)
+        self._waits.append(GatherWait(time.perf_counter() - start, exposed))
         return done
 
 
 @contextlib.contextmanager
-def late_gathers(delay: float) -> Iterator[list[float]]:
-    """Let all-gathers take longer; gives the seconds of each wait for one.
+def late_gathers(delay: float) -> Iterator[list[GatherWait]]:
+    """Let all-gathers take longer; gives each wait for one.
 
     On CPUs, FSDP2's own hooks wait for an all-gather where they start it.
     """
-    waited: list[float] = []
+    waits: list[GatherWait] = []
     call: Any = DefaultAllGather.__call__
 
     def start(self: Any, *args: Any, **options: Any) -> Any:
         is_async = options.pop("async_op", False)
-        work = LateWork(call(self, *args, **options, async_op=True), delay, waited)
+        work = LateWork(call(self, *args, **options, async_op=True), delay, waits)
         if is_async:
             return work
         work.wait()
         return None
 
     with mock.patch.object(DefaultAllGather, "__call__", start):
-        yield waited
+        yield waits
 
 
 def measure(steps: int) -> Iterator[dict[str, Any]]:
@@ -109,7 +123,7 @@ def measure(steps: int) -> Iterator[dict[str, Any]]:
     for rows in zip(*found, strict=True):
         name = f"{rows[0]['reshards']}, {rows[0]['delay']}, {rows[0]['way']}"
         yield {**rows[0], "name": name} | {
-            key: max(row[key] for row in rows) for key in ("most", "waited")
+            key: max(row[key] for row in rows) for key in ("most", "waited", "exposed", "gathers")
         }
 
 
@@ -130,13 +144,16 @@ def _rank(steps: int) -> Rows:
 
 
 def _measured(step: Callable[[], object], delay: float, steps: int) -> dict[str, Any]:
-    gathered, waits = GatheredBytes(), []
+    gathered, counts, sums = GatheredBytes(), [], []
     for _ in range(steps):
         dist.barrier()
-        with gathered.counted(), late_gathers(delay) as waited:
+        with gathered.counted(), late_gathers(delay) as waits:
             step()
-        waits.append(sum(waited))
-    return {"most": gathered.most, "waited": statistics.median(waits)}
+        counts.append(len(waits))
+        sums.append([*map(sum, zip(*waits, strict=True))])
+    waited, exposed = map(statistics.median, zip(*sums, strict=True))
+    gathers = statistics.median(counts)
+    return {"most": gathered.most, "waited": waited, "exposed": exposed, "gathers": gathers}
 
 
 def _stage(mesh: DeviceMesh, reshards: bool, index: int) -> nn.Module:
@@ -232,8 +249,11 @@ def render(rows: Rows) -> str:
                 row["way"],
                 f"{row['most'] / 2**20:.1f}",
                 "" if row is other else mark(f"{ratio:.2f}", ratio <= 1.1),
+                f"{row['gathers']:.0f}",
                 f"{1e3 * row['waited']:.1f}",
+                f"{1e3 * row['exposed']:.1f}",
             ]
         )
     heads = ["reshard_after_forward", "all-gathers, ms later", "who", "gathered MiB"]
-    return table([*heads, "/ FSDP2's", "waits for them, ms"], cells)
+    counts = ["/ FSDP2's", "all-gathers", "waits for them, ms", "of these, for the delay"]
+    return table([*heads, *counts], cells)

@@ -96,7 +96,7 @@ PARTS: dict[str, Part[Settings]] = {
         "all-gathers are those of a step, the median, on the rank with the longest, while "
         "all-gathers end later than they would. On CPUs FSDP2's hooks start each all-gather of a "
         "forward where they wait for it. Four processes share two cores, so that waits contain "
-        "those for a core.",
+        "those for a core; waits for the delay do not.",
         lambda settings: gathers.measure(settings.steps),
         gathers.render,
     ),

@@ -324,8 +324,10 @@ def test_refusals() -> None:
 
 
 @ranks(4)
-def test_blocks_are_gathered_one_call_ahead() -> None:
-    """With the bits of a process, and the blocks of two calls gathered at most."""
+def test_blocks_are_gathered_two_calls_ahead() -> None:
+    """With the bits of a process, and two blocks gathered at most, of which a forward's last two
+    stay for the backward.
+    """
     mesh = mesh_of(**MESH)
 
     def blocks(index: int) -> nn.Module:
@@ -342,13 +344,22 @@ def test_blocks_are_gathered_one_call_ahead() -> None:
     losses, *rest = by_hand(blocks, 2, 2)
     expected = losses[number_of(mesh)], *rest
     gathered = GatheredBytes()
+    counted: Counter[str] = Counter()
     with trainer(mesh, stage, max_grad_norm=1e9, record="memory") as engine:
         for is_captured in (False, True, True):
             engine.optimizer.zero_grad()
-            with gathered.counted() if is_captured else contextlib.nullcontext():
+            with (
+                gathered.counted() if is_captured else contextlib.nullcontext(),
+                collectives() as n,
+            ):
                 assert_step(engine, share_of(mesh), expected)
+            counted += n if is_captured else Counter()
         memory = engine.memory()
     assert gathered.most / (4 * (WIDTH * WIDTH + WIDTH)) == 2
+    # Blocks are read 7 * M and 8 * M times: stage 0 has no gradient of its input. After 3 and 7
+    # forwards or backwards, the next begins with the last two blocks; after 2, with the last.
+    expected_gathers = {0: 7 * M - 3 * 2 - 2, 1: 8 * M - 7 * 2}[mesh.get_local_rank("pp")]
+    assert counted["DefaultAllGather"] == 2 * expected_gathers
     for predicted, fixed, bands in zip(memory.predicted, memory.fixed, memory.bands, strict=True):
         recorded = max(band.fixed + band.activations for band in bands)
         assert recorded <= (predicted or 0) + fixed <= 1.5 * recorded
