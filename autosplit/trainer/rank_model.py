@@ -270,6 +270,24 @@ class RankModel:
             parameter.grad = None
 
     @contextlib.contextmanager
+    def preserving_state(self) -> Iterator[None]:
+        """Compute other gradients inside the context, without those of earlier steps; restore these
+        and all buffers afterwards.
+        """
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        buffers = [buffer for module in self.modules.values() for buffer in module.buffers()]
+        values = [buffer.clone() for buffer in buffers]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.detach().copy_(value)
+
+    @contextlib.contextmanager
     def reducing_gradients(self, scale: float = 1.0) -> Iterator[None]:
         """Reduce the gradients that are computed inside the context.
 

@@ -110,7 +110,7 @@ class RankStages:
             inputs: its inputs, by microbatch.
             targets: its targets, by microbatch.
         """
-        activity, modules = self._groups.activity, self._complete(batch)
+        activity, modules = self._groups.activity, self.complete(batch)
         plan.aux = self._with_aux_losses(modules)
         with activity.during("building its stages", announced=True):
             plan.stages, plan.boundaries = build_stages(
@@ -145,7 +145,7 @@ class RankStages:
             plan: gets the stages with auxiliary losses.
             batch: this rank's batch; None on a rank whose stages use none of it.
         """
-        modules = self._complete(batch, evaluates=True)
+        modules = self.complete(batch, evaluates=True)
         plan.aux = self._with_aux_losses(modules)
         return {
             index: ModuleStage(module, index, self._dataflow.shared_places(index))
@@ -208,7 +208,7 @@ class RankStages:
                     "give each stage its own module, or place both stages on one rank"
                 )
 
-    def _complete(self, batch: Batch | None, *, evaluates: bool = False) -> Mapping[int, nn.Module]:
+    def complete(self, batch: Batch | None, *, evaluates: bool = False) -> Mapping[int, nn.Module]:
         """Return this rank's modules by stage, with autocast and auxiliary losses, and the loss in
         the last stage's.
 

@@ -18,13 +18,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autosplit.device import generators_kept
+from autosplit.pipeline.engine.autograd_stage import AutogradStage, with_full_backwards
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.evaluation import forward_only
 from autosplit.pipeline.engine.executor import Executor
@@ -33,7 +35,7 @@ from autosplit.pipeline.engine.offload_target import OffloadTarget
 from autosplit.pipeline.engine.stage_builder import check_loss, compile_stages, traced
 from autosplit.pipeline.engine.stage_protocols import ForwardStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
-from autosplit.pipeline.engine.timing import recorder_on
+from autosplit.pipeline.engine.timing import Recorder, recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.routes import StageDataflow
@@ -44,7 +46,7 @@ from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.trainer.agreement import StepReduction
-from autosplit.trainer.aux_losses import aux_sums, start_aux_losses
+from autosplit.trainer.aux_losses import WithAuxLosses, aux_sums, start_aux_losses
 from autosplit.trainer.batch_agreement import summary_of
 from autosplit.trainer.batches import (
     Batch,
@@ -68,6 +70,7 @@ from autosplit.trainer.stage_modules import LossFunction, Observer, StageSource
 from autosplit.trainer.step_metrics import check_part_names
 from autosplit.trainer.step_plans import StepPlan, StepPlans
 from autosplit.trainer.tuning import Tuner
+from autosplit.trainer.verification import Gradients, Verification, differences, gradients_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ class Runner:
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self.dataflow = StageDataflow(stages.count, stages.wiring)
-        grad_dtype = options.stages.split.grad_dtype
+        self._grad_dtype = grad_dtype = options.stages.split.grad_dtype
         self.memory = RankMemory(model, groups, self.dataflow, device, store, grad_dtype)
         self.limits = options.limits(len(schedule.ranks))
         self._tuner: Tuner | None = None
@@ -206,20 +209,9 @@ class Runner:
             if self.record == MEMORY:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(plan, tensors, self._recorder))
-            if model.reduces or self._scales:
-                stack.enter_context(model.reducing_gradients(self.losses.scale))
-            hooked: list[Tensor] = []
-            stages: list[Any] = [*self.stages.values()]
-            for stage in stages:
-                if hasattr(stage, "waiting_hooks"):
-                    stage.waiting_hooks = hooked
-            if plan.aux:
-                start_aux_losses(plan.aux, self.losses.scale / self._count)
-            losses = executor.run(inputs, targets, recorder, loss_grads)
-            if memory.recorder is not None:
-                memory.recorder.finish(itertools.chain(*losses.values()))
-            for stage in stages:
-                stage.publish()
+            losses, hooked = self._run_actions(
+                executor, self.stages, plan.aux, inputs, targets, loss_grads, recorder
+            )
         call_accumulate_hooks(hooked)
         needs_norms = self.clips or self._checks_finite
         norms = model.gradient_norms(squares=self.clips) if needs_norms else None
@@ -228,6 +220,36 @@ class Runner:
         self.spans = recorder.spans() if recorder is not None else []
         self._tune()
         return self._start_reduction(plan, losses, microbatches, weights, norms)
+
+    def _run_actions(
+        self,
+        executor: Executor,
+        stages: Mapping[int, Any],
+        aux: Sequence[WithAuxLosses],
+        inputs: Microbatches,
+        targets: Microbatches,
+        loss_grads: Sequence[list[Any]],
+        recorder: Recorder | None = None,
+    ) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
+        """Run the actions of a step, and add their gradients, reduced over copies, to ``.grad``.
+
+        Returns:
+            The losses by microbatch; and the parameters whose hooks wait for their gradients.
+        """
+        model, scale, hooked = self._model, self.losses.scale, list[Tensor]()
+        reduces = model.reduces or self._scales
+        with model.reducing_gradients(scale) if reduces else contextlib.nullcontext():
+            for stage in stages.values():
+                if hasattr(stage, "waiting_hooks"):
+                    stage.waiting_hooks = hooked
+            if aux:
+                start_aux_losses(aux, scale / self._count)
+            losses = executor.run(inputs, targets, recorder, loss_grads)
+            if recorder is not None and self.memory.recorder is not None:
+                self.memory.recorder.finish(itertools.chain(*losses.values()))
+            for stage in stages.values():
+                stage.publish()
+        return losses, hooked
 
     def _tune(self) -> None:
         """Pass the step's measurements to the tuner, and use the schedule that it decides on."""
@@ -318,6 +340,39 @@ class Runner:
                     places = [number - targets] if stage == self._last else []
                 slots |= dict.fromkeys(places, (name, number))
         return arguments
+
+    def compare_gradients(self, batch: Batch | None, weight: Weight | None = None) -> Verification:
+        """Compare the gradients of a step with those of a reference; the state is left as it is.
+
+        Args:
+            batch: see ``PipelineTrainer.step``.
+            weight: see there.
+        """
+        weights = None if weight is None else microbatch_weights(weight, self._count)
+        step, model = (self.stages, self.memory.step), self._model
+        is_plain = not (self._shares_tensors or model.sharded.indices)
+        gradients: list[Gradients] = []
+        with generators_kept():
+            plan, executor, inputs, targets = self._prepare_batch(batch, weights)
+            loss_grads = self.losses.of_step(plan.dtype, plan.boundaries.part_names, weights)
+            stages: Mapping[int, Any] = plan.stages
+            if is_plain:
+                modules = self._rank_stages.complete(batch).items()
+                stages = {at: AutogradStage(m, at, self._grad_dtype) for at, m in modules}
+            other = self._build_executor(plan, with_full_backwards(self.schedule), stages)
+            plan.executor = executor
+            for run, stages in ((other, stages), (executor, plan.stages)):  # noqa: B020
+                model.report_gradients(traced(stages), run.schedule)
+                with self._seeds.restoring(), model.preserving_state():
+                    self._run_actions(run, stages, plan.aux, inputs, targets, loss_grads)
+                    for call in model.post_step:
+                        call()
+                    gradients.append(gradients_of(model.modules))
+        self.stages, self.memory.step = step
+        reference, computed = gradients
+        parts = self._groups.everybody.gather([*differences(computed, reference)])
+        distinct = {difference for part in parts for difference in part}
+        return Verification(is_plain, sorted(distinct, reverse=True))
 
     def evaluate(
         self,

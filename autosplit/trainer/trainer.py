@@ -36,6 +36,7 @@ from autosplit.trainer.rank_model import OptimizerFunction, RankModel
 from autosplit.trainer.runner import Runner
 from autosplit.trainer.stage_modules import LossFunction, StageSource, union_of_groups
 from autosplit.trainer.step_reports import StepReports
+from autosplit.trainer.verification import Verification
 from autosplit.trainer.whole_model import (
     Example,
     Model,
@@ -370,6 +371,28 @@ class PipelineTrainer(StepReports):
         self._runner.losses.update_scale(finite=self._optimizer_moves)
         figures.bounds = agreement.bounds()
         return losses
+
+    def verify(
+        self,
+        batch: Batch | Inputs | None = None,
+        target: BatchPart | None = None,
+        *,
+        weight: Weight | None = None,
+        **named: Tensor,
+    ) -> Verification:
+        """Compare the gradients of one step with those of plain autograd; collective.
+
+        The same step runs twice: as in ``step``, and with each rank's modules under plain autograd,
+        one microbatch after another. No optimizer moves, and parameters, buffers, gradients, random
+        generators and counts of steps stay as they are. Where ranks share or shard parameters, the
+        reference is the same graphs in that order, with I and W as one. Messages and reductions
+        are the trainer's own in both runs: a link that always changes the same bits stays unseen.
+
+        Arguments and errors are those of ``step``. A difference raises no error: Inductor's kernels
+        round otherwise than autograd's. Returns the comparison, the same on all ranks.
+        """
+        with self._guard.during("the verification"):
+            return self._runner.compare_gradients(paired(batch, target, named), weight)
 
     def evaluate(
         self,

@@ -60,6 +60,8 @@ def test_a_step_is_that_of_one_process(
     with trainer(mesh, stages=stages, max_grad_norm=1e9, **options) as engine:
         expected = losses[mesh.get_local_rank("dp_replicate")], *rest
         assert_step(engine, own_share(mesh), expected)
+        report = engine.verify(own_share(mesh))
+        assert (report.plain, report.bits_equal) == (True, True)
 
 
 @ranks(4)

@@ -120,6 +120,8 @@ def test_a_step_is_that_of_one_process(
         with collectives() as counted:
             assert_step(engine, share_of(mesh), expected)
         assert engine.evaluate(share_of(mesh)).tolist() == expected[0]
+        report = engine.verify(share_of(mesh))
+        assert (report.plain, report.bits_equal) == (False, True)
         engine.record = True
         engine.forward_backward(share_of(mesh))
         kinds = {span.action.kind for span in engine.timeline().spans}

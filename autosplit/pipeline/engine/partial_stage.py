@@ -86,6 +86,7 @@ class PartialStage:
     """
 
     waiting_hooks: list[Tensor] | None = None
+    part_names: tuple[str, ...] | None = None
 
     def __init__(
         self,
@@ -96,15 +97,12 @@ class PartialStage:
         options: SplitOptions,
         error: CaptureError,
     ) -> None:
-        self.index, self._module, self._error = index, module, error
-        self._works = _CollectedWorks(Delivery(), PendingBound(math.inf))
+        self._set_module(module, index, options.grad_dtype)
+        self._error = error
         self._fallback = Fallback(module, options, False, self._works)
         self._parts = self._fallback.split_by_graphs(error)
         self._parts.has_warned = True
-        self._root, self._leaves = torch.zeros((), requires_grad=True), UncachedLeaves()
-        self._sums = GradientSums(options.grad_dtype)
-        self._graphs: dict[int, _AutogradGraph] = {}
-        self._deferred: dict[int, _DeferredGradients] = {}
+        self._anchor = self._parts.anchor.leaf
         self._attributes = {*_computed_attributes(module)}
         self._examples = [*map(_signature, args)]
         self._needs_grad = [arg.requires_grad for arg in args]
@@ -116,6 +114,15 @@ class PartialStage:
             DeferralWarning,
             stacklevel=2,
         )
+
+    def _set_module(self, module: nn.Module, index: int, dtype: torch.dtype | None) -> None:
+        """Set the module, without microbatches and gradients yet."""
+        self.index, self._module = index, module
+        self._works = _CollectedWorks(Delivery(), PendingBound(math.inf))
+        self._root, self._leaves = torch.zeros((), requires_grad=True), UncachedLeaves()
+        self._sums = GradientSums(dtype)
+        self._graphs: dict[int, _AutogradGraph] = {}
+        self._deferred: dict[int, _DeferredGradients] = {}
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
@@ -161,12 +168,15 @@ class PartialStage:
         with torch.enable_grad():
             args, entries = self._enter(inputs)
             inputs.clear()
-            result = self._fallback.run_by_graphs(self._parts, args, {})
+            result = self._call(args)
         self._check_attributes(self._module)
         outputs, _ = flat_outputs(self.index, result, self.part_names)
         ends = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
         self._graphs[microbatch] = _AutogradGraph(entries, ends)
         return [output.detach() for output in outputs]
+
+    def _call(self, args: tuple[Tensor, ...]) -> Any:
+        return self._fallback.run_by_graphs(self._parts, args, {})
 
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
@@ -267,7 +277,7 @@ class PartialStage:
         with muted, without_autocast():
             # Graphs queue their W only if the backward reaches the anchor.
             *results, _ = torch.autograd.grad(
-                roots, [*wanted, self._parts.anchor.leaf], grads, allow_unused=True
+                roots, [*wanted, self._anchor], grads, allow_unused=True
             )
         return iter(results)
 
