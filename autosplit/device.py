@@ -1,4 +1,4 @@
-"""Streams of accelerators, and random generators of all devices."""
+"""Use streams of accelerators, and the random generators of all devices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Accelerator = tuple[str, ModuleType]
 
 @functools.cache
 def _accelerator() -> Accelerator | None:
-    """The accelerator that this torch was built or extended for, or None. It never changes."""
+    """The accelerator that this torch supports, or None. It never changes in a process."""
     device = torch.accelerator.current_accelerator()
     return None if device is None else (device.type, torch.get_device_module(device))
 
 
 def has_accelerator() -> bool:
-    """Whether there may be another device than the CPU."""
+    """Whether this torch supports another device than the CPU."""
     return _accelerator() is not None
 
 
@@ -34,7 +34,9 @@ def accelerator_kind() -> str:
 
 
 def _in_use() -> Accelerator | None:
-    """The accelerator, if this process has initialised it; asking does not initialise it."""
+    """The accelerator, if this process has initialised it; else None. The call does not initialise
+    it.
+    """
     accelerator = _accelerator()
     if accelerator is None:
         return None
@@ -66,7 +68,7 @@ def stream_under(tensors: Iterable[Tensor | None]) -> torch.Stream | None:
 
 def follow(stream: torch.Stream | None, tensors: Sequence[Tensor | None]) -> None:
     """Make the current stream wait for ``stream``, and record the tensors on the current stream.
-    The allocator would otherwise know only the stream on which they were allocated.
+    Without the record, the allocator would know only the stream on which a tensor was allocated.
     """
     if stream is None:
         return
@@ -80,7 +82,9 @@ def follow(stream: torch.Stream | None, tensors: Sequence[Tensor | None]) -> Non
 
 
 def done_so_far(device: torch.device) -> torch.Event | None:
-    """An event after all present work of the current stream; None without streams."""
+    """An event that completes after all present work of the current stream; None without
+    streams.
+    """
     if not has_streams(device):
         return None
     event = torch.Event(device)
@@ -95,14 +99,16 @@ def settle(device: torch.device) -> None:
 
 
 def take_over(tensors: Iterable[Tensor]) -> None:
-    """Tell the allocator that the current stream uses tensors of another one."""
+    """Tell the allocator that the current stream uses tensors that were allocated on another
+    stream.
+    """
     for tensor in tensors:
         if has_streams(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 class OwnStream:
-    """A stream of a device beside its current one; without effect on the CPU."""
+    """A stream of a device beside the current stream; without effect on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device) if has_streams(device) else None
@@ -139,8 +145,8 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the CPU's generator and that of ``device``. ``torch.manual_seed`` does so for all
-    devices, and takes 60 times as long.
+    """Seed the generators of the CPU and of ``device``. ``torch.manual_seed`` seeds all devices,
+    and takes 60 times as long.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -151,8 +157,8 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore random generators at the end of the context: the CPU's, and those of accelerators in
-    use.
+    """Context that restores random generators at its end: the CPU's, and the generators of
+    accelerators in use.
 
     ``torch.random.fork_rng`` would initialise every GPU of the machine, after which processes
     cannot be forked, and warn that there are several.
@@ -185,7 +191,7 @@ class GeneratorStates(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> GeneratorStates:
-        """The present states of the CPU's generator and of that of ``device``."""
+        """The present states of the generators of the CPU and of ``device``."""
         beside = {} if device.type == "cpu" else {device: generator_state(device)}
         return cls(torch.get_rng_state(), beside)
 
@@ -196,7 +202,9 @@ class GeneratorStates(NamedTuple):
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Draw from these states in the ``with`` block; restore the generators afterwards."""
+        """Context in which random numbers are drawn from these states; it restores the generators
+        at its end.
+        """
         with generators_kept():
             self.restore()
             yield

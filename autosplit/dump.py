@@ -1,6 +1,6 @@
-"""Show the graphs of a split module. ``report()`` returns their costs and the tensors on their
-boundaries as text tables. ``dump()`` writes readable, runnable files, with a folder for each kind
-of repeated block.
+"""Show the graphs of a split module. ``graph_tables`` returns their costs and the tensors on their
+boundaries as text tables. ``dump`` writes readable, runnable files, with a folder for each kind of
+repeated block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TITLES = {
 
 
 def graph_tables(functions: SplitFunctions, title: str) -> str:
-    """Tables of the graphs and of the boundary between I and W."""
+    """Text with a table of the graphs, and a table of the boundary between I and W."""
     graphs, capture = functions.graphs, functions.capture
     results = [*capture.outputs, *(value.name for value in capture.values)]
     parts = [f"{title}: {', '.join(capture.inputs)} -> {', '.join(results)}"]
@@ -70,7 +70,9 @@ def specialized_text(functions: SplitFunctions) -> list[str]:
 
 
 def sizes_text(functions: SplitFunctions) -> list[str]:
-    """The dimensions for whose sizes the graphs hold, if they are symbolic."""
+    """Lines for a report: the input dimensions whose sizes are symbols in the graphs; empty if
+    there are none.
+    """
     sizes, names = functions.capture.sizes, functions.capture.inputs
     if sizes is None:
         return []
@@ -84,7 +86,9 @@ def sizes_text(functions: SplitFunctions) -> list[str]:
 
 
 def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
-    """One row per graph: operators, views, FLOPs, bytes in and out (distinct storage)."""
+    """Table with one row per graph: operators, views, FLOPs, bytes in and out (distinct
+    storage).
+    """
     graphs = functions.graphs.graphs()
     rows = [[title, *_graph_row(graphs[name])] for name, title in _TITLES.items() if name in graphs]
     headers = ["graph", "ops", "views", "GFLOPs", "state in", "other in", "out"]
@@ -93,7 +97,7 @@ def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
 
 
 def share_text(waiting: int, early: int) -> str:
-    """The share of the weight gradients' FLOPs that W computes."""
+    """Text on the share of the weight gradients' FLOPs that W computes."""
     if not waiting + early:
         return "none takes a matrix product or convolution that torch counts"
     share = f"{100 * waiting / (waiting + early):.1f} %"
@@ -102,21 +106,21 @@ def share_text(waiting: int, early: int) -> str:
 
 
 def inseparable_table(functions: SplitFunctions, style: str = "simple") -> str:
-    """One row per parameter whose gradient cannot be deferred, with the operator that computes
-    it.
+    """Table with one row per parameter whose gradient cannot be deferred, with the operator that
+    computes the gradient.
     """
     rows = list(functions.dependence.inseparable.items())
     return tabulate(rows, ["parameter", "operator"], tablefmt=style, disable_numparse=True)
 
 
 def boundary_table(rows: list[BoundaryTensor], style: str, *, joins_layers: bool = False) -> str:
-    """One row per tensor, the largest first.
+    """Table with one row per tensor of a boundary, the largest first.
 
     Args:
         rows: the tensors.
         style: the format, see tabulate.
-        joins_layers: whether tensors that differ in one number of their names, as those of equal
-            layers do, are one row, with their number and the bytes of all.
+        joins_layers: whether tensors of equal layers, whose names differ in one number only, share
+            a row. The row has the number of tensors and the sum of their bytes.
     """
     if not rows:
         return "(no tensors)"
@@ -162,7 +166,7 @@ def _joined_name(names: Sequence[str]) -> str:
 
 
 def _giga(count: int) -> str:
-    """A number in billions, as text; small ones in scientific notation."""
+    """A number in billions, as text; small numbers are in scientific notation."""
     value = count / 1e9
     return f"{value:.3f}" if value >= 5e-4 or not count else f"{value:.1e}"
 
@@ -173,7 +177,9 @@ def _graph_row(module: fx.GraphModule) -> list[str]:
 
 
 def _graph_figures(graph: fx.Graph) -> dict[str, int]:
-    """Operators, views, FLOPs, and bytes of distinct storage."""
+    """A graph's numbers of operators, views and FLOPs, and its bytes of distinct storage in and
+    out.
+    """
     nodes = list(calls(graph))
     views = sum(is_view(node) for node in nodes)
     state = inputs(graph, Kind.PARAMETER, Kind.BUFFER)
@@ -220,10 +226,10 @@ _HALVES = ("forward", "backward_input", "backward_weight")
 
 def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) -> None:
     """Write ``joint.py``, ``forward.py``, ``backward_input.py``, ``backward_weight.py``,
-    ``backward.py`` and ``boundary.md``; and for a backend that generates code, the code of every
-    graph that is compiled so far, as ``forward.generated.py``. Each kind of repeated block has a
-    folder of its own, with F, I and W. With matplotlib, ``graphs.svg`` shows F, I and W beside each
-    other, with the bytes that cross, where they are small enough to be read.
+    ``backward.py`` and ``boundary.md`` into a folder. If the backend generates code, the code of
+    each graph compiled so far is written too, as ``forward.generated.py``. Each kind of repeated
+    block has a folder of its own, with F, I and W. With matplotlib, and if the graphs are small
+    enough to be read, ``graphs.svg`` shows F, I and W beside each other, with the bytes that cross.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -247,7 +253,7 @@ def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) 
 
 
 def _kinds(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[str, fx.GraphModule]]:
-    """The graphs of each kind of called block, by kind and name."""
+    """Maps each kind of called block to its graphs by name."""
     kinds: dict[str, dict[str, fx.GraphModule]] = defaultdict(dict)
     for called in (subgraph for module in graphs for subgraph in subgraphs(module.graph)):
         kind, half = _kind_of(called)
@@ -256,8 +262,8 @@ def _kinds(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[str, fx.GraphModu
 
 
 def _kind_of(called: Subgraph) -> tuple[str, str]:
-    """The kind of block that a called graph belongs to, and the graph's name: forward,
-    backward_input, ...
+    """(kind of block that a subgraph belongs to, the graph's name: forward, backward_input,
+    ...).
     """
     half = next(half for half in _HALVES if called.name.endswith(f"_{half}"))
     return called.name.removesuffix(f"_{half}"), half
@@ -297,7 +303,9 @@ def _source(
 
 
 def _boundary(functions: SplitFunctions, title: str) -> str:
-    """Costs of the graphs, and all tensors that cross between them, blocks included."""
+    """Text of ``boundary.md``: costs of the graphs, and all tensors that cross between them, blocks
+    included.
+    """
     parts = [f"# {title}", graph_table(functions, "github")]
     headings = {Kind.SAVED: "Saved: F to the backward", Kind.DEFERRED: "Deferred: I to W"}
     for kind, rows in boundaries(functions.graphs).items():

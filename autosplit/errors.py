@@ -1,7 +1,8 @@
 """Every error that autosplit raises on purpose, and the warning that splitting gains little.
 
 A message says what was expected, what came, and what to do. It names the user's source line if a
-graph knows it. Each class has the page of the docs that explains it; tracebacks end with it.
+graph knows it. Each class names the page of the docs that explains it; tracebacks end with that
+name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class AutosplitError(Exception):
     """Base of every error raised by autosplit.
 
     Attributes:
-        page: the page of the docs about errors of this class, and its section.
+        page: path of the docs' page about errors of this class, with the section after ``#``.
     """
 
     page: ClassVar[str] = "docs/index.md"
@@ -47,7 +48,7 @@ class CaptureError(AutosplitError):
     """A module could not be traced into one joint forward/backward graph.
 
     Attributes:
-        because: why, and what to do, in a line, for callers that go on without that graph.
+        because: the reason and what to do, in one line, for callers that continue without a graph.
     """
 
     page = "docs/limitations.md#models"
@@ -58,20 +59,25 @@ class CaptureError(AutosplitError):
 
 
 class FailingCallError(CaptureError):
-    """The forward fails for these inputs, traced or not: a shape that does not fit, for example."""
+    """The forward itself fails for these inputs, whether traced or not: a shape does not fit, for
+    example.
+    """
 
 
 class RecursiveCallError(FailingCallError):
-    """The forward calls the split module that was made from it."""
+    """A model's forward calls the split module that was made from the same model."""
 
 
 class FirstCallError(CaptureError):
-    """The first call has effects that happen once, so it must run untraced; the next is traced."""
+    """The first call has effects that happen only once. It must run untraced; the next call is
+    traced.
+    """
 
 
 class PythonStateError(CaptureError):
-    """The forward changes Python state, constructs an object such as a module, or takes a lock,
-    none of which a graph can record. Often only the first call does: run it once before.
+    """The forward changes Python state, constructs an object such as a module, or takes a lock. A
+    graph cannot record any of these. If only the first call does so, run the module once before
+    splitting.
     """
 
 
@@ -89,14 +95,16 @@ class SplitError(AutosplitError):
 
 
 class CheckError(SplitError):
-    """``AUTOSPLIT_CHECK=1`` found a gradient, a write or a hook unlike plain autograd's."""
+    """A check of ``AUTOSPLIT_CHECK=1`` found a gradient, a write or a hook that differs from plain
+    autograd.
+    """
 
     page = "docs/debugging.md"
 
 
 class ShardedError(SplitError):
-    """A model is sharded (FSDP) where whole parameters are needed, or in an unsupported way; or its
-    parameters are DTensors that cannot be trained.
+    """A model is sharded by FSDP although whole parameters are needed, or in an unsupported way; or
+    its parameters are DTensors that cannot be trained.
     """
 
     page = "docs/sharded.md"
@@ -107,9 +115,9 @@ class BackendError(SplitError):
 
 
 class DeferralWarning(UserWarning):
-    """Deferral helps less, or reaches further, than a user expects: less than half of the weight
-    gradients can be deferred to ``backward_weight()``; a custom backward adds into a sum of its
-    own, which is complete after ``backward_weight()`` only; or a stage runs as several graphs.
+    """Deferral does something that a user may not expect. Less than half of the weight gradients
+    can be deferred to ``backward_weight()``; or a custom backward adds into a sum of its own, which
+    is complete only after ``backward_weight()``; or a stage runs as several graphs.
     """
 
     @classmethod
@@ -119,10 +127,10 @@ class DeferralWarning(UserWarning):
         Args:
             name: the name of the module.
             share: the share of its weight gradients that can be deferred.
-            because: why others cannot.
+            because: the reason why the others cannot be deferred.
 
         Returns:
-            Whether it warned.
+            Whether a warning was given.
         """
         if share >= _ENOUGH:
             return False
@@ -133,7 +141,9 @@ class DeferralWarning(UserWarning):
 
 
 class AnomalyError(SplitError, RuntimeError):
-    """A gradient has a NaN under ``torch.autograd.detect_anomaly()``; a RuntimeError, too."""
+    """A gradient has a NaN under ``torch.autograd.detect_anomaly()``. As in torch, it is a
+    RuntimeError.
+    """
 
     page = "docs/debugging.md"
 
@@ -157,7 +167,9 @@ class PipelineError(AutosplitError):
 
 
 class BatchError(PipelineError):
-    """A rank refuses a batch, so no rank has run any of it. The trainer accepts the next batch."""
+    """A rank refuses a batch, so no rank has run any part of it. The trainer accepts the next
+    batch.
+    """
 
 
 class FactoryError(PipelineError):

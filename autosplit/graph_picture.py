@@ -1,11 +1,11 @@
-"""F, I and W as a picture: three columns of operators, with the tensors that cross as arrows.
+"""Draw F, I and W as three columns of operators, with an arrow for each tensor that crosses.
 
        F                I                W
     [ addmm ] --------------------->  [ mm  ]     8.00 KiB
     [ gelu  ] ---> [ gelu_backward ]
                    [ mm            ] ------------> ...
 
-Views are left out: an arrow ends at the operators that read the value behind them.
+Views are left out: an arrow ends at the operator that reads a view of the tensor.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Crossing(NamedTuple):
     """A tensor that crosses from one graph to another.
 
     Attributes:
-        name: its name on the boundary.
-        source: the operator that computes it.
-        target: an operator that reads it.
-        bytes: the bytes of its storage.
+        name: the tensor's name on the boundary.
+        source: the operator that computes the tensor.
+        target: an operator that reads the tensor.
+        bytes: the bytes of the tensor's storage.
     """
 
     name: str
@@ -58,14 +58,16 @@ class Crossing(NamedTuple):
 
 
 def operator_rows(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The rows of a column: the graph's inputs and tangents, then its operators in order."""
+    """Maps each node of a column to its row: the graph's inputs and tangents, then its operators in
+    order.
+    """
     arrived = [n for n in inputs(graph, Kind.INPUT, Kind.TANGENT).values() if n.users]
     computed = [n for n in graph.nodes if n.op == "call_function" and not _passes_through(n)]
     return {node: row for row, node in enumerate([*arrived, *computed])}
 
 
 def _passes_through(node: fx.Node) -> bool:
-    """Whether the node only names the value of its first argument, or a part of it."""
+    """Whether the node is a view or an item of its first argument."""
     return node.target is operator.getitem or is_view(node)
 
 
@@ -102,7 +104,7 @@ def _readers(node: fx.Node, rows: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
 
 
 def draw_graphs(graphs: Mapping[str, fx.GraphModule], path: Path, title: str) -> bool:
-    """Draw F, I and W into a file, if matplotlib is installed and they are small enough.
+    """Draw F, I and W into a file, if matplotlib is installed and the graphs are small enough.
 
     Args:
         graphs: the graphs by name: forward, backward_input, backward_weight.
@@ -110,7 +112,7 @@ def draw_graphs(graphs: Mapping[str, fx.GraphModule], path: Path, title: str) ->
         title: the title of the picture.
 
     Returns:
-        Whether it was drawn.
+        Whether the picture was drawn.
     """
     if not graphs.keys() >= {*_COLUMNS}:
         return False

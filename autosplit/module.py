@@ -54,11 +54,11 @@ _TRANSIENT = ("_fallback", "_graphs", "_queue", "_anchor", "_sharded")
 
 
 class SplitModule(ModuleProxy):
-    """A module that trains like its model, and whose ``backward()`` leaves weight gradients for
-    later.
+    """A module that trains like its model, but whose ``backward()`` leaves weight gradients
+    pending.
 
-    ``autosplit.split`` creates it. Parameters, buffers, submodules and attributes are those of the
-    model, which is ``unsplit``; ``state_dict``, ``train()`` and ``to()`` act on it.
+    ``autosplit.split`` creates it. Parameters, buffers, submodules and attributes are the model's;
+    ``state_dict``, ``train()`` and ``to()`` act on the model. ``unsplit`` is the model itself.
 
     **Weight gradients.** After ``loss.backward()``, the weight gradients of that microbatch are
     pending, and each parameter's ``.grad`` is a lazy gradient. They are computed when
@@ -67,31 +67,30 @@ class SplitModule(ModuleProxy):
     - something reads a lazy gradient: gradient clipping, a ``GradScaler``, an optimizer's step;
     - more than ``max_pending`` microbatches are pending.
 
-    Setting ``.grad`` to None, replacing it, or zeroing it, drops what is pending for that
+    Setting ``.grad`` to None, replacing it, or zeroing it drops the pending gradients of that
     parameter. Shape, dtype and device of a lazy gradient are known without a computation.
 
-    ``backward()`` computes weight gradients, too, if a parameter has a hook (an optimizer may step
-    in it; ``report()`` names such parameters), if parameters are computed
-    (``torch.func.functional_call``), or inside ``DistributedDataParallel`` outside of
-    ``no_sync()``, where ranks average gradients. ``torch.autograd.grad`` and
-    ``backward(inputs=...)`` compute input gradients only; with parameters they raise
-    ``SplitError``.
+    In three cases ``backward()`` computes weight gradients, too: a parameter has a hook, in which
+    an optimizer may step (``report()`` names such parameters); parameters are computed
+    (``torch.func.functional_call``); or ``DistributedDataParallel`` averages gradients, which it
+    does outside of ``no_sync()``. ``torch.autograd.grad`` and ``backward(inputs=...)`` compute
+    input gradients only; with parameters they raise ``SplitError``.
 
-    An optimizer step compiled with ``fullgraph=True``, and code that reads the memory of a gradient
-    past ``.grad``, cannot trigger the computation: call ``backward_weight()`` first. If no input
+    An optimizer step compiled with ``fullgraph=True``, and code that reads a gradient's memory
+    without torch, cannot trigger the computation: call ``backward_weight()`` first. If no input
     needs a gradient, ``backward()`` computes derivatives down to the earliest parameters.
 
     **Graphs.** A graph is captured for each combination of the structure, shapes, dtypes, devices
     and ``requires_grad`` of inputs, of the values of numbers and strings, and of everything else
     that the forward reads: attributes, globals, hooks, train or eval mode, grad mode, autocast. If
-    any of that changes, the next call uses another graph that fits, or captures one. Beyond
-    ``max_graphs``, the graph that was unused for longest is dropped, with a warning. Under
+    any of that changes, the next call uses another graph that fits, or captures a new one. Beyond
+    ``max_graphs``, the least recently used graph is dropped, with a warning. Under
     ``torch.no_grad()`` with backend "eager", the model itself runs. A call that fails only while it
-    is captured runs by plain autograd, with a warning; ``report()`` counts these.
+    is captured runs by plain autograd, with a warning; ``report()`` counts such calls.
 
     **As a stand-in.** ``isinstance``, ``len()``, indexing, iteration, and ``inspect.signature`` of
-    ``forward`` answer as for the model. A function that is assigned to ``forward`` here wraps the
-    split forward. ``torch.export`` and ``torch.jit.trace`` record the model. For
+    ``forward`` answer as for the model. A function that is assigned to ``forward`` of the split
+    module wraps the split forward. ``torch.export`` and ``torch.jit.trace`` record the model. For
     ``torch.jit.script`` and ``torch.fx.symbolic_trace``, pass ``.unsplit``.
 
     Threads may share a split module. A copy, by ``copy`` or ``pickle``, captures its own graphs;
@@ -134,7 +133,7 @@ class SplitModule(ModuleProxy):
         self._attach()
 
     def _attach(self) -> None:
-        """Drop all graphs and pending work, and read whether the model is sharded now."""
+        """Drop all graphs and pending work, and find out whether the model is sharded now."""
         attributes = self.__dict__
         options, require_graph = attributes["_options"], attributes["_fullgraph"]
         attributes["_sharded"] = sharded = _sharded(self.unsplit)
@@ -261,24 +260,24 @@ class SplitModule(ModuleProxy):
         """W: compute pending weight gradients, and accumulate them into ``.grad``.
 
         Gradients are added one microbatch after the other, oldest first, with the bits of ordinary
-        backwards. A parameter that was replaced since the forward still gets its gradient; its
-        replacement gets none.
+        backwards. If a parameter was replaced since the forward, the old parameter gets the
+        gradient, and the new one gets none.
 
-        If a computation raises, these microbatches are lost, and reading ``.grad`` raises: call
-        ``zero_grad()``, and start the step again.
+        If a computation raises, the gradients of these microbatches are lost, and reading ``.grad``
+        raises: call ``zero_grad()``, and start the step again.
 
         Args:
             microbatches: the number of microbatches, oldest ``backward()`` first; None: all.
 
         Raises:
-            SplitError: fewer microbatches are pending, or a deferred tensor was written in place
-                since its ``backward()``.
+            SplitError: fewer microbatches are pending than requested, or a deferred tensor was
+                written in place since its ``backward()``.
         """
         self._queue.compute(microbatches)
 
     def discard(self) -> None:
-        """Drop all pending weight gradients. ``.grad`` keeps what was accumulated before, and what
-        other losses have added since.
+        """Drop all pending weight gradients. ``.grad`` keeps gradients that were accumulated
+        before, or that other losses have added since.
         """
         self._queue.discard_all()
 
@@ -298,7 +297,7 @@ class SplitModule(ModuleProxy):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of distinct storage that the pending microbatches hold."""
+        """Bytes of distinct storage that the pending microbatches keep alive."""
         return self._queue.bytes
 
     @property
@@ -307,10 +306,11 @@ class SplitModule(ModuleProxy):
         return self._graphs.captured
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
-        """Capture and compile the graph for inputs like these now, without running it.
+        """Capture and compile the graph for inputs with these shapes and dtypes now, without
+        running it.
 
-        If the model's first call fills caches or builds submodules, that call is made, and the
-        random generators are restored.
+        If the model's first call fills caches or builds submodules, the model is first called once,
+        and the random generators are restored.
 
         Args:
             args: example positional inputs.
@@ -336,8 +336,8 @@ class SplitModule(ModuleProxy):
         """Tables of the latest graphs: operators, FLOPs and bytes of each graph, and the tensors at
         the boundary between I and W.
 
-        For a model that is split graph by graph: the graphs, the code between them with reasons,
-        and the share of the weight gradients' FLOPs that is deferred.
+        For a model that is split graph by graph: the graphs, the graph breaks with reasons, and the
+        share of the weight gradients' FLOPs that is deferred.
 
         Raises:
             SplitError: nothing has been captured yet.
@@ -373,7 +373,9 @@ class SplitModule(ModuleProxy):
             dump(self._graphs.latest, folder, type(self.unsplit).__name__)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Compute pending gradients first, because they are moved and converted with parameters."""
+        """Move or convert the model, after computing pending gradients, which are moved and
+        converted too.
+        """
         self.backward_weight()
         return super()._apply(fn, recurse)
 

@@ -130,7 +130,7 @@ def _transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
 def _arrow(
     process: int, number: int, maker: Span, consumer: Span, origin: float
 ) -> Iterator[Event]:
-    """Start and end of an arrow.
+    """Yield the two trace events of an arrow: start and end.
 
     The id is a number because Perfetto reads a text as a hexadecimal number.
     """
@@ -145,8 +145,8 @@ def _arrow(
 
 
 def _nudge(span: Span) -> float:
-    """Seconds between the edge of an action's slice and an arrow of it. An arrow on the edge may
-    bind to a neighbouring slice.
+    """Seconds between the edge of an action's slice and the end of an arrow. An arrow on the edge
+    itself may bind to a neighbouring slice.
     """
     return min(1e-6, (span.end - span.start) / 2)
 
@@ -199,16 +199,15 @@ def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) ->
 
 
 def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
-    """Draw one panel per timeline, each starting at 0 ms, all to one scale.
+    """Draw one panel per timeline, each from 0 ms and all with one time scale.
 
-    A bar is one action (its gid is PANEL/RANK/ACTION, as in "0/1/1F0"). If there is room, it is
-    labelled with its kind and microbatch, or with the whole action if a rank has several stages.
-    Later stages of a rank are lighter than its first.
-    The end of each row shows the rank's idle share of the makespan. Moves and reductions are in
-    traces only.
+    A bar is one action; its gid in the file is PANEL/RANK/ACTION, as in "0/1/1F0". If there is
+    room, it is labelled with its kind and microbatch, or with the whole action if a rank has
+    several stages. Later stages of a rank are lighter than its first. The end of each row shows the
+    rank's idle share of the makespan. Moves and reductions are in traces only.
 
     Raises:
-        AutosplitError: no timeline, one in which nothing is computed, or no matplotlib.
+        AutosplitError: no timeline, a timeline without computation, or no matplotlib.
     """
     if not rows:
         raise AutosplitError("nothing to draw: expected at least one timeline")
@@ -241,7 +240,7 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
 
 
 def _draw_panel(axes: Axes, index: str, name: str, timeline: Timeline) -> None:
-    """Draw axes, titles and idle time of a panel."""
+    """Draw the bars, axes, title and idle times of a panel."""
     ranks, makespan = range(timeline.ranks), 1e3 * timeline.makespan
     axes.set_ylim(timeline.ranks - 0.5, -0.5)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
@@ -312,7 +311,7 @@ def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
 
 
 def _lighter(color: str, chunk: int) -> str:
-    """The color of a rank's chunk: mixed with white, more so for later ones."""
+    """The color of a chunk, mixed with more white the later the chunk is."""
     share = 0.55**chunk
     channels = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(255 - share * (255 - value)):02x}" for value in channels)

@@ -1,4 +1,4 @@
-"""``ShardedModule``: FSDP2's work for a module whose forward, I and W are graphs.
+"""``ShardedModule`` does FSDP2's work for a module whose forward, I and W are graphs.
 
 ``Gathering`` gathers parameters for the call of each graph or repeated block.
 """
@@ -31,25 +31,26 @@ class ShardedModule:
     """Does for graphs what FSDP2's hooks do for modules: gathers, reshards and reduces.
 
     A graph reads gathered parameters. ``gathering`` gathers them before the call, block by block,
-    and reshards them by the options of ``fully_shard``. Weight gradients are accumulated unreduced,
-    in the policy's ``reduce_dtype``. ``reduce`` reduces them once for each parameter group, into
-    ``.grad`` of the sharded parameters, as FSDP2 does if ``set_requires_gradient_sync(False)``
-    holds for all microbatches except the last.
+    and reshards them as the options of ``fully_shard`` say. Weight gradients are accumulated
+    unreduced, in the policy's ``reduce_dtype``. ``reduce`` reduces the sums once for each parameter
+    group, into ``.grad`` of the sharded parameters. FSDP2 does the same if
+    ``set_requires_gradient_sync(False)`` was called for all microbatches except the last.
 
     When parameters are gathered and freed:
 
-    - with ``reshard_after_forward`` (ZeRO-3), for each block's call;
-    - without it (ZeRO-2), at UNSHARD and RESHARD of the schedule; if it has none, gathered at the
-      first microbatch and freed when gradients are reduced.
+    - with ``reshard_after_forward`` (ZeRO-3), they are gathered for each block's call;
+    - without it (ZeRO-2), they are gathered and freed at the schedule's actions UNSHARD and
+      RESHARD. If the schedule has none, they are gathered at the first microbatch and freed when
+      gradients are reduced.
 
     Args:
-        module: the module, for which, or for parts of which, ``fully_shard`` was or will be called.
+        module: the module; ``fully_shard`` was or will be called for it or for parts of it.
 
     Attributes:
         groups: the parameter groups; empty if nothing was sharded at the last ``find_groups``.
         gathering: gathers parameters for graphs; None if ``groups`` is empty.
-        memory: storage of a gathered parameter, freed or not -> its group.
-        waiting: a context around each wait for other ranks.
+        memory: maps the storage of a gathered parameter, freed or not, to the parameter's group.
+        waiting: a function that returns a context, entered around each wait for other ranks.
 
     Raises:
         ShardedError: the module is sharded in a way that graphs cannot reproduce; says how.
@@ -67,7 +68,8 @@ class ShardedModule:
         self.find_groups()
 
     def find_groups(self) -> None:
-        """Set ``groups`` if the module has been sharded since; call it before each capture.
+        """Set ``groups`` if the module was sharded since the last call. Call it before each
+        capture.
 
         Raises:
             ShardedError: see the class.
@@ -94,8 +96,8 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Replace DTensor parameters by their local tensors inside the context; then captures and
-        guards see an unsharded module.
+        """Context in which captures and guards see an unsharded module: DTensor parameters are
+        replaced by their local tensors.
         """
         with self.with_gathered_parameters():
             for view in self._views:
@@ -182,7 +184,9 @@ class ShardedModule:
             group.reshard()
 
     def owner(self, parameter: Tensor) -> Tensor:
-        """The sharded parameter of a gathered one; any other parameter itself."""
+        """The sharded parameter for a gathered parameter; other parameters are returned
+        unchanged.
+        """
         return self._owners.get(id(parameter), parameter)
 
     @property
@@ -217,8 +221,8 @@ class ShardedModule:
                 )
 
     def accumulate(self) -> None:
-        """Add a microbatch's weight gradients, which W left in ``.grad`` of gathered parameters, to
-        the unreduced sums.
+        """Add a microbatch's weight gradients to the unreduced sums. W left them in ``.grad`` of
+        the gathered parameters.
         """
         for group in self.groups:
             group.accumulate()
@@ -227,22 +231,22 @@ class ShardedModule:
         """Reduce the gradients that were accumulated since the last call.
 
         Collective: one reduce-scatter for each group with gradients, in the same order on every
-        rank; none for groups with ``set_requires_gradient_sync(False)``.
+        rank. Groups with ``set_requires_gradient_sync(False)`` are not reduced.
 
         Args:
-            divisor: the number by which gradients are divided before.
+            divisor: the number by which gradients are divided before the reduction.
         """
         if self.start_reduce(divisor):
             self.finish_reduce()
 
     def start_reduce(self, divisor: int = 1) -> bool:
-        """Start the reductions, last modules first.
+        """Start the reductions, from the last module to the first.
 
         Args:
             divisor: as for ``reduce``.
 
         Returns:
-            whether any was started.
+            whether a reduction was started.
         """
         groups = [group for group in reversed(self.groups) if group.reduces and group.has_unreduced]
         with self.waiting() if groups else contextlib.nullcontext():
@@ -265,14 +269,14 @@ class ShardedModule:
         return any(t is not None and t.untyped_storage()._cdata in self.memory for t in tensors)
 
     def forget(self, parameters: Collection[int]) -> None:
-        """Drop the unreduced gradients of some sharded parameters, given by their ``id``."""
+        """Drop the unreduced gradients of sharded parameters, passed as their ``id``."""
         for key in parameters:
             for group in self.groups:
                 group.forget(key)
 
 
 class GatherOrder:
-    """The order in which the calls of a step gather groups, known from the step before.
+    """Predicts which groups the calls of a step gather, from the calls of the step before.
 
         call of a block    before    0       between    1       between    2
         all-gather for     0 1                  2                  3
@@ -294,7 +298,9 @@ class GatherOrder:
         self.ahead: set[ParameterGroup] = set()
 
     def begin_order(self) -> None:
-        """Expect the order of the last step. All groups must have been freed."""
+        """Begin a step, in which the order of the last step is expected. All groups must have been
+        freed.
+        """
         if self._calls:
             self._expected, self._calls = self._calls, []
         self._is_as_expected = True
@@ -342,7 +348,8 @@ class Gathering:
         sharded: the module.
 
     Attributes:
-        order: the order of calls, which modules may share; None gathers nothing ahead.
+        order: the expected order of calls, which several modules may share; None: nothing is
+            gathered ahead.
     """
 
     def __init__(self, sharded: ShardedModule) -> None:
@@ -351,12 +358,12 @@ class Gathering:
         self._gathered_by_forward: set[ParameterGroup] = set()
 
     def graph(self, name: str, module: fx.GraphModule, call: Boxed) -> Boxed:
-        """A function that runs a graph with its parameters gathered.
+        """Return a function that gathers a graph's parameters and runs the graph.
 
         Args:
             name: the graph's name: ``forward``, or one of the backward graphs.
             module: the graph.
-            call: runs the graph with parameters that are gathered.
+            call: the compiled graph, which needs gathered parameters.
         """
         readers_of_inputs = [_blocks(node) for node in placeholders(module.graph)]
 
@@ -371,7 +378,9 @@ class Gathering:
         return run
 
     def block(self, name: str, call: Boxed) -> Boxed:
-        """A function that runs the graph of a repeated block with its parameters gathered."""
+        """Return a function that gathers the parameters of a repeated block's graph and runs the
+        graph.
+        """
 
         def run(args: list[Any]) -> list[Any]:
             return self._run_gathered(name, self._groups(args), call, args)
@@ -394,7 +403,7 @@ class Gathering:
         """Gather the groups that are not gathered, run the call, and free the groups that were
         gathered for it.
 
-        A group that a forward gathered and left gathered is freed by the backward.
+        If a forward leaves a group gathered, the backward frees it.
         """
         ahead = set() if self.order is None else self.order.ahead
         missing = [group for group in groups if group in ahead or not group.is_unsharded]
@@ -440,5 +449,7 @@ class Gathering:
 
 
 def _blocks(node: fx.Node) -> set[fx.Node | None]:
-    """The calls of repeated blocks that read an input; None stands for other readers."""
+    """The calls of repeated blocks that read an input; the set contains None if another operator
+    reads it.
+    """
     return {user if SUBGRAPH in user.meta else None for user in node.users}

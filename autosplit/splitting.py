@@ -37,7 +37,7 @@ def split(
 ) -> SplitModule:
     """Split a model's backward into input gradients (I) and weight gradients (W).
 
-    The returned module trains like the model. ``backward()`` runs I only; weight gradients are
+    The returned module trains like the model. ``backward()`` runs I only. Weight gradients are
     computed by ``backward_weight()``, or when ``.grad`` is first read::
 
         model = autosplit.split(model)
@@ -51,16 +51,17 @@ def split(
         args: example positional inputs: a tuple, or one tensor. With example inputs, the model is
             captured now; without, at its first call. A first call that builds submodules or fills
             caches runs by plain autograd, and the second call is captured.
-        kwargs: example keyword inputs.
-        options: how the model is split and its graphs run; None: the defaults.
-        fullgraph: whether to refuse a model that one graph cannot contain. If False, such a model
-            is split graph by graph under ``torch.compile``, and code between graphs runs by plain
-            autograd; ``report()`` lists it with reasons.
-        max_graphs: the number of captured graphs that are kept, see ``SplitModule``; at least 1.
+        kwargs: example keyword inputs of the model.
+        options: how the model is split and how its graphs run; None: the defaults.
+        fullgraph: whether to refuse a model that cannot be captured in one graph. If False, such a
+            model is split graph by graph under ``torch.compile``. Code between graphs runs by plain
+            autograd; ``report()`` lists the graph breaks with reasons.
+        max_graphs: the largest number of captured graphs that are kept, see ``SplitModule``; at
+            least 1.
         max_pending: the number of microbatches (``backward()`` calls) that may wait for their
-            weight gradients, at least 1. Beyond it, the oldest are computed when a forward starts
-            or a ``backward()`` ends. Each pending microbatch holds memory. Raise the bound, up to
-            ``math.inf``, to choose yourself when ``backward_weight()`` runs.
+            weight gradients, at least 1. Beyond that number, the oldest are computed when a forward
+            starts or a ``backward()`` ends. Each pending microbatch holds memory. Raise the number,
+            up to ``math.inf``, to decide yourself when ``backward_weight()`` runs.
         changes: fields of ``SplitOptions`` by name, such as ``backend="inductor"``.
 
     Returns:
@@ -112,7 +113,7 @@ def split(
 
 
 def _check_kind(model: nn.Module) -> None:
-    """Refuse modules whose forward cannot be captured, whatever their inputs.
+    """Refuse kinds of modules whose forward cannot be captured with any inputs.
 
     Raises:
         SplitError: says what to split instead.

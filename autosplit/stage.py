@@ -1,4 +1,4 @@
-"""``Stage``: F, I and W of one pipeline stage as calls on explicit state, without autograd."""
+"""``Stage``: F, I and W of one pipeline stage as methods, without autograd."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Stage:
         - Each microbatch runs ``forward``, and then either ``backward_input`` and
           ``backward_weight`` or ``backward``. Any number of microbatches may be between two calls,
           in any order.
-        - A call takes over the list of tensors that it gets, and empties it: each tensor is freed
-          at its last use inside the stage. Keep no other reference to save that memory.
-        - Between the calls of a microbatch, nothing that its graphs read may be written in place.
+        - A call empties the list of tensors that it is passed. Each tensor is freed at its last use
+          inside the stage, if the caller keeps no other reference.
+        - Between the calls of a microbatch, no tensor that its graphs read may be written in place.
           A write raises ``SplitError``.
         - Weight gradients are summed inside the stage, in ``gradients``. ``publish`` moves them to
           ``.grad``. Autograd is not involved.
@@ -64,18 +64,18 @@ class Stage:
 
     Shapes:
         Inputs have the number of dimensions, the dtypes and the devices of the example inputs;
-        sizes may differ. With new sizes, the module is captured again: the second capture leaves
-        the sizes that vary open, so that no third is needed. Sizes 0 and 1, sizes that the module
-        branches on, and all sizes with a backend other than "eager", need a capture each.
-        Gradients have the shapes of the outputs or inputs that they belong to.
+        sizes may differ. With new sizes, the module is captured again. The second capture leaves
+        the sizes that vary open, so that no third is needed. Exceptions need a capture for each
+        value: sizes 0 and 1, sizes that the module branches on, and all sizes with a backend other
+        than "eager". Gradients have the shapes of their outputs or inputs.
 
-    If anything that the module's forward reads has changed since its capture, the next ``forward``
-    captures the module again, which takes seconds. Number, dtypes and dimensions of its outputs
-    must not change.
+    If something that the module's forward reads has changed since its capture, the next ``forward``
+    captures the module again, which takes seconds. The number of outputs, their dtypes and their
+    numbers of dimensions must not change.
 
     If ``fully_shard`` has sharded the module, the first call that reads parameters gathers them,
-    ``publish`` adds to unreduced gradients, and ``sharding.reduce()`` reduces these once a step and
-    frees the gathered parameters.
+    ``publish`` adds to unreduced gradients, and ``sharding.reduce()`` reduces the sums once a step
+    and frees the gathered parameters.
 
     Attributes:
         index: position in the pipeline.
@@ -83,8 +83,8 @@ class Stage:
         sharding: gathers sharded parameters and reduces their gradients.
         waiting_hooks: a list to which ``publish`` adds parameters instead of calling their hooks,
             for a caller that completes their gradients first; None: ``publish`` calls the hooks.
-        seed: called with the microbatch before each F whose graphs may draw random numbers, to seed
-            the generators; None leaves the generators as they are.
+        seed: a function that is called with the microbatch before each F whose graphs may draw
+            random numbers, to seed the generators; None: the generators are not seeded.
 
     Raises:
         CaptureError: the module cannot be captured, or returns something other than tensors.
@@ -111,10 +111,10 @@ class Stage:
 
         Args:
             module: the module of the stage.
-            args: example inputs, or a single one: tensors, or objects that contain tensors (a
-                ``BlockMask``, a dataclass). ``forward`` takes the same objects; everything in them
-                except tensors must equal the examples.
-            index: position in the pipeline, for messages.
+            args: example inputs, or a single input. An input is a tensor, or an object that
+                contains tensors, such as a ``BlockMask`` or a dataclass. ``forward`` accepts
+                objects that equal the examples in everything except their tensors.
+            index: position in the pipeline, for error texts.
             options: how the module is split and its graphs run; None: the defaults. Set
                 ``defer_whole_backward`` for the first stage of a pipeline.
             changes: fields of ``SplitOptions`` by name, such as ``backend="inductor"``.
@@ -151,12 +151,12 @@ class Stage:
 
     @property
     def functions(self) -> SplitFunctions:
-        """The graphs of the latest forward, and their callables."""
+        """F, I, W and B as used by the latest forward."""
         return self._graphs.current
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
-        """All graphs that are kept, the most recently used last."""
+        """F, I, W and B of each captured graph, the most recently used last."""
         return self._graphs.captured
 
     @property
@@ -168,33 +168,33 @@ class Stage:
         """Let weight gradients be summed in memory of the caller.
 
         Args:
-            memory_for: called with a parameter and a dtype, before the first gradient is written;
-                returns memory of the parameter's shape, which need not be initialized, or None if
-                the sum gets memory of its own. It is called again with the dtype of ``.grad`` if
-                sums have another.
+            memory_for: a function from (parameter, dtype) to a tensor of the parameter's shape,
+                which need not be initialized; None: the stage allocates the sum. It is called
+                before the first gradient is written, and again with the dtype of ``.grad`` if sums
+                have another dtype.
         """
         self._weights.sums.memory_for = memory_for
 
     def report_completion(self, microbatch: int, report: CompletionReport | None) -> None:
-        """Let the last W (or B) of a step report which sums of gradients are complete.
+        """Make the last W (or B) of a step report which sums of gradients are complete.
 
         Args:
             microbatch: the microbatch whose W (or B) is the last of a step.
-            report: sets of parameters, and the function that is called with the number of a set
-                when all of its sums are complete, during that W or at its end; None: no report.
+            report: sets of parameters, and a function. It is called with the index of a set when
+                all sums of the set are complete, during that W or at its end. None: no report.
         """
         self._weights.last = None if report is None else (microbatch, report)
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
-        """Parameter name -> sum of its gradients over microbatches, in the order in which W (or B)
-        ran. Later microbatches add to these tensors in place.
+        """Maps the name of a parameter to the sum of its gradients over microbatches, in the order
+        in which W (or B) ran. Later microbatches add to these tensors in place.
         """
         return self._weights.sums.tensors
 
     @property
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
-        """Shape, dtype, and whether ``backward_input`` expects a gradient, of each output."""
+        """(shape, dtype, whether ``backward_input`` expects a gradient) of each output."""
         return self._graphs.output_specs
 
     @property
@@ -222,29 +222,31 @@ class Stage:
 
     @property
     def joins_weights(self) -> bool:
-        """Whether ``backward_weight`` of several microbatches may run products once for all.
+        """Whether ``backward_weight`` of several microbatches may run products once for all of
+        them.
 
-        Gradients of sharded parameters are moved after each microbatch.
+        False for sharded parameters, whose gradients are moved to FSDP's sums after each
+        microbatch.
         """
         return not self._sharded and self.functions.most_joined(self.grad_dtype) > 1
 
     def prepare(self, args: Sequence[Tensor]) -> None:
         """Capture graphs for inputs of these sizes now, instead of at their first forward.
 
-        Afterwards ``functions`` and ``output_specs`` are those for these sizes.
+        Afterwards ``functions`` and ``output_specs`` are for these sizes.
 
         Args:
             args: example inputs, which may differ from the first examples in their sizes only.
 
         Raises:
-            SplitError: they differ in something else, or the outputs would.
-            CaptureError: the module cannot be captured for them.
+            SplitError: the inputs differ in more than sizes, or their outputs would.
+            CaptureError: the module cannot be captured for these inputs.
         """
         self._graphs.check_inputs(list(args))
         self._graphs.for_inputs()
 
     def accepts(self, args: Sequence[Tensor]) -> bool:
-        """Whether ``forward`` accepts such inputs, whatever their sizes."""
+        """Whether ``forward`` accepts these inputs, not considering their sizes."""
         return self._graphs.accepts(args)
 
     def forward(
@@ -260,15 +262,16 @@ class Stage:
         Args:
             microbatch: the microbatch's number.
             inputs: the module's inputs; emptied.
-            keep: what the stage holds until the backward: ``"saved"``, the tensors that F saves,
-                or ``"inputs"``, from which ``recompute`` must compute them before the backward.
+            keep: tensors to hold until the backward. ``"saved"``: the tensors that F saves.
+                ``"inputs"``: only the inputs; ``recompute`` must be called before the backward.
             steady: whether the module is unchanged since the previous forward, as between the
                 microbatches of one step. The guards of the graphs are then not checked again.
 
         Raises:
             SplitError: this microbatch is already between F and its backward; an input has another
                 dtype, device or number of dimensions than the examples; an input shares memory with
-                what the module writes into; or the module changed, and its outputs with it.
+                a tensor that the module writes into; or the module changed so that it returns other
+                outputs.
             CaptureError: the module changed, and can no longer be captured.
         """
         waits = microbatch in self._saved and self._saved.get(microbatch).functions.has_backward
@@ -314,12 +317,12 @@ class Stage:
     def recompute(self, microbatch: int) -> None:
         """Run F again for a microbatch that kept only its inputs, to save tensors for its backward.
 
-        It draws the random numbers of the first F; its outputs are dropped, and no buffer is
-        written.
+        The second F draws the random numbers of the first. Its outputs are dropped, and no buffer
+        is written.
 
         Raises:
             SplitError: the microbatch did not run ``forward(..., keep='inputs')``; or an input, a
-                parameter or a buffer was written in place since.
+                parameter or a buffer was written in place since then.
         """
         if not self.functions.has_backward:
             return
@@ -340,8 +343,8 @@ class Stage:
     def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
         """The storages of a microbatch that can be offloaded, each as ``torch.uint8`` [bytes].
 
-        These are the storages that this microbatch holds between two calls, and that neither
-        another microbatch, nor the module, nor the caller holds.
+        Such a storage is held by this microbatch between two calls, and by no other microbatch, the
+        module or the caller.
 
         Args:
             microbatch: the microbatch's number.
@@ -362,13 +365,13 @@ class Stage:
             kept: as for ``held``.
 
         Raises:
-            SplitError: as for ``held``; or they are detached already; or one was written in place.
+            SplitError: as for ``held``; or storages are detached already; or a tensor was written
+                in place.
         """
         return self._offloadable.detach(microbatch, kept)
 
     def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Put the tensors that ``detach_held`` returned, or copies of them, back into the
-        microbatch.
+        """Return to the microbatch the tensors that ``detach_held`` returned, or copies of them.
 
         Args:
             microbatch: the microbatch's number.
@@ -386,11 +389,12 @@ class Stage:
 
         Args:
             microbatch: the microbatch's number.
-            output_grads: one gradient for each output, or None for an output without one; emptied.
-                Inputs and parameters that contribute only to outputs without a gradient get none.
+            output_grads: one gradient for each output, or None for an output without a gradient;
+                emptied. Inputs and parameters that contribute only to outputs without a gradient
+                get no gradient.
 
         Returns:
-            One gradient for each input; None for inputs that need none.
+            One gradient for each input; None for inputs without a gradient.
 
         Raises:
             SplitError: this microbatch is not between F and its backward; a gradient does not fit
@@ -410,10 +414,10 @@ class Stage:
         return grads
 
     def inputs_given(self, come: Sequence[bool]) -> list[bool]:
-        """For each input, whether I returns a gradient.
+        """For each input, whether I returns a gradient for it.
 
         Args:
-            come: for each output, whether ``backward_input`` gets a gradient of it.
+            come: for each output, whether ``backward_input`` is passed a gradient for it.
         """
         updated = len(self.functions.output_names) - len(come)
         present = [has_gradient or None for has_gradient in come] + [None] * updated
@@ -424,8 +428,8 @@ class Stage:
 
         Args:
             microbatch: the microbatch's number.
-            later: further microbatches, whose W runs directly afterwards. Their products run
-                together, if ``accumulation`` joins them.
+            later: more microbatches, whose W runs directly afterwards. If ``accumulation`` joins
+                products, all microbatches' products run together.
 
         Raises:
             SplitError: a microbatch is not between I and W; a deferred tensor was written in place
@@ -461,12 +465,12 @@ class Stage:
         return grads
 
     def source(self, call: str, *, adds: bool = False, count: int = 1) -> fx.GraphModule:
-        """The graph of a call, as the backend gets it.
+        """The FX graph of a call, as the backend gets it.
 
         Args:
             call: ``"forward"``, ``"backward_input"``, ``"backward_weight"`` or ``"backward"``.
-            adds: whether it is the form that adds to existing sums of gradients, instead of the
-                one that returns new gradients.
+            adds: whether to return the form that adds to existing sums of gradients, instead of the
+                form that returns new gradients.
             count: the number of microbatches of a joined W.
         """
         return self.functions.source(call, self.grad_dtype, adds=adds, count=count)
@@ -476,8 +480,8 @@ class Stage:
 
         Args:
             calls: ``"backward_input"``, ``"backward_weight"`` and ``"backward"`` in the order of a
-                step. The first W (or B) creates gradients, and later ones add to them, for which a
-                backend may compile a second form of the graph. The default is a step of two
+                step. The first W (or B) creates gradients, and later ones add to them. For adding,
+                a backend may compile a second form of the graph. The default is a step of two
                 microbatches with a split backward.
 
         Raises:
@@ -490,7 +494,7 @@ class Stage:
         self.functions.compile_calls(calls, sums.dtype, overwrites=has_memory, parts=parts)
 
     def publish(self) -> None:
-        """Add ``gradients`` to the parameters' ``.grad``, forget them, and call the hooks of
+        """Add ``gradients`` to the parameters' ``.grad``, drop the sums, and call the hooks of
         ``register_post_accumulate_grad_hook``.
 
         Raises:
@@ -515,7 +519,9 @@ class Stage:
             report.report_all()
 
     def _no_gradients(self, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """The result of a backward if nothing needs a gradient: None for each input."""
+        """The result of a backward if no input and no parameter needs a gradient: None for each
+        input.
+        """
         output_grads.clear()
         return [None] * len(self.functions.capture.inputs)
 
@@ -532,8 +538,8 @@ class Stage:
         return state
 
     def _accumulate_sharded(self) -> None:
-        """Add the sums of sharded parameters' gradients to FSDP's sums, if FSDP sums in another
-        dtype than the parameters'.
+        """Add the sums of sharded parameters' gradients to FSDP's sums, if FSDP's sums have another
+        dtype than the parameters.
         """
         if any(group.converts_gradients for group in self.sharding.groups):
             self._weights.sums.add_to_parameters()
@@ -542,7 +548,7 @@ class Stage:
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """A new list with a gradient for each output of F; updated inputs have None."""
+        """A new list with a gradient for each output of F, and None for each updated input."""
         names = self._outputs
         _check_list(self.index, output_grads)
         if len(output_grads) != len(names):
@@ -557,7 +563,7 @@ class Stage:
 
 
 def _check_list(index: int, tensors: object) -> None:
-    """Refuse anything but a list, which the call can empty."""
+    """Refuse an argument that is not a list, because the call must empty it."""
     if not isinstance(tensors, list):
         raise SplitError(
             f"stage {index}: expected a list of tensors, which the call empties, such as [x]; got "

@@ -1,1 +1,3 @@
-"""Deferred weight gradients under autograd: pending queue, lazy gradients, delivery."""
+"""Deferred weight gradients under autograd: the queue of pending Ws, lazy gradients, and delivery
+into ``.grad``.
+"""

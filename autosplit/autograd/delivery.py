@@ -1,6 +1,6 @@
-"""Run W of pending microbatches and add the gradients to ``.grad``, as autograd's engine would.
+"""Run W of pending microbatches, and add the gradients to ``.grad`` as autograd's engine would.
 
-``ShardedDelivery`` does so for a module of ``fully_shard``, and then reduces the gradients.
+``ShardedDelivery`` does this for a module of ``fully_shard``, and then reduces the gradients.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 class Delivery:
     """Computes weight gradients and accumulates them as an ordinary ``backward()`` would.
 
-    Hooks on parameters do not fire. No parameter had a hook when the backward ran: that backward
-    would have computed its gradient itself.
+    No hook on a parameter fires, because no parameter had a hook when the backward ran. With a
+    hook, the backward computes weight gradients itself.
 
     Attributes:
-        has_observers: whether an observer may wait for autograd's engine to visit the parameters:
-            data parallelism, once it has wrapped a forward.
+        has_observers: whether an observer may wait for autograd's engine to visit the parameters.
+            Data parallelism is one, once it has wrapped a forward.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class Delivery:
 
         Args:
             microbatches: the pending work of each microbatch.
-            slots: accumulate gradients until they replace the lazy ones. Gradients of parameters
-                without a slot are added to ``.grad``.
+            slots: the slots into which gradients are added until they replace the lazy gradients.
+                Gradients of parameters without a slot are added to ``.grad``.
 
         Raises:
             SplitError: a deferred tensor was written in place since I.
@@ -94,10 +94,12 @@ class Delivery:
             add_gradients(work.leaves or (), sums, [False] * len(sums), work.slots)
 
     def notify_observers(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
-        """Have autograd's engine visit the nodes of the parameters, once for each microbatch.
+        """Make autograd's engine visit the autograd nodes of the parameters, once for each
+        microbatch.
 
-        Does nothing without observers. Inside of a backward the visit is put off to its end: the
-        caller may hold a lock that the visit takes, as the reducer of data parallelism does.
+        Do nothing without observers. Inside a backward the visit waits for the backward's end,
+        because the caller may hold a lock that the visit needs, such as the lock of data
+        parallelism's reducer.
         """
         for works in microbatches if self.has_observers else ():
             leaves = {id(leaf): leaf for work in works for _, leaf in work.named_leaves()}
@@ -106,9 +108,9 @@ class Delivery:
     def _add(self, works: Sequence[PendingWork], slots: Sequence[GradientSlot]) -> None:
         """Compute and accumulate the gradients of one microbatch.
 
-        A microbatch with several works called a graph several times, or several graphs. Gradients
-        of a parameter that they share are summed first, in order, and the sum is then added to
-        ``.grad``, as autograd does.
+        There are several works if the microbatch called several graphs, or one graph several times.
+        Gradients of a parameter that works share are first summed in order; the sum is then added
+        to ``.grad``, as autograd does.
         """
         work = works[0]
         leaves, homes = work.leaves, work.slots
@@ -130,7 +132,7 @@ def microbatch_gradients(works: Iterable[PendingWork]) -> dict[int, tuple[Tensor
     """Run W of one microbatch's works, and sum the gradients of each parameter.
 
     Returns:
-        by ``id`` of a parameter: the parameter, its gradient, and whether that shares memory.
+        maps the ``id`` of a parameter to (parameter, gradient, whether the gradient shares memory).
     """
     gradients: dict[int, tuple[Tensor, Tensor, bool]] = {}
     for work in works:
@@ -162,10 +164,10 @@ def weight_gradients(work: PendingWork) -> list[Tensor | None]:
 
 
 class ShardedQueue(PendingQueue):
-    """Pending microbatches of a sharded module.
+    """The queue of pending microbatches of a module of ``fully_shard``.
 
     Args:
-        delivery: computes their gradients.
+        delivery: runs W and reduces the gradients.
         bound: limits the number of pending microbatches.
     """
 
@@ -177,12 +179,13 @@ class ShardedQueue(PendingQueue):
         delivery.queue = weakref.ref(self)
 
     def __del__(self) -> None:
-        """Do not keep pending gradients alive: without the module, nothing can reduce them."""
+        """Let pending gradients go with the module: without the module, nothing can reduce them."""
 
     def make_room(self) -> None:
-        """Drop pending microbatches whose ``.grad`` was cleared; compute no others.
+        """Drop pending microbatches whose ``.grad`` was cleared; compute none.
 
-        Gradients are reduced after the last pending microbatch, so none may be computed early.
+        Gradients are reduced after the last pending microbatch, so no microbatch may be computed
+        early.
         """
         self.sweep()
 
@@ -238,9 +241,7 @@ class ShardedDelivery(Delivery):
 
 @contextlib.contextmanager
 def _sums_in_grad(slots: Collection[GradientSlot]) -> Iterator[None]:
-    """Put the sums of the slots into ``.grad`` inside the context, because FSDP reads and sets
-    ``.grad``.
-    """
+    """Context in which the sums of the slots are in ``.grad``, which FSDP reads and sets."""
     slot_parameters = [(slot, slot.parameter()) for slot in slots]
     swapped = [
         (slot, parameter, parameter.grad)

@@ -1,10 +1,10 @@
-"""The autograd node of a split module: its forward runs F, its backward runs I and queues W.
+"""The autograd node of a split module. Its forward runs F; its backward runs I and queues W.
 
     inputs ─────────┐
     anchor.leaf ────┤ Split ──> outputs       forward: F
     sentinels ──────┘                         backward: I, then W is queued or runs at once
 
-The node refuses backwards whose gradients it would get wrong: ``torch.autograd.grad`` of
+The node refuses backwards for which its gradients would be wrong: ``torch.autograd.grad`` of
 parameters, and gradients of outputs from which the module computes other outputs.
 """
 
@@ -57,7 +57,7 @@ _NEEDS_GRAD = attrgetter("requires_grad")
 
 
 class WeightAnchor:
-    """The input of a split module's autograd node that represents all of its parameters.
+    """The input of a split module's autograd node that represents all parameters of the module.
 
     Attributes:
         queue: the queue of deferred weight gradients.
@@ -97,10 +97,10 @@ def run_split(
         functions: F, I and W.
         state: parameters and buffers by name.
         leaves: the other inputs of the graph.
-        fused_backward: whether the backward is I and W. It also is if a parameter has hooks, which
-            fire in ``backward()``: an optimizer may step in one.
-        in_data_parallel: whether data parallelism wraps the module. It counts how often the engine
-            visits a parameter, so the node then has no sentinel parameters.
+        fused_backward: whether the backward runs I and W. It runs both also if a parameter has
+            hooks, because hooks fire in ``backward()``, and an optimizer may step in one.
+        in_data_parallel: whether data parallelism wraps the module. Data parallelism counts the
+            engine's visits of parameters, so the node then has no sentinel parameters.
     """
     parameter_leaves = anchor.leaves.lookup(functions.parameter_names, state)
     parameters = parameter_leaves.parameters
@@ -123,7 +123,9 @@ def run_split(
 
 
 def _is_sliced(anchor: WeightAnchor, functions: SplitFunctions) -> bool:
-    """Whether autograd runs the backward in slices."""
+    """Whether autograd can run the backward in slices: no parameter is sharded, and there are
+    several slices.
+    """
     plain = anchor.sharded is None and not functions.capture.shardings and not checks_nan()
     return plain and len(functions.sliced.parameters) > 1
 
@@ -134,11 +136,11 @@ class _Call(NamedTuple):
     Attributes:
         functions: F, I and W of the graph.
         state: parameters and buffers by name.
-        anchor: the anchor of the graph's owner.
+        anchor: the input that stands for the parameters.
         parameter_leaves: the parameters and their hooks.
-        fused_backward: whether the backward is I and W.
+        fused_backward: whether the backward runs I and W.
         sentinel_count: number of parameters at the end of the node's inputs.
-        slices: the nodes that run the backward in slices; None if this node runs all of it.
+        slices: the nodes that run the backward in slices; None if one node runs the whole backward.
     """
 
     functions: SplitFunctions
@@ -151,13 +153,13 @@ class _Call(NamedTuple):
 
 
 class Split(torch.autograd.Function):
-    """F, whose backward is I.
+    """The autograd function of a split graph: its forward is F, its backward is I.
 
-    W computes the gradients of parameters later. The anchor is an input so that the outputs have a
-    gradient function even if no other input requires a gradient. A few parameters, the sentinels,
-    are inputs too, so that the backward notices requests for their gradients, see
+    W computes the gradients of parameters later. The anchor is an input, so that outputs have a
+    ``grad_fn`` even if no other input requires a gradient. A few parameters, the sentinels, are
+    inputs too. By them the backward notices requests for gradients of parameters, see
     ``SplitFunctions.sentinel_parameters``. If a reducer waits for weight gradients, or if
-    parameters are computed tensors, all parameters are inputs and the backward is I and W.
+    parameters are computed tensors, all parameters are inputs and the backward runs I and W.
     """
 
     @staticmethod
@@ -204,7 +206,7 @@ class Split(torch.autograd.Function):
             gradients of the inputs of ``forward``; None for the call and the anchor's leaf.
 
         Raises:
-            SplitError: the backward would get wrong gradients, or runs a second time.
+            SplitError: the gradients would be wrong, or the backward runs a second time.
         """
         call: _Call = ctx.call
         functions, anchor, saved = call.functions, call.anchor, ctx.saved
@@ -252,8 +254,8 @@ _apply = direct_apply(Split)
 
 
 def _sentinel_nodes(ctx: Any) -> list[Any]:
-    """Autograd's nodes of the sentinel parameters: arguments of an autograd function that only show
-    it whether the running backward requests weight gradients.
+    """Autograd's nodes of the sentinel parameters. They show whether the running backward requests
+    weight gradients.
     """
     edges = ctx.next_functions
     return [node for node, _ in edges[len(edges) - ctx.call.sentinel_count :]]
@@ -266,7 +268,7 @@ def _queue_or_run_weights(
     early: Sequence[Tensor],
     skipped: frozenset[str],
 ) -> Sequence[Tensor | None]:
-    """Queue W, or run it now for a caller that waits for weight gradients in this backward.
+    """Queue W, or run it now if this backward must return or accumulate weight gradients.
 
     Returns:
         gradients of the sentinel parameters; empty if W is queued.
@@ -303,7 +305,9 @@ def _queue_or_run_weights(
 
 
 def _frozen(call: _Call) -> frozenset[str]:
-    """The parameters that were frozen after the forward; autograd drops their gradients."""
+    """Names of the parameters that were frozen after the forward; autograd drops their
+    gradients.
+    """
     if all(map(_NEEDS_GRAD, call.parameter_leaves.parameters)):
         return frozenset()
     names, state = call.functions.parameter_names, call.state
@@ -362,13 +366,14 @@ Watched = list[tuple[str, "weakref.ref[Tensor]"]]
 
 
 def watch(named: Iterable[tuple[str, Tensor]]) -> Watched:
-    """Watch outputs that would get a partial gradient; the backward checks them.
+    """Remember outputs that would get a partial gradient; ``refuse_partial_gradients`` checks them
+    in the backward.
 
     Args:
         named: name and tensor of each output.
 
     Returns:
-        weak references, so that watching keeps no output alive.
+        names and weak references, which keep no output alive.
     """
     return [(name, weakref.ref(tensor)) for name, tensor in named]
 

@@ -1,8 +1,9 @@
-"""Hooks that were put on parameters between the forward and the backward.
+"""Call hooks that were registered on parameters between the forward and the backward.
 
-Autograd's graph has edges to the sentinel parameters only. The engine calls their hooks in the
-running backward, and the hooks of the others in a second run at its end. A hook that waits for
-several gradients counts within one run, so all of its parameters are left to the second.
+Autograd's graph has edges to the sentinel parameters only. The engine calls the sentinels' hooks in
+the running backward. Hooks of other parameters are called in a second run of the engine at the end
+of the backward. A hook that waits for several gradients counts them within one run. So all
+parameters of such a hook are left to the second run.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from .pending import PendingQueue, PendingWork
 def weights_for_late_hooks(
     queue: PendingQueue, work: PendingWork, sentinel_parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Run W at once, after all pending work, because hooks were registered between forward and
-    backward.
+    """Run all pending work, then W of this backward, because hooks were registered between forward
+    and backward.
 
-    The engine calls the hooks of ``sentinel_parameters`` now, unless these wait for other
+    The engine calls the hooks of ``sentinel_parameters`` now, except hooks that wait for other
     parameters too. All other hooks are called at the end of the backward, with the sum of the
     gradients of all calls.
 
@@ -61,7 +62,8 @@ def weights_for_late_hooks(
 
 
 def _groups(late: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[int, GroupHook]:
-    """The hooks that wait for several gradients (``register_multi_grad_hook``), by key of the hook.
+    """The hooks that wait for several gradients (``register_multi_grad_hook``), by
+    ``GroupHook.key``.
 
     Args:
         late: the parameters whose hooks are called at the end of the backward, by name.
@@ -96,13 +98,13 @@ _LATE = "_autosplit_late_gradient"
 
 
 def _add_late(name: str, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Add to the gradient that a parameter has collected in this backward.
+    """Add a gradient to the sum that a parameter has collected in this backward.
 
     Returns:
         the parameter for the first part of its gradient; None for later parts.
 
     Raises:
-        SplitError: the parameter has a hook, and the engine brings another part of the gradient.
+        SplitError: the parameter has a hook, and the engine computes another part of its gradient.
     """
     if grad is None:
         return None
@@ -125,16 +127,16 @@ def _deliver_late(
     groups: Mapping[int, GroupHook],
     backward: int,
 ) -> None:
-    """Have the engine add gradients and call hooks, in one run.
+    """Make the engine add the collected gradients to ``.grad`` and call hooks, in one run.
 
     Args:
         parameters: parameters whose gradients were collected.
-        muted: the sentinels whose gradients wait for this run.
+        muted: the muted hooks of sentinel parameters, with the gradients that were caught.
         groups: the hooks that wait for several gradients.
         backward: the number of the backward that ends.
 
     Raises:
-        SplitError: a hook was called for another tensor of its group before.
+        SplitError: a hook that waits for several gradients was already called in this backward.
     """
     pairs = [(parameter, parameter.__dict__.pop(_LATE)[1]) for parameter in parameters]
     for hooks in muted:

@@ -4,9 +4,9 @@
                                           └──> grad: the sum of the computed parts
 
 While weight gradients are pending, ``.grad`` of each parameter is a ``LazyGradient``. Any operator
-on it computes all pending parts of the gradient, and gets the real gradient as its argument. Its
-shape, dtype and device need no computation, and ``zero_()`` drops the pending parts. A
-``GradientSlot`` has the state of one parameter's ``.grad`` meanwhile.
+on it first computes all pending parts, and then runs on the real gradient. Shape, dtype and device
+need no computation, and ``zero_()`` drops the pending parts. A ``GradientSlot`` holds the state of
+one parameter's ``.grad`` while parts are pending.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ equality.
 class LazyGradient(Tensor):
     """Placeholder of a gradient with a pending part; any use of its values computes that part.
 
-    A reference to a lazy gradient keeps its meaning: after the computation it stands for the real
-    gradient of that step, even if ``.grad`` has changed since.
+    A reference to a lazy gradient stays valid: after the computation it stands for the real
+    gradient of its step, even if ``.grad`` has changed since.
     """
 
     _slot: weakref.ref[GradientSlot]
@@ -87,7 +87,8 @@ class LazyGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Handle operators that C++ calls, such as autograd's accumulation or a collective.
+        """Handle operators that are called from C++, such as autograd's accumulation or a
+        collective.
 
         Accumulating a gradient that was not deferred adds it to the slot, without computing W.
         """
@@ -104,7 +105,9 @@ class LazyGradient(Tensor):
 
     @property
     def __class__(self) -> type:
-        """DTensor if the real gradient is one, so that ``isinstance`` finds it; else this class."""
+        """The class for ``isinstance``: DTensor if the real gradient is or will be a DTensor, else
+        LazyGradient.
+        """
         return dtensor_class() if is_dtensor(self._stands_for) else type(self)
 
     @__class__.setter
@@ -121,7 +124,9 @@ class LazyGradient(Tensor):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the gradient has a pending part, and its earlier sum has no autograd history."""
+        """Whether the gradient has a pending part, and the sum before that part has no autograd
+        history.
+        """
         target = pending_slot(self)
         if target is None:
             return False
@@ -129,7 +134,7 @@ class LazyGradient(Tensor):
         return earlier is None or not earlier.requires_grad
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of a DTensor's gradient only: placements, device mesh, local part."""
+        """Attributes that only a DTensor has: placements, device mesh, local tensor."""
         if name.startswith("__") or name == "_slot":
             raise AttributeError(name)
         stands_for = self._stands_for
@@ -180,7 +185,7 @@ def pending_slot(lazy: LazyGradient) -> tuple[GradientSlot, Tensor] | None:
 
 
 def _with_real_gradients(tree: Any) -> Any:
-    """A pytree with every lazy gradient replaced by the real one."""
+    """The pytree with every lazy gradient replaced by its real gradient."""
     leaves, spec = tree_flatten(tree)
     values = [leaf.value() if isinstance(leaf, LazyGradient) else leaf for leaf in leaves]
     return tree_unflatten(values, spec)
@@ -200,9 +205,9 @@ class GradientSlot:
     The lazy gradient refers to its slot weakly. The slot refers to the pending work, and Python's
     garbage collector cannot see references from ``.grad``, so a cycle would never be freed.
 
-    ``.grad`` changes from the lazy gradient to the real one in one assignment: another thread sees
-    one of the two, never a partial sum. Partial sums are in ``grad`` of the slot, which has the
-    name of a tensor's ``.grad`` so that the same code accumulates into either.
+    ``.grad`` changes from the lazy gradient to the real one in one assignment, so another thread
+    never sees a partial sum. Partial sums are in the slot's ``grad``. It is named like a tensor's
+    ``.grad``, so that the same code accumulates into either.
 
     Attributes:
         queue: the queue with the pending part.
@@ -212,8 +217,8 @@ class GradientSlot:
         lazy: the lazy gradient. It is reused, because its construction is expensive.
         grad: the value of ``.grad`` before the pending part, and the sum while parts are added.
         computing: whether pending parts are being computed.
-        failure: the error that lost a part of the gradient.
-        hidden: whether the lazy gradient is kept out of ``.grad`` meanwhile, see
+        failure: the error by which a part of the gradient was lost; None if nothing was lost.
+        hidden: whether the lazy gradient is at present removed from ``.grad``, see
             ``PendingQueue.hide_lazy_gradients``.
     """
 
@@ -241,19 +246,21 @@ class GradientSlot:
 
     @staticmethod
     def of(parameter: Tensor) -> GradientSlot | None:
-        """The slot of the lazy gradient in a parameter's ``.grad``."""
+        """The slot of the lazy gradient in a parameter's ``.grad``; None if there is no lazy
+        gradient.
+        """
         lazy = parameter.grad
         target = pending_slot(lazy) if type(lazy) is LazyGradient else None
         return target[0] if target is not None and target[1] is parameter else None
 
     def parameter_of(self, lazy: LazyGradient) -> Tensor | None:
-        """The parameter; None if ``lazy`` does not stand for a pending part of its gradient."""
+        """The parameter, if ``lazy`` stands for a pending part of its gradient; else None."""
         return self.parameter() if self.armed and self.lazy is lazy else None
 
     def is_present(self) -> bool:
         """Whether the lazy gradient still exists and can be used.
 
-        It can if it is in ``.grad``, referenced elsewhere, or being computed.
+        It exists while it is in ``.grad``, referenced elsewhere, or being computed.
         """
         parameter = self.parameter()
         return parameter is not None and (
@@ -273,8 +280,8 @@ class GradientSlot:
     def revive(self, parameter: Tensor) -> None:
         """Keep the gradient usable after Python has begun to free the queue.
 
-        Freeing clears the weak references to the queue's slots. References to the old lazy gradient
-        now keep the queue alive, and a new lazy gradient replaces it in ``.grad``.
+        Freeing the queue clears weak references to its slots. So references to the old lazy
+        gradient are made to keep the queue alive, and a new lazy gradient goes into ``.grad``.
         """
         self.parameter, old_lazy = weakref.ref(parameter), self.lazy
         if old_lazy is not None:
@@ -305,7 +312,7 @@ class GradientSlot:
             slot.armed, slot.grad = False, None
 
     def drop(self, parameter: Tensor | None = None) -> None:
-        """Forget the pending part of the gradient.
+        """Drop the pending part of the gradient.
 
         Args:
             parameter: if passed, its ``.grad`` is restored to the value before the pending part,
@@ -319,7 +326,7 @@ class GradientSlot:
 
     def zero(self, parameter: Tensor) -> None:
         """Drop the pending part, and put zeros into ``.grad``, as ``zero_()`` of the real gradient
-        would. Do nothing if the lazy gradient is no longer there, or a thread computes it.
+        would. Do nothing if the lazy gradient is no longer in use, or if a thread is computing it.
         """
         with _SLOT_LOCK:
             lazy = self.lazy
@@ -338,7 +345,9 @@ class GradientSlot:
             lazy._real = parameter.grad
 
     def _is_referenced(self) -> bool:
-        """Whether anything but the slot refers to the lazy gradient, which is not in ``.grad``."""
+        """Whether an object other than the slot refers to the lazy gradient. Call it if the lazy
+        gradient is not in ``.grad``.
+        """
         lazy = self.lazy
         return lazy is not None and (getrefcount(lazy) > _OWN_REFERENCES or tensor_users(lazy) > 1)
 
@@ -346,7 +355,8 @@ class GradientSlot:
         """Compute all pending work of the slot's queue.
 
         Returns:
-            whether this thread is already computing it, further up in the stack.
+            True if this thread is already computing the work, further up in the call stack; nothing
+            is computed then.
 
         Raises:
             SplitError: a part of the gradient is lost.
@@ -369,7 +379,7 @@ class GradientSlot:
             ) from self.failure
 
     def accumulate_now(self, parameter: Tensor, gradient: Tensor, alpha: float = 1) -> None:
-        """Accumulate a gradient that was not deferred, times ``alpha``."""
+        """Add a gradient that was not deferred, times ``alpha``, to the slot."""
         gradient = gradient if alpha == 1 else gradient.mul(alpha)
         with _SLOT_LOCK:
             add_gradient(parameter, self if self.armed else parameter, gradient, True)

@@ -38,8 +38,8 @@ _SHARED_HOOKS = (
 class ProxiedForward:
     """Decorator that gives a proxy's ``forward`` the signature of the model's forward.
 
-    A signature belongs to a function, so each proxy has its own function. torch.compile does not
-    trace it.
+    A signature belongs to a function, so each proxy gets a function of its own. torch.compile does
+    not trace that function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -54,7 +54,7 @@ class ProxiedForward:
 
 
 class ModuleProxy(nn.Module):
-    """A module that stands for ``model`` and shares its state.
+    """A module that stands in for ``model`` and shares its state.
 
     Parameters, buffers and submodules are the same objects under the same names, and an attribute
     that is set on the proxy is set on the model. A proxy is an instance of the model's class for
@@ -93,8 +93,8 @@ class ModuleProxy(nn.Module):
     def __class__(self) -> type:
         """The model's class, for code that checks what a model is.
 
-        ``type(proxy)`` is the proxy's class. So is this property under torch.compile, which calls
-        methods that it finds on this class.
+        ``type(proxy)`` is the proxy's class. Under torch.compile this property returns the proxy's
+        class, too, because torch.compile calls methods that it finds on it.
         """
         model = self.__dict__.get("unsplit")
         return type(self) if model is None or in_compiler() else model.__class__
@@ -149,9 +149,11 @@ class ModuleProxy(nn.Module):
             setattr(self.unsplit, name, value)
 
     def _is_own(self, name: str, value: Any) -> bool:
-        """Whether a new attribute belongs to the proxy: a replaced method, or a saved old one.
+        """Whether an attribute that is being set belongs to the proxy: a replaced method, or a
+        saved method.
 
-        If the model had it, the model would call the proxy, which calls the model, without end.
+        If such a method were set on the model, the model and the proxy would call each other
+        without end.
         """
         is_bound = getattr(value, "__self__", None) is self
         is_bound = is_bound or value is self.__dict__.get("forward")
@@ -204,9 +206,9 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _with_signature_of(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """A proxy's method with the signature of the model's ``forward``, if that has one.
+    """The function, with the signature of the model's ``forward`` if that has a signature.
 
-    torch.compile does not trace it.
+    torch.compile does not trace the function.
     """
 
     forward = untraced(function.__wrapped__)  # type: ignore[attr-defined]
@@ -225,7 +227,7 @@ def refuse_proxies(owner: str, module: nn.Module) -> None:
     """Refuse a module that is split already, or that has a split submodule.
 
     Raises:
-        SplitError: the module, or the submodule that it names, is split.
+        SplitError: the module or a submodule is split; names the submodule.
     """
     for name, part in module.named_modules():
         if isinstance(part, ModuleProxy):

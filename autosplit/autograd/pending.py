@@ -1,4 +1,5 @@
-"""``PendingWork``, the W of one backward through one graph, and ``PendingQueue``, which runs it.
+"""``PendingWork``: W of one backward through one graph. ``PendingQueue``: queues such work and runs
+it.
 
     backward()      add(): queue the work and install lazy gradients in .grad
     first use       compute(): run W of the queue, oldest microbatch first
@@ -48,18 +49,18 @@ class PendingWork:
     """Pending W of one backward through one graph.
 
     Attributes:
-        graph: runs W.
+        graph: F, I and W of the graph.
         deferred: the tensors that I saved for W.
-        state: parameters and buffers of the forward by name. Parameters that were freed since may
-            be missing.
-        skipped: parameters without a gradient, because no output with a gradient depends on them
-            or because their gradient was dropped.
+        state: parameters and buffers of the forward, by name. Parameters that were freed after the
+            forward may be missing.
+        skipped: names of parameters without a gradient: no output with a gradient depends on them,
+            or their gradient was dropped.
         early: weight gradients that I computed, in the order of ``graph.early_parameters``.
-        owner: maps a parameter that the forward read to the one that gets the gradient: a gathered
-            parameter to its sharded one. None if they are the same.
-        writes: version of each sharded parameter when the forward ran.
-        leaves: the parameters of ``graph.parameter_names``; None if ``named_parameters`` must look
-            them up.
+        owner: a function from a parameter that the forward read to the parameter that gets the
+            gradient, from gathered to sharded. None if they are the same.
+        writes: version counter of each sharded parameter when the forward ran.
+        leaves: the parameters of ``graph.parameter_names``, in order; None: they are looked up in
+            ``state``.
         slots: the slots of the parameters, once the work is queued.
     """
 
@@ -79,14 +80,14 @@ class PendingWork:
         return (*self.deferred.tensors, *self.early)
 
     def named_leaves(self) -> list[tuple[str, Tensor]]:
-        """Names and leaves of the forward for which W computes gradients."""
+        """(name, parameter that the forward read) for each parameter whose gradient W computes."""
         named = [
             (n, self.state.get(n)) for n in self.graph.parameter_names if n not in self.skipped
         ]
         return [(name, leaf) for name, leaf in named if leaf is not None]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Names and parameters that get a gradient."""
+        """(name, parameter that gets the gradient) for each gradient that W computes."""
         owner = self.owner
         return [(n, leaf if owner is None else owner(leaf)) for n, leaf in self.named_leaves()]
 
@@ -101,8 +102,8 @@ class PendingWork:
         """Run W.
 
         Returns:
-            gradients in the order of ``graph.parameter_names``, including skipped ones. Those in
-            ``graph.borrowed`` may share memory.
+            gradients in the order of ``graph.parameter_names``, including skipped parameters.
+            Gradients marked in ``graph.borrowed`` may share memory.
         """
         graph = self.graph
         late = graph.backward_weight(self.deferred)
@@ -124,7 +125,7 @@ class PendingBound:
 
     Attributes:
         limit: the number of microbatches; ``math.inf`` for no limit.
-        early: number of microbatches for which the limit made a forward run W.
+        early: number of microbatches whose W ran because the limit was reached.
 
     Raises:
         SplitError: the limit is less than 1 or not a number.
@@ -140,7 +141,9 @@ class PendingBound:
             )
 
     def text(self) -> list[str]:
-        """Lines for a report; empty if the limit was never reached."""
+        """Lines for a report on microbatches that were computed early; empty if the limit was never
+        reached.
+        """
         if not self.early:
             return []
         return [
@@ -192,7 +195,8 @@ _FEW = 64
 
 
 class PendingQueue:
-    """Microbatches between I and W, oldest first, whose ``.grad`` are lazy gradients.
+    """The queue of microbatches between I and W, oldest first. Meanwhile ``.grad`` of their
+    parameters are lazy gradients.
 
     Several threads may add to and compute the same queue.
 
@@ -203,9 +207,9 @@ class PendingQueue:
     Attributes:
         delivery: as passed.
         bound: as passed.
-        microbatches: pending work by microbatch. Some may be for gradients that were dropped; call
-            ``sweep`` to remove it.
-        thread: the thread that computes; None if there is none.
+        microbatches: maps a microbatch to its pending work. Some work may be for gradients that
+            were dropped; ``sweep`` removes it.
+        thread: the thread that is running W; None if no thread is.
         shares: whether this queue may exchange work with other queues.
     """
 
@@ -228,7 +232,8 @@ class PendingQueue:
         self._mark = f"_autosplit_pending_{id(self)}"
 
     def __del__(self) -> None:
-        """Let gradients outlive the model, which Python frees together with this queue.
+        """Keep pending gradients usable after the model, which Python frees together with this
+        queue.
 
         From now on, each reference to a gradient or a parameter keeps the queue alive.
         """
@@ -269,7 +274,8 @@ class PendingQueue:
     def add(self, microbatch: Hashable, work: PendingWork, *, moved: bool = False) -> None:
         """Queue work, after earlier work of the same microbatch.
 
-        If another queue has a pending gradient of one of the parameters, the work goes there.
+        If another queue holds a pending gradient of one of the parameters, the work goes to that
+        queue.
 
         Args:
             microbatch: the microbatch of the work.
@@ -302,8 +308,9 @@ class PendingQueue:
         """Put lazy gradients into ``.grad`` of the parameters of the work.
 
         Returns:
-            None, or a slot that must be computed before another try: its earlier gradient is
-            referenced elsewhere but no longer in ``.grad``, or is pending in another queue.
+            None on success. Otherwise a slot that must be computed before another try: its earlier
+            gradient is referenced elsewhere but no longer in ``.grad``, or is pending in another
+            queue.
         """
         parameters = work.parameters
         if not parameters:
@@ -367,8 +374,8 @@ class PendingQueue:
     def _register_step_hook(self) -> None:
         """Compute pending gradients of an optimizer's parameters before its ``step()``.
 
-        Compiled code and kernels in C++ cannot use a lazy gradient. torch keeps the hooks of all
-        optimizers in one global list; this one is removed when the queue is collected.
+        Compiled code and kernels in C++ cannot use a lazy gradient. torch keeps hooks on all
+        optimizers in one global list; the queue's hook is removed when the queue is freed.
         """
         self._has_step_hook, reference = True, weakref.ref(self)
 
@@ -384,7 +391,9 @@ class PendingQueue:
         weakref.finalize(self, register_optimizer_step_pre_hook(compute).remove)
 
     def make_room(self) -> None:
-        """Compute the oldest microbatches before a forward, to keep to the limit after it."""
+        """Before a forward, compute the oldest microbatches, so that the limit holds after its
+        backward.
+        """
         if self.microbatches and torch.is_grad_enabled() and current_backward() < 0:
             self._compute_down_to(self.bound.limit - 1)
 
@@ -400,7 +409,8 @@ class PendingQueue:
         """Compute the oldest microbatches, and accumulate their gradients into ``.grad``.
 
         Waits for another thread that computes. If the computation fails, every use of a lost
-        ``.grad`` raises. Nothing here waits for autograd's engine, so its threads may call this.
+        ``.grad`` raises. The method never waits for autograd's engine, so the engine's threads may
+        call it.
 
         Args:
             microbatches: number of microbatches; None for all but ``leave``.
@@ -443,7 +453,7 @@ class PendingQueue:
         """End a computation: replace the lazy gradients that it completed by the real ones.
 
         Args:
-            slots: the slots that had a pending part when it began.
+            slots: the slots that had a pending part when the computation began.
             failure: the error that ended the computation; None if it succeeded.
         """
         works = self.works() if self.microbatches else ()
@@ -458,7 +468,9 @@ class PendingQueue:
 
     @contextlib.contextmanager
     def hide_lazy_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Remove lazy gradients from ``.grad`` while parameters are traced."""
+        """Context in which lazy gradients are removed from ``.grad``, for a trace of the
+        parameters.
+        """
         with _SLOT_LOCK:
             pairs = [(slot, leaf) for leaf in parameters if (slot := GradientSlot.of(leaf))]
             for slot, parameter in pairs:
@@ -473,7 +485,9 @@ class PendingQueue:
                         parameter.grad = slot.lazy
 
     def discard_all(self) -> None:
-        """Forget all pending work and restore every ``.grad``."""
+        """Drop all pending work, and restore every ``.grad`` to the value before its pending
+        part.
+        """
         with self._computing, _SLOT_LOCK:
             self.microbatches.clear()
             for slot in self._live_slots():
@@ -481,12 +495,12 @@ class PendingQueue:
             self._release()
 
     def sweep(self) -> None:
-        """Drop pending work of lazy gradients that were freed."""
+        """Drop pending work for lazy gradients that were freed."""
         with _SLOT_LOCK:
             self._live_slots()
 
     def _live_slots(self) -> list[GradientSlot]:
-        """Drop pending work of lazy gradients that were freed.
+        """Drop pending work for lazy gradients that were freed.
 
         Returns:
             the slots of the other lazy gradients.
@@ -526,7 +540,7 @@ class PendingQueue:
 
 
 class _QueueReference:
-    """Attribute of a parameter that keeps a queue alive, even after the queue's module."""
+    """Attribute of a parameter that keeps a queue alive after the queue's module was freed."""
 
     def __init__(self, queue: PendingQueue) -> None:
         self.queue = queue

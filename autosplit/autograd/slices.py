@@ -1,7 +1,8 @@
-"""A backward that hands over weight gradients as it computes them, for data parallelism.
+"""A backward that passes weight gradients to autograd slice by slice, for data parallelism.
 
-Autograd runs the slices of the fused backward as nodes of its own, each with the parameters whose
-gradients it completes. So hooks of a reducer fire as early as in the unsplit model::
+Autograd runs each slice of the fused backward as one autograd node. The slice's inputs are the
+parameters whose gradients it completes. So hooks of a reducer fire as early as in the unsplit
+model::
 
     outputs ── Split: slice 0 ── Slice 1 ── ... ── Slice n ── Inputs ── inputs, anchor
                     │               │                 │
@@ -31,7 +32,8 @@ class BackwardSlices:
 
     Attributes:
         parameters: the parameters of each slice.
-        zero: the gradient between two of the nodes, on the device of the parameters.
+        zero: the gradient that one node of the chain passes to the next, a zero on the parameters'
+            device.
     """
 
     def __init__(self, functions: SplitFunctions, state: State) -> None:
@@ -42,7 +44,8 @@ class BackwardSlices:
             self.zero = self.parameters[0][0].new_zeros(())
 
     def anchor(self, leaf: Tensor, leaves: Sequence[Any]) -> Tensor:
-        """The input of the node ``Split`` that stands for all slices but the first.
+        """Build the chain of nodes after the first slice; return its tensor, an input of the node
+        ``Split``.
 
         Args:
             leaf: the leaf of the weight anchor.
@@ -64,17 +67,17 @@ class BackwardSlices:
 
         Args:
             slices: yields the gradients of each slice.
-            borrowed: parameters whose gradients are copied, because they share memory.
-            skipped: parameters without a gradient.
+            borrowed: names of parameters whose gradients are copied, because they share memory.
+            skipped: names of parameters without a gradient.
             idle: positions of inputs without a gradient.
         """
         self._slices, self._borrowed, self._skipped, self._idle = slices, borrowed, skipped, idle
         self._gradients: dict[Role, Tensor] = {}
 
     def weights(self, at: int) -> list[Tensor | None]:
-        """Run one slice, and return the gradients of its parameters. A graph for a backward in
-        which some outputs have no gradient may complete parameters in another order, and then runs
-        more slices at once.
+        """Run slice number ``at``, and return the gradients of its parameters. If some outputs have
+        no gradient, the graph may complete parameters in another order; then more slices run at
+        once.
         """
         roles = [Role(Kind.PARAMETER_GRAD, name) for name in self._names[at]]
         self._run_until(roles)

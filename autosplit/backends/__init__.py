@@ -1,1 +1,1 @@
-"""GraphModule -> callable: eager, Inductor."""
+"""Backends that turn a graph module into a callable: eager and Inductor."""

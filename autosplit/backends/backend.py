@@ -1,4 +1,5 @@
-"""``Backend``: compiles graphs to callables; ``Eager`` runs them operator by operator.
+"""``Backend`` turns graphs into callables. ``Eager`` is the backend that runs a graph operator by
+operator.
 
 Eager runs the same kernels as plain autograd, and so computes the same bits.
 """
@@ -31,7 +32,7 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 
 class Code(NamedTuple):
-    """A compiled graph.
+    """The result of compiling a graph.
 
     Attributes:
         call: takes one list of arguments, empties it, and returns the list of outputs.
@@ -46,12 +47,14 @@ class Backend:
     """Compiles the graphs of one traced module to callables.
 
     Attributes:
-        decompositions: operators to trace through instead of recording them; None for eager's.
-        compiles: whether graphs are compiled, not run as they are. Compilation takes seconds, so
-            the caller avoids a second variant of a graph. A compiled graph may write into the
-            memory of donated arguments (``donate``), but not into views of arguments.
+        decompositions: maps operators that the trace must decompose to functions that compute them;
+            None: no operator is decomposed.
+        compiles: whether the backend is a compiler, instead of running operator by operator.
+            Compilation takes seconds, so the caller avoids a second form of a graph. A compiled
+            graph may write into the memory of donated arguments (``donate``), but not into views of
+            arguments.
         generated: generated source of each compiled graph, by the graph's name.
-        gathering: gathers sharded parameters that graphs read; None if there are none.
+        gathering: gathers the sharded parameters that graphs read; None if no parameter is sharded.
     """
 
     decompositions: dict[Any, Callable[..., Any]] | None = None
@@ -66,7 +69,8 @@ class Backend:
         """Compile a graph without changing it.
 
         Args:
-            name: ``forward``, ``backward_input`` or ``backward_weight``, or the name of a subgraph.
+            name: name for the generated code: of the graph, such as ``backward_input``, or of a
+                subgraph.
             module: the graph; it may call other graphs (``passes.subgraph``).
         """
         raise NotImplementedError
@@ -78,7 +82,7 @@ def collecting_new_objects_only() -> Iterator[None]:
     its end.
 
     Tracing leaves tensors in reference cycles. It also allocates so many objects that the collector
-    would scan the half a million objects of a process with torch again and again.
+    would repeatedly scan all objects, half a million in a process with torch.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -103,7 +107,8 @@ class Eager(Backend):
     """The backend that runs a graph as Python source: the source that ``dump`` writes.
 
     Args:
-        subgraph_calls: compiled subgraphs; other subgraphs are compiled here.
+        subgraph_calls: maps a subgraph to its compiled function; other subgraphs are compiled as
+            Python.
         gathering: see ``Backend``.
     """
 

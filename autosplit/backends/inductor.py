@@ -1,7 +1,8 @@
-"""Graphs compiled by Inductor, torch's compiler: few fused kernels in place of many operators.
+"""The backend that compiles graphs by Inductor, torch's compiler, into few fused kernels.
 
-Inductor caches compiled graphs on disk by their text, so another layer, process or run with the
-same graph reuses it. Graphs are compiled without the user's names, so that more are the same.
+Inductor caches compiled graphs on disk by their text, so another layer, process or run with an
+equal graph reuses the code. Graphs are compiled without the user's names, so that more graphs are
+equal.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Inductor(Backend):
         return self._compile_whole(name, name != "forward", module)
 
     def _compile_around_calls(self, name: str, outlined: fx.GraphModule) -> Code:
-        """Compile each subgraph once, and the calls around them as Python."""
+        """Compile each subgraph once by Inductor, and the calls of the subgraphs as Python."""
         for node in [node for node in calls(outlined.graph) if SUBGRAPH in node.meta]:
             called: Subgraph = node.meta[SUBGRAPH]
             if called not in self._called:
@@ -132,8 +133,8 @@ def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
     """Copy a graph without its names, for Inductor to change.
 
     Returns:
-        the copy, and the constant tensors, which are its last inputs. Inductor would compile the
-        values of small constants into the code, but they may be written to later.
+        (the copy, constant tensors that are its last inputs). As constants, small ones would be
+        compiled into the code by value, but they may be written to later.
     """
     from autosplit.torch_internals.inductor import fake_like
 
@@ -168,7 +169,9 @@ def _placeholder(graph: fx.Graph, name: str, value: Any) -> fx.Node:
 
 
 def _copy_without_name(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Copy a node, named after its operator: the original name may be that of a user's module."""
+    """Copy a node, and name the copy after its operator. The original name may contain the name of
+    a user's module.
+    """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
     copy = graph.create_node(node.op, node.target, args, kwargs)
     copy.meta = dict(node.meta)
@@ -179,7 +182,9 @@ _RETURNS_SUM = {adds: returns for returns, adds in SUMS.items()}
 
 
 def _accumulate(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Add in place as a new value that is copied back, which Inductor compiles to one kernel."""
+    """Replace an in-place addition by an addition and a copy back, which Inductor compiles to one
+    kernel.
+    """
     arguments: Any = fx.node.map_arg(node.args, copies.__getitem__)
     total, *rest = arguments
     new = graph.call_function(_RETURNS_SUM[node.target], (total, *rest), dict(node.kwargs))
@@ -190,13 +195,14 @@ def _accumulate(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
 
 
 def _with_contiguous_sums(call: Boxed, sums: Sequence[int]) -> Boxed:
-    """Call with contiguous copies of accumulators that are not contiguous, and copy the sums back.
+    """Wrap a call: accumulators that are not contiguous are passed as contiguous copies, and the
+    sums are copied back.
 
     Accumulators were traced as contiguous.
 
     Args:
         call: the compiled graph.
-        sums: positions of the accumulators among its arguments.
+        sums: positions of the accumulators among the arguments.
     """
 
     def run(args: list[Any]) -> list[Any]:
@@ -218,10 +224,10 @@ def _with_all_outputs(
     fixed_outputs: dict[int, Any],
     count: int,
 ) -> Boxed:
-    """Complete a compiled call to one that returns all outputs.
+    """Wrap a call that returns only computed outputs into one that returns all outputs.
 
     Args:
-        call: returns the computed outputs.
+        call: a compiled function that returns the computed outputs.
         constants: tensors to append to the arguments.
         fixed_outputs: outputs that are not computed, by position.
         count: number of outputs.

@@ -1,1 +1,1 @@
-"""The ``torch.compile`` backend, and models with graph breaks."""
+"""The backend ``"autosplit"`` of ``torch.compile``, and splitting of models with graph breaks."""

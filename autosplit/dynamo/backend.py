@@ -1,9 +1,9 @@
-"""The backend of ``torch.compile(model, backend="autosplit")``: it splits every graph of Dynamo.
+"""The backend of ``torch.compile(model, backend="autosplit")``, which splits every graph of Dynamo.
 
     SplittingBackend ──> Compilation ──> DynamoGraph, one for each graph
                              └─ call ──> SplitCall: F, as a node of autograd's graph
 
-The backward of each graph computes the gradients of its inputs. The gradients of its parameters are
+The backward of each graph computes the gradients of the graph's inputs. Gradients of parameters are
 pending until ``autosplit.backward_weight(model)``.
 """
 
@@ -73,7 +73,9 @@ def input_roles(
 
 
 def _readable(source: str) -> str:
-    """``L['self']._modules['a']._parameters['weight']`` -> ``a.weight``."""
+    """A source expression of Dynamo for readers: ``a.weight`` for
+    ``L['self']._modules['a']._parameters['weight']``.
+    """
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
     # After a graph break, Dynamo names the values of the stack ___stack0, ___stack1, ...
     return re.sub(r"^(?:self|___stack\d+)\.", "", re.sub(r"^L\['(\w+)'\]", r"\1", text)) or "input"
@@ -103,8 +105,8 @@ class DynamoGraph:
         parameters: names of the parameters that require a gradient. Modules that share code share
             the graph, and the names are those of the first module.
         functions: F, I and W; None if the graph was not split.
-        reason: why the graph was not split; empty if it was.
-        lines: the user's lines in the graph, as ``file.py:3-9``.
+        reason: why the graph was not split; empty if it was split.
+        lines: the user's lines that the graph covers, such as ``file.py:3-9``.
     """
 
     def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
@@ -134,12 +136,12 @@ class DynamoGraph:
 
     @property
     def weight_flops(self) -> tuple[int, int]:
-        """FLOPs of weight gradients that W computes, and that I computes."""
+        """FLOPs of weight gradients: (those that W computes, those that I computes)."""
         return (0, 0) if self.graphs is None else weight_flops(self.graphs)
 
 
 def _lines(graph: fx.Graph) -> str:
-    """The user's lines in a graph, by file."""
+    """The user's lines that a graph covers, by file, as text."""
     lines: dict[str, set[int]] = {}
     for node in graph.nodes:
         place = source_line(node).partition(" ")[0]
@@ -155,16 +157,19 @@ def _span(numbers: set[int]) -> str:
 
 
 class GraphOwner(Protocol):
-    """Protocol of the owner of Dynamo's graphs, which collects their pending W.
+    """Protocol of the object that owns Dynamo's graphs and collects their pending W.
 
     Attributes:
-        anchor: an input of the graphs' autograd nodes, with the queue of pending W.
+        anchor: the input of the graphs' autograd nodes that stands for the parameters; it has the
+            queue of pending W.
     """
 
     anchor: WeightAnchor
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The parameter's name in the model; None if graphs name it by Dynamo's expression."""
+        """The parameter's name in the model; None: graphs name the parameter by Dynamo's
+        expression.
+        """
 
     def add_graph(self, part: DynamoGraph) -> None:
         """Record a compiled graph."""
@@ -223,7 +228,8 @@ class Compilation:
 def _functions(
     module: fx.GraphModule, example_inputs: Sequence[Any], roles: list[Role], options: SplitOptions
 ) -> GraphFunctions:
-    """Split and compile a graph, while Dynamo has the values of its sizes.
+    """Split and compile a graph. Call it while Dynamo compiles the graph, because only then are its
+    symbolic sizes known.
 
     Raises:
         CaptureError, PassError: the graph cannot be split.
@@ -247,7 +253,9 @@ def _functions(
 
 
 class SplitCall:
-    """A graph in the calling convention of AOTAutograd's wrappers: F, as a node of autograd."""
+    """A split graph as the function that AOTAutograd's wrappers call: runs F as a node of
+    autograd's graph.
+    """
 
     _boxed_call = True
 
@@ -285,7 +293,8 @@ class SplittingBackend:
     """A Dynamo backend that splits graphs.
 
     Args:
-        owner: collects pending work; None for a queue that the parameters refer to.
+        owner: the owner that collects pending work; None: each graph gets a
+            ``PendingOnParameters``.
         options: options for splitting and running the graphs.
     """
 
@@ -296,10 +305,10 @@ class SplittingBackend:
         self._options = options or SplitOptions()
 
     def __deepcopy__(self, _: dict[int, Any]) -> SplittingBackend:
-        """Return the backend itself, because it belongs to its owner.
+        """Return the backend itself instead of a copy.
 
-        Lightning makes ``torch.compile`` copy its arguments. A copy of the owner would compile
-        again, and be copied again, without end.
+        Lightning makes ``torch.compile`` copy its arguments. A copy would copy the owner, which
+        would compile and copy again, without end.
         """
         return self
 

@@ -26,13 +26,13 @@ class Fallback:
 
     Args:
         model: the model.
-        options: options for splitting. A model that is split graph by graph has no memory setting.
-        fullgraph: whether to raise instead of a fallback.
+        options: options for splitting. Graph by graph, only ``memory="balanced"`` is supported.
+        fullgraph: whether to raise instead of falling back.
         queue: the queue of pending microbatches.
 
     Attributes:
-        partial: the model split graph by graph; None until it is needed. Afterwards all calls use
-            it, without another attempt to capture one graph.
+        partial: the model split graph by graph; None until a call needs it. From then on all calls
+            use it, without another attempt to capture one graph.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Fallback:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether calls run graph by graph, so that reports must describe those graphs."""
+        """Whether calls run graph by graph, so that reports must describe Dynamo's graphs."""
         return self.partial is not None and self._failure is None
 
     def split_by_graphs(self, error: AutosplitError) -> PartialModel:
         """Split the model graph by graph from now on.
 
         Args:
-            error: why the call cannot be captured in one graph.
+            error: the error that says why the call cannot be captured in one graph.
 
         Raises:
             AutosplitError: ``error``, if the model requires one graph.
@@ -80,7 +80,8 @@ class Fallback:
     def run_by_graphs(self, partial: PartialModel, args: Any, kwargs: Any) -> Any:
         """Run a forward graph by graph.
 
-        If the first one fails, it runs by plain autograd. If that succeeds, so do all later ones.
+        If the first such forward fails, it runs again by plain autograd. If that succeeds, all
+        later forwards run by plain autograd.
         """
         if self._failure is not None:
             return self.run_unsplit(self._failure, args, kwargs)
@@ -108,7 +109,7 @@ class Fallback:
         return result
 
     def run_unsplit(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
-        """Run the call by plain autograd, and warn at the first time.
+        """Run the call by plain autograd, and warn the first time.
 
         If the call fails, the user's own error is raised.
         """
@@ -125,7 +126,7 @@ class Fallback:
         return result
 
     def unsplit_calls(self) -> list[str]:
-        """Lines for a report: the number of unsplit calls, and the reasons."""
+        """Lines for a report: the number of calls that ran unsplit, and the reasons."""
         name = type(self._model).__name__
         return [
             f"{count} call(s) of {name} ran unsplit, by plain autograd: {reason}"
@@ -139,7 +140,7 @@ class Fallback:
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """A function that restores the present buffers and states of random number generators."""
+    """Return a function that restores the present buffers and states of random generators."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     states = GeneratorStates.of([*model.parameters(), *model.buffers()])
 

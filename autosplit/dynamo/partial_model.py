@@ -1,8 +1,8 @@
-"""``PartialModel``: a model that is split graph by graph, and its report.
+"""``PartialModel``: a model that is split graph by graph; ``partial_report``: its report.
 
 It supports models with graph breaks, branches on data, or code that Dynamo cannot trace. The model
 runs under ``torch.compile``. Every graph of Dynamo is split, and the code between graphs runs as
-ordinary Python with ordinary autograd. Recompilation, guards and symbolic shapes are Dynamo's.
+ordinary Python with ordinary autograd. Dynamo decides on recompilation, guards and symbolic shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from autosplit.torch_internals.pytree import tree_flatten
 
 
 def partial_report(partial: PartialModel, title: str) -> str:
-    """Text with tables of graphs and breaks, parameters outside of graphs, and the deferred share.
+    """Report with tables of graphs and graph breaks, the parameters outside of graphs, and the
+    share of weight gradients that is deferred.
 
     Args:
         partial: the model, after a call.
@@ -102,18 +103,18 @@ def _table(rows: Sequence[Sequence[object]], headers: list[str]) -> str:
 class PartialModel:
     """A model split graph by graph.
 
-    ``pending``, ``pending_bytes`` and ``backward_weight()`` are those of ``SplitModule``.
+    ``pending``, ``pending_bytes`` and ``backward_weight()`` are as in ``SplitModule``.
 
     Args:
         model: the model; it keeps its parameters and its Python side effects.
         options: options for splitting and running graphs, all with ``memory="balanced"``.
         reason: why the model cannot be captured in one graph, for the report.
-        because: the reason in one line, for a warning.
-        queue: the queue of pending microbatches, which may have others; None for a new queue
+        because: ``reason`` in one line, for a warning.
+        queue: the queue of pending microbatches, which may already hold some; None for a new queue
             without a limit.
 
     Attributes:
-        has_warned: whether the user knows that few weight gradients can be deferred.
+        has_warned: whether the warning that few weight gradients can be deferred was given.
     """
 
     def __init__(
@@ -245,7 +246,9 @@ class PartialModel:
 
     @property
     def deferred_share(self) -> float | None:
-        """Share of the elements of weight gradients that W computes; None without parameters."""
+        """Share of weight gradients, in elements, that W computes; None if no parameter is
+        trained.
+        """
         late = sum(parameter.numel() for parameter in self.deferred_parameters)
         total = late + sum(parameter.numel() for parameter in self.ordinary_parameters)
         return late / total if total else None
@@ -289,7 +292,9 @@ class PartialModel:
         self._parts.append(part)
 
     def enter_graph(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
-        """The running forward call; for a recomputation in a backward, the latest call."""
+        """Return the running forward call. For a recomputation in a backward, it is the latest
+        forward call.
+        """
         call: ForwardCall = getattr(self._running, "microbatch", None) or self._latest
         call.calls[part] += 1
         call.deferred |= dict.fromkeys(parameters)

@@ -1,7 +1,7 @@
 """Pending weight gradients of compiled models: ``autosplit.backward_weight(model)``.
 
-``torch.compile(model, backend="autosplit")`` returns no object of autosplit to the user, so pending
-work is found by the parameters, whose lazy gradients refer to it.
+``torch.compile(model, backend="autosplit")`` returns no object of autosplit. So pending work is
+found from the parameters: their lazy gradients refer to it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class ForwardCall:
-    """One forward call of the model, as far as the owner distinguishes calls.
+    """One forward call of the model, or of one graph if the owner does not know the model's calls.
 
     Attributes:
-        fused_backward: whether its backward is I and W in one.
+        fused_backward: whether the call's backward is I and W in one.
         in_data_parallel: whether data parallelism wraps it and counts visits of the parameters.
         calls: number of runs of each graph.
-        deferred: the parameters whose gradients W of these graphs computes.
+        deferred: the parameters whose gradients W of the called graphs computes.
     """
 
     fused_backward: bool = False
@@ -48,7 +48,7 @@ class ForwardCall:
 
 
 class PendingOnParameters(PendingQueue):
-    """Owner of one graph's pending work, which is found by the graph's parameters."""
+    """Owner of one graph's pending work; it is found from the graph's parameters."""
 
     def __init__(self, bound: PendingBound) -> None:
         super().__init__(Delivery(), bound)
@@ -59,10 +59,12 @@ class PendingOnParameters(PendingQueue):
         """Return None: graphs name parameters by Dynamo's expressions."""
 
     def add_graph(self, part: DynamoGraph) -> None:
-        """Do nothing: there is no report."""
+        """Do nothing, because there is no report for which graphs would be recorded."""
 
     def enter_graph(self, part: DynamoGraph, parameters: Sequence[nn.Parameter]) -> ForwardCall:
-        """A new call each time: microbatches are distinguished by their backward only."""
+        """Return a new ``ForwardCall`` each time, because only backwards distinguish
+        microbatches.
+        """
         wrapper = data_parallel()
         if wrapper is not None:
             self.delivery.has_observers = True
@@ -86,8 +88,8 @@ class PendingOnParameters(PendingQueue):
 class Deferral:
     """Weight gradients that ``torch.compile(model, backend="autosplit")`` has deferred.
 
-    The methods are those of ``SplitModule``, and ``.grad`` is lazy as there. One microbatch is the
-    pending work of one ``backward()``.
+    The methods are as in ``SplitModule``, and ``.grad`` is a lazy gradient, too. One microbatch is
+    the pending work of one ``backward()``.
 
     Args:
         model_or_parameters: the model, compiled or not, or some of its parameters.
@@ -129,8 +131,8 @@ class Deferral:
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
         No hook on a parameter fires, because no parameter had a hook when its backward ran. The
-        weight gradients of one graph are computed together, also those of parameters that are not
-        among these.
+        weight gradients of one graph are computed together, even if some of its parameters are not
+        among this object's.
 
         Args:
             microbatches: number of microbatches, oldest ``backward()`` first; None for all.
@@ -149,7 +151,7 @@ class Deferral:
     def discard(self) -> None:
         """Discard pending work, as ``SplitModule.discard`` does.
 
-        It discards work for these parameters, and for others that share a graph with them.
+        Work for parameters that share a graph with this object's parameters is discarded, too.
         """
         for owner in self._owners():
             owner.discard_all()
@@ -165,7 +167,7 @@ class Deferral:
 
 
 def _microbatches(owners: Iterable[PendingOnParameters]) -> list[Hashable]:
-    """Numbers of the backwards with pending work, oldest first."""
+    """Keys of the microbatches with pending work, oldest first."""
     return sorted({number for owner in owners for number in owner.microbatches})  # type: ignore
 
 

@@ -1,1 +1,3 @@
-"""Text in and out: files, bounded and with typed errors, and figures as people write them."""
+"""Read and write text: files with a size limit and typed errors, and figures as people write
+them.
+"""

@@ -29,17 +29,17 @@ def parse_size(
     subject: str = "a size",
     error: type[AutosplitError] = PlanError,
 ) -> int:
-    """Whole bytes, at least 1; a fraction of a byte is left out.
+    """The number of bytes that a size names, at least 1; a fraction of a byte is dropped.
 
     Args:
-        size: text, in B, KiB to TiB (powers of 1024), KB to TB (powers of 1000), in capitals or
-            not, or without a unit, which is bytes; or a number of bytes, of any whole type.
-        subject: the name of the size, for messages, as in ``"memory_limit"``.
+        size: a number of bytes, of any integer type; or text with a unit (B; KiB to TiB, powers of
+            1024; KB to TB, powers of 1000; in capitals or not), or without one for bytes.
+        subject: the name of the size for error texts, such as ``"memory_limit"``.
         error: the type of error to raise.
 
     Raises:
-        AutosplitError: of that type, if this is not a size, is less than a byte, or is more than a
-            machine can address.
+        AutosplitError: of the type ``error``: ``size`` is not a size, is less than a byte, or is
+            more than a machine can address.
     """
     count = _read(size.lower()) if isinstance(size, str) else _counted(size)
     if not 1 <= count <= _MOST:
@@ -51,7 +51,7 @@ def parse_size(
 
 
 def size_text(count: int) -> str:
-    """``1.50 MiB``; bytes below 1 KiB as they are."""
+    """A number of bytes as text, such as ``1.50 MiB``; below 1 KiB in whole bytes."""
     units = ["KiB", "MiB", "GiB"]
     if count < 1024:
         return f"{count} B"
@@ -60,7 +60,7 @@ def size_text(count: int) -> str:
 
 
 def _counted(size: object) -> int:
-    """A number of bytes; 0 if it is not one."""
+    """The number of bytes if ``size`` is a number; 0 if it is not."""
     try:
         return 0 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
     except TypeError:
@@ -68,7 +68,7 @@ def _counted(size: object) -> int:
 
 
 def _read(text: str) -> int:
-    """The bytes that a text names; 0 if it names none."""
+    """The number of bytes that a text names; 0 if the text is not a size."""
     match = _SIZE.fullmatch(text)
     if match is None or match[3] not in _UNITS or len(match[1]) > 30:
         return 0
@@ -78,14 +78,14 @@ def _read(text: str) -> int:
 
 
 def few(names: Sequence[str], shown: int = 1) -> str:
-    """The first names, and the number of further ones; empty for no names."""
+    """The first names and the number of the others, as text; empty for no names."""
     first = ", ".join(names[:shown])
     return f"{first} and {len(names) - shown} more" if len(names) > shown else first
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """A question that suggests the most similar candidate, or the few that start with ``name``;
-    empty if none is similar.
+    """A question for error texts that suggests the most similar candidate, or the few that start
+    with ``name``; empty if no candidate is similar.
     """
     names = [*candidates]
     begun = [candidate for candidate in names if name and candidate.startswith(name)]
@@ -115,7 +115,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The interquartile range; 0 for a single value, or none."""
+    """The interquartile range; 0 for fewer than two values."""
     if not values:
         return 0.0
     low, _, high = quartiles(values)

@@ -1,4 +1,4 @@
-"""Read files up to a bound, and check output files before long work, with typed errors."""
+"""Read files up to a size limit, and check output files before long work, with typed errors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LARGEST = 1 << 25
 
 
 def read_text(path: str | Path, kind: str, error: type[AutosplitError]) -> str:
-    """The text of a file, line ends as they are.
+    """The text of a file, with its line ends.
 
     Args:
-        path: the file; devices and pipes are read up to the bound.
-        kind: the expected content, for messages, as in ``"a plan"``.
+        path: the file; devices and pipes are read up to the size limit.
+        kind: the expected content for error texts, such as ``"a plan"``.
         error: the type of error to raise.
 
     Raises:
-        AutosplitError: of that type, if the file does not exist, cannot be read, is not UTF-8
+        AutosplitError: of the type ``error``: the file does not exist, cannot be read, is not UTF-8
             text, or has more than ``LARGEST`` bytes.
     """
     try:
@@ -46,7 +46,7 @@ def read_text(path: str | Path, kind: str, error: type[AutosplitError]) -> str:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of writing a file or a folder into ``OutputError``.
+    """Context that turns errors of writing a file or a folder into ``OutputError``.
 
     Raises:
         OutputError: the file or folder cannot be written; the text says why.
@@ -70,8 +70,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written, before its content is computed. No new file is left,
-    and an existing file is not changed.
+    """Refuse a file that cannot be written, before its content is computed. The check leaves no new
+    file, and does not change an existing file.
 
     Raises:
         OutputError: says why it cannot be written.
@@ -92,7 +92,7 @@ def check_folder(path: str | os.PathLike[str]) -> None:
     """Refuse a folder that cannot be created or written into, as ``check_file`` does.
 
     Raises:
-        OutputError: says why.
+        OutputError: says why the folder cannot be used.
     """
     path = Path(path)
     with writing(path):
@@ -107,7 +107,9 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def _check_place(folder: Path) -> None:
-    """Try to write. Permissions would say nothing for root, or on a read-only disk."""
+    """Try to write a file in a folder. Reading permissions would not be enough for root, or on a
+    read-only disk.
+    """
     with tempfile.TemporaryFile(dir=folder):
         pass
 

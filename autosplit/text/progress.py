@@ -1,4 +1,6 @@
-"""Progress of long work: a bar on a terminal, else lines in the log or on the standard error."""
+"""Show the progress of long work: a bar on a terminal, else lines in the log or on the standard
+error.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _NOTE_PAUSE = 0.2  # seconds between two notes of a bar
 
 
 class Progress:
-    """The progress of one piece of work; ``working`` makes it.
+    """The progress of one piece of work; ``working`` creates it.
 
     Args:
         work: the work, as in ``"capturing Llama"``.
@@ -35,8 +37,8 @@ class Progress:
         """Count one more part as done.
 
         Args:
-            note: returns a text that is shown behind the count, as ``"loss 2.31"``; called a few
-                times a second at most.
+            note: a function that returns a text to show after the count, such as ``"loss 2.31"``;
+                called a few times a second at most.
         """
         self._count += 1
         now = time.perf_counter()
@@ -58,7 +60,9 @@ class Progress:
         return self._bar is not None
 
     def __str__(self) -> str:
-        """The progress in a line: ``training: step 7 of 40, loss 2.31, 12 s so far, 57 s left``."""
+        """The progress in one line, such as ``training: step 7 of 40, loss 2.31, 12 s so far, 57 s
+        left``.
+        """
         parts = []
         if self._count:
             of_total = "" if self._total is None else f" of {self._total}"
@@ -88,11 +92,11 @@ def _bar(work: str, total: int | None, unit: str) -> Any:
 
 @contextlib.contextmanager
 def working(work: str, total: int | None = None, unit: str = "") -> Iterator[Progress]:
-    """Show the progress of some work, and log how long it took.
+    """Context that shows the progress of its work, and logs how long it took.
 
-    Counted work has a bar on rank 0's terminal. Elsewhere, and for work that is not counted, a
-    message says from five seconds on how far it is. Messages are logged at INFO under
-    ``autosplit``. If nobody handles that log, rank 0 prints them to the standard error.
+    Counted work has a bar on rank 0's terminal. Elsewhere, and for work that is not counted,
+    messages tell the progress after five seconds. Messages are logged at INFO under ``autosplit``.
+    If nobody handles that log, rank 0 prints them to the standard error.
 
     Args:
         work: the work, as in ``"capturing Llama"``.
