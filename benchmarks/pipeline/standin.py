@@ -58,6 +58,10 @@ class Case:
         stages = self.schedule.stages
         return Costs([self.times] * stages, [StageMemory(1.0, 1.0)] * stages)
 
+    def seconds(self, action: Action) -> float:
+        """The duration of an action."""
+        return self.costs.seconds(action)
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -81,7 +85,7 @@ class Sleeping:
     def __init__(
         self, module: nn.Module, args: list[Tensor], *, index: int, case: Case, clock: Clock
     ) -> None:
-        self._seconds = case.costs.seconds
+        self._seconds = case.seconds
         self._clock = clock
         self._index = index
         self._last = index == case.schedule.stages - 1
@@ -89,7 +93,7 @@ class Sleeping:
         self.output_specs = [(torch.Size([]) if self._last else _MESSAGE, torch.float32, True)]
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        end = self._end(ActionKind.FORWARD)
+        end = self._end(ActionKind.FORWARD, microbatch)
         inputs.clear()
         outputs = [torch.zeros(self.output_specs[0][0])]
         self._clock.sleep_until(end)
@@ -98,27 +102,29 @@ class Sleeping:
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        return self._backward(ActionKind.BACKWARD_INPUT, output_grads)
+        return self._backward(ActionKind.BACKWARD_INPUT, microbatch, output_grads)
 
     def backward_weight(self, microbatch: int) -> None:
-        self._clock.sleep_until(self._end(ActionKind.BACKWARD_WEIGHT))
+        self._clock.sleep_until(self._end(ActionKind.BACKWARD_WEIGHT, microbatch))
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        return self._backward(ActionKind.BACKWARD, output_grads)
+        return self._backward(ActionKind.BACKWARD, microbatch, output_grads)
 
     def publish(self) -> None:
         pass
 
-    def _backward(self, kind: ActionKind, grads: list[Tensor | None]) -> list[Tensor | None]:
-        end = self._end(kind)
+    def _backward(
+        self, kind: ActionKind, microbatch: int, grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        end = self._end(kind, microbatch)
         grads.clear()
         gradients: list[Tensor | None] = [torch.zeros(_MESSAGE), *[None] * (self._inputs - 1)]
         self._clock.sleep_until(end)
         return gradients
 
-    def _end(self, kind: ActionKind) -> float:
+    def _end(self, kind: ActionKind, microbatch: int) -> float:
         """When an action that begins now is over: what it makes is part of its time."""
-        return time.perf_counter() + self._seconds(Action(self._index, kind, 0))
+        return time.perf_counter() + self._seconds(Action(self._index, kind, microbatch))
 
 
 class Clock:

@@ -313,6 +313,7 @@ class ListScheduler:
                 if link is not None:
                     links[link] = max(end, links.get(link, 0.0)) + took
                     arrivals[number] = links[link] + latency
-                if takers[number] != rank:
-                    push(looks, (arrivals[number], takers[number]))
+                taker, arrival = takers[number], arrivals[number]
+                if taker != rank and ends[taker] <= arrival:  # else it looks at its end
+                    push(looks, (arrival, taker))
             push(looks, (end, rank))

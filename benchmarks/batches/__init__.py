@@ -1,0 +1,1 @@
+"""Steps over microbatches of different lengths: fixed schedules, and the order that is found."""
