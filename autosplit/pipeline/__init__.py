@@ -59,7 +59,9 @@ _OF_TRAINER = {
 
 
 def __getattr__(name: str) -> Any:
-    """The trainer is imported at its first use, because it imports from this folder."""
+    """Import the trainer's names at their first use, because the trainer imports from this
+    folder.
+    """
     if name not in _OF_TRAINER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_OF_TRAINER[name]), name)

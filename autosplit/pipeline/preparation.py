@@ -1,4 +1,4 @@
-"""The way of a schedule, from its name to the messages of each rank."""
+"""Prepare a schedule: the steps from its name to the messages of each rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def prepare_schedule(
 ) -> Schedule:
     """Prepare the schedule of a step.
 
-    The steps of a schedule's way, and the file of ``pipeline/`` that has each. This function takes
-    it to the Schedule; the executor's builder makes the ``PreparedSchedule``::
+    These are the steps, each with its file in ``pipeline/``. This function goes as far as the
+    Schedule; the executor's builder makes the ``PreparedSchedule``::
 
         ScheduleRequest     a name, or a Schedule from a user, a file or a search
           |  build          the family's rows of F and B for each rank      builders/families.py
@@ -41,8 +41,8 @@ def prepare_schedule(
         times: (F, I, W) of each stage, for schedules that place Ws by time; None: F = I = W.
 
     Raises:
-        ScheduleError: an option does not fit the schedule; or a given Schedule is illegal, or for
-            other counts.
+        ScheduleError: an option does not fit the schedule; or the request's Schedule is illegal, or
+            for other numbers of stages, microbatches or ranks.
     """
     schedule = request.build(stages, times)
     if isinstance(request.schedule, Schedule):  # builders make legal ones

@@ -1,6 +1,6 @@
 """Build a pipeline schedule by name: a pure function from counts to a ``Schedule``.
 
-With more stages than a schedule needs, contiguous blocks of stages run as one large stage.
+With more stages than a schedule needs, each contiguous block of stages runs as one large stage.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ def build(
         microbatches: number of microbatches M >= 1.
         split_backward: False for full backwards (B).
         weights: the placement of the Ws, one of ``WEIGHTS``. ``"2bp"`` runs them at the end, except
-            a few in the cool-down. ``"fill"`` runs one wherever a rank would wait, and keeps the
-            order of F and I. None takes the schedule's default.
-        times: durations of (F, I, W) for which ``"fill"`` places the Ws, or one triple per stage
-            (the first stage often has no input gradient: I = 0, and W is the whole backward); any
-            unit. None means F = I = W.
-        ranks: number of processes P from 1 to N. None means as many as the schedule can use: N, or
-            half of that where each rank holds two stages apart. With fewer, contiguous blocks of
-            stages run as one large stage, so bubble and activations (per stage) are those of a
-            pipeline of blocks. The first blocks hold one stage more where N is no multiple.
+            a few in the cool-down. ``"fill"`` runs a W wherever a rank would wait, and keeps the
+            order of F and I. None: the schedule's default.
+        times: durations (F, I, W) for which ``"fill"`` places the Ws, one triple for all stages or
+            one per stage, in any unit. The first stage often has no input gradient: I = 0, and W is
+            the whole backward. None means F = I = W.
+        ranks: number of processes P from 1 to N. None: as many as the schedule can use, which is N,
+            or N/2 for schedules with two stages on each rank. With fewer ranks, each contiguous
+            block of stages runs as one large stage, so bubble and activations are those of a
+            pipeline of blocks. If the stages do not divide evenly, the first blocks hold one stage
+            more.
 
     Raises:
         ScheduleError: an unknown name or placement, a bad count, a step of more than
@@ -90,7 +91,7 @@ def unknown_schedule(schedule: object, *further: str) -> ScheduleError:
 
     Args:
         schedule: a name, or a schedule class of torch's.
-        further: known names beside those of ``SCHEDULES``.
+        further: known names that are not in ``SCHEDULES``.
     """
     name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", repr(schedule))
     ours = _OF_TORCH.get(name.removeprefix("Schedule"))
@@ -105,7 +106,7 @@ def unknown_schedule(schedule: object, *further: str) -> ScheduleError:
 
 
 def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[int, int]:
-    """The number of ranks, and of blocks of stages on each."""
+    """Return (number of ranks, number of blocks of stages on each rank)."""
     if ranks is None:
         ranks = max(stages // (family.chunks or 2), 1)
     check_counts(ranks=ranks)
@@ -185,9 +186,9 @@ def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:
 def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
     """Replace each stage by a contiguous block of stages on the same rank.
 
-    An F becomes the Fs of the block, first stage first. An I, W or B becomes those of the block,
-    last stage first. So the schedule stays legal, with the same messages, and every stage of a
-    block has as many microbatches in flight as the one large stage had.
+    An F becomes the Fs of the block's stages, first stage first. An I, W or B becomes the Is, Ws or
+    Bs of the block's stages, last stage first. So the schedule stays legal, with the same messages,
+    and every stage of a block has as many microbatches in flight as the one large stage had.
 
     Args:
         schedule: a schedule whose stages are the blocks.
@@ -211,7 +212,7 @@ def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
 
 
 def spread(placement: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The rank of every stage, given the ranks of blocks of stages."""
+    """The rank of every stage, from the rank and the size of each block of stages."""
     return tuple(rank for rank, size in zip(placement, sizes, strict=True) for _ in range(size))
 
 
@@ -227,7 +228,7 @@ class ScheduleRequest:
     """A schedule and its options, as for ``pipeline.build``.
 
     Attributes:
-        schedule: a name, or a ``Schedule`` to run as it is.
+        schedule: a name, or a ``Schedule`` to run unchanged.
         microbatches: M.
         ranks: processes; None: as many as the schedule has, or can use.
         split_backward: False for full backwards.
@@ -272,7 +273,8 @@ class ScheduleRequest:
 
         Args:
             stages: number of stages.
-            times: (F, I, W) of each; used by schedules that fill waits with Ws. None: F = I = W.
+            times: (F, I, W) of each stage; used by schedules that fill waits with Ws. None: F = I =
+                W.
 
         Raises:
             ScheduleError: ``pipeline.build`` refuses the options; or the given ``Schedule`` is for

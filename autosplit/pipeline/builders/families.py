@@ -28,13 +28,13 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
     Source: Narayanan et al., arXiv 2104.04473, figure 4. If P does not divide M, the groups are
     larger than P and as even as possible.
 
-    Bubble with full backwards for C like stages a rank and P dividing M: each rank idles
-    (P-1)(F+I+W), where F, I and W are those of one stage: 1/C of 1F1B's, whose stages are C times
-    as large. Split, if no W is longer than an F or an I: (P-1)(F+I-W).
+    Bubble with full backwards for C equal stages a rank and P dividing M: each rank idles
+    (P-1)(F+I+W), with F, I and W of one stage. That is 1/C of 1F1B's bubble, whose stages are C
+    times as large. With a split backward, if no W is longer than an F or an I: (P-1)(F+I-W).
 
     Activation memory of rank r, P dividing M > P: (C-1)P + 2(P-1-r) + 1 pairs of a stage and a
-    microbatch, so on rank 0 (P-1)/C microbatches more than 1F1B. Split, the same on every rank as
-    on rank 0.
+    microbatch. On rank 0 that is (P-1)/C microbatches more than 1F1B. With a split backward, every
+    rank has as much as rank 0.
     """
     between_chunks = (chunks - 1) * _groups(ranks, microbatches)[0]
     return _in_turn(ranks, microbatches, lambda later: between_chunks + 2 * later, chunks)
@@ -79,7 +79,7 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
 
 
 def _rounds(sizes: list[int], chunks: int) -> Iterator[tuple[int, int]]:
-    """Chunk and microbatch in the order in which the groups pass a rank."""
+    """Yield (chunk, microbatch) in the order in which the groups of microbatches pass a rank."""
     first = 0
     for size in sizes:
         for chunk in range(chunks):
@@ -95,14 +95,15 @@ def one_f_one_b(ranks: int, microbatches: int) -> ScheduleTemplate:
     placement of 2BP (Rae, Lee and Richings, arXiv 2405.18047): one W after each of the last N-r
     Is of stage r. ``"fill"`` is ZB-H1, see ``zb_h1``.
 
-    Bubble ratio for F = I = W, N stages: (N-1)/(M+N-1) with full backwards, (N-1)/(3M+N-1) split
-    and M >= N, so (N-1)/(4N-1) for M = N and (N-1)/(7N-1) for M = 2N. Split, with like stages and
-    either placement, each rank idles (N-1)(F+I-min(F,I,W)) for M >= N, which is ZB-H1's
-    (N-1)(F+I-W) unless a W is longer than an F or I. For M < N a step takes (M+N-1)(F+I) + W.
+    Bubble ratio for F = I = W, N stages: (N-1)/(M+N-1) with full backwards. With a split backward
+    and M >= N it is (N-1)/(3M+N-1): (N-1)/(4N-1) for M = N and (N-1)/(7N-1) for M = 2N. With a
+    split backward, equal stages and either placement, each rank idles (N-1)(F+I-min(F,I,W)) for M
+    >= N. That is ZB-H1's (N-1)(F+I-W) unless a W is longer than an F or I. For M < N a step takes
+    (M+N-1)(F+I) + W.
 
-    Activation memory of stage r: min(N-r, M) microbatches with full backwards. Split, a microbatch
-    counts until its W: at most min(N, M) on every stage with ``"fill"``, 1F1B's maximum over the
-    stages; up to M with ``"2bp"``.
+    Activation memory of stage r: min(N-r, M) microbatches with full backwards. With a split
+    backward, a microbatch counts until its W: with ``"fill"`` at most min(N, M) on every stage,
+    which is 1F1B's maximum over the stages; with ``"2bp"`` up to M.
     """
     template = _in_turn(ranks, microbatches, lambda later: later)
     return replace(template, weights_in_cooldown=tuple(ranks - stage for stage in range(ranks)))
@@ -116,24 +117,25 @@ def naive(ranks: int, microbatches: int) -> ScheduleTemplate:
 
     Bubble ratio for F = I = W, N stages, any M: (N-1)/N with full backwards, 2(N-1)/(2N+1) with
     ``weights="2bp"``. ``"fill"`` runs the Ws of all but the last microbatch while other stages
-    work: 2NM + 1 units of time for N >= 2, where ``"2bp"`` takes 2NM + M.
+    work: a step takes 2NM + 1 units of time for N >= 2, and 2NM + M with ``"2bp"``.
 
-    Activation memory per stage: one microbatch with full backwards. Split, a microbatch counts
-    until its W: all M with ``"2bp"``, at most two with ``"fill"`` for F = I = W and N >= 2.
+    Activation memory per stage: one microbatch with full backwards. With a split backward, a
+    microbatch counts until its W: all M with ``"2bp"``, at most two with ``"fill"`` for F = I = W
+    and N >= 2.
     """
     template = _in_turn(ranks, microbatches, lambda _: 0)
     return replace(template, budget=microbatches, weights_in_cooldown=(0,) * ranks)
 
 
 def zb_h2(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """Stage r warms up with 2(N-r)-1 forwards; a finished rank starts the next step.
+    """Stage r warms up with 2(N-r)-1 forwards. A rank that has finished starts the next step.
 
     Source: ZB-H2 of Zero Bubble (Qi et al., arXiv 2401.10241). Crossing the step needs an
     optimizer that does not wait for all ranks: it steps at once, and is rolled back if a later
     check of the whole gradient fails (the paper's post-validation).
 
-    Bubble for like stages and M >= 2N-1: each rank idles (N-1)(F+I-2W) between its own first and
-    last action, if no W is longer than an F or an I; nothing for F = I = W.
+    Bubble for equal stages and M >= 2N-1: each rank idles (N-1)(F+I-2W) between its first and last
+    action, if no W is longer than an F or an I; nothing for F = I = W.
 
     Activation memory: at most min(2N-1, M) microbatches between F and W on every stage.
     """
@@ -146,11 +148,12 @@ def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
     Source: GPipe (Huang et al., arXiv 1811.06965), with the backwards oldest microbatch first.
     The split placement is that of 2BP (Rae, Lee and Richings, arXiv 2405.18047).
 
-    Bubble ratio for F = I = W, N stages: (N-1)/(M+N-1) with full backwards, 2(N-1)/(3M+2(N-1))
-    split; for M = N that is (N-1)/(2N-1) and 2(N-1)/(5N-2). Both placements of W give the same
-    order while all stages are alike, for then the Is arrive without a gap.
+    Bubble ratio for F = I = W, N stages: (N-1)/(M+N-1) with full backwards, 2(N-1)/(3M+2(N-1)) with
+    a split backward; for M = N that is (N-1)/(2N-1) and 2(N-1)/(5N-2). If all stages are equal,
+    both placements of W give the same order, because the Is arrive without a gap.
 
-    Activation memory per stage: all M microbatches. Split, what a W needs stays until the end.
+    Activation memory per stage: all M microbatches. With a split backward, deferred tensors stay
+    until the end.
     """
     return replace(
         _in_turn(ranks, microbatches, lambda _: microbatches), weights_in_cooldown=(0,) * ranks
@@ -160,11 +163,11 @@ def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
 def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:
     """F and I in the order of 1F1B, and a W wherever a rank would wait.
 
-    Source: ZB-H1 of Zero Bubble (Qi et al., arXiv 2401.10241). The same as 1F1B with
-    ``weights="fill"``, under the name by which the literature knows it.
+    Source: ZB-H1 of Zero Bubble (Qi et al., arXiv 2401.10241). It is 1F1B with ``weights="fill"``,
+    under its name in the literature.
 
-    Bubble for like stages and M >= N: each rank idles (N-1)(F+I-W), if no W is longer than an F
-    or an I; a third of 1F1B's (N-1)(F+I+W) for F = I = W.
+    Bubble for equal stages and M >= N: each rank idles (N-1)(F+I-W), if no W is longer than an F or
+    an I. For F = I = W that is a third of 1F1B's (N-1)(F+I+W).
 
     Activation memory: at most min(N, M) microbatches between F and W on every stage, the maximum
     of 1F1B over its stages.
@@ -174,13 +177,14 @@ def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of schedule.
+    """A named kind of schedule, and the options that it admits.
 
     Attributes:
         make: ``make(ranks, microbatches)`` returns the order of F and B; if ``chunks`` is None,
             ``make(ranks, microbatches, chunks)``.
-        chunks: separate stages on each rank; None: any number from 2 on.
-        weights: the placements of W that it admits, the default last; () if it places its own.
+        chunks: number of separate stages on each rank; None: any number from 2 on.
+        weights: the placements of W that it admits, the default last; () if the schedule itself
+            places W.
         fused: whether it can also run with full backwards.
     """
 

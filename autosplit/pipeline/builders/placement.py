@@ -1,9 +1,9 @@
-"""Placement of the Ws, shared by every schedule that can split its backward.
+"""Place the Ws, for every schedule that can split its backward.
 
 A builder gives the order of F and B on each rank, as a ``ScheduleTemplate``. This file turns every
-B into an I and places the Ws, oldest microbatch first: as 2BP does, or where a rank would otherwise
-wait. The latter is greedy list scheduling under assumed durations: a rank that cannot start its
-next F or I runs a W instead. F and I keep their order.
+B into an I, and places the Ws, oldest microbatch first. They go where 2BP has them, or where a rank
+would otherwise wait. The second is greedy list scheduling under assumed durations: a rank that
+cannot start its next F or I runs a W instead. F and I keep their order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ScheduleTemplate:
     Attributes:
         rows: per rank, its F and B; a schedule that places its own Ws lists I and W as well.
         placement: ``placement[stage]`` is the rank that holds the stage.
-        budget: for ``weights="fill"``, the most pairs of a stage and a microbatch between F and W
-            on a rank.
-        weights_in_cooldown: for ``weights="2bp"``, per rank, how many of the last Is are each
+        budget: for ``weights="fill"``, the most pairs (stage, microbatch) between F and W on a
+            rank.
+        weights_in_cooldown: for ``weights="2bp"``: per rank, the number of last Is that are each
             followed by one W; the other Ws run at the end. None if 2BP has no such schedule.
         crosses_step: see ``Schedule``.
     """
@@ -55,7 +55,9 @@ def backward(stage: int, microbatch: int) -> Action:
 
 
 def most_in_flight(row: Sequence[Action]) -> int:
-    """The most pairs of a stage and a microbatch whose F has run and whose B (or W) has not."""
+    """The most pairs (stage, microbatch) whose F has run and whose B (or W) has not, anywhere in a
+    row.
+    """
     most = flying = 0
     for action in row:
         if action.kind is ActionKind.FORWARD:
@@ -85,8 +87,8 @@ class WeightPlacer:
 
     Args:
         schedule: F and I per rank.
-        budget: the most pairs of a stage and a microbatch between F and W on a rank. If another F
-            would exceed it, a W runs first.
+        budget: the most pairs (stage, microbatch) between F and W on a rank. If another F would
+            exceed it, a W runs first.
     """
 
     def __init__(self, schedule: Schedule, budget: int) -> None:
@@ -109,8 +111,8 @@ class WeightPlacer:
 
         Args:
             times: per stage, the assumed durations.
-            patience: wait for an F or I that can start within this fraction of a W's duration,
-                rather than start the W.
+            patience: fraction of a W's duration. If an F or I can start within that time, the rank
+                waits for it instead of starting a W.
 
         Raises:
             ScheduleError: the orders deadlock, or cannot keep within the budget.
@@ -144,12 +146,12 @@ class WeightPlacer:
         return scheduler.rows
 
     def rows(self, numbers: Numbers) -> tuple[Row, ...]:
-        """The actions of rows that ``fill`` returned."""
+        """The actions that the numbers returned by ``fill`` stand for."""
         return tuple(tuple(self._graph.actions[n] for n in row) for row in numbers)
 
     def step(self, numbers: Numbers, times: Sequence[StageTimes]) -> float:
-        """Seconds of a step with rows that ``fill`` returned, as ``simulate`` returns them for free
-        links.
+        """Seconds of a step with the rows that ``fill`` returned, as ``simulate`` computes them for
+        links that take no time.
         """
         seconds = self._seconds(times)
         begun = play(self._graph, numbers, seconds).starts
@@ -185,20 +187,19 @@ def placed(
 ) -> Schedule:
     """Build a schedule from the order of its forwards and backwards, by placing the Ws.
 
-    ``"fill"`` puts Ws into gaps: once as if F, I and W took equal time and, if ``times`` are given,
-    once with those; it keeps the shorter step. The order for equal times is hard to beat: with
+    ``"fill"`` puts Ws into gaps. It tries equal times for F, I and W and, if ``times`` is passed,
+    those times too, and keeps the shorter step. The order for equal times is hard to beat: with
     measured times, a greedy choice may start a W that does not fit its gap, and delay every stage.
 
     Args:
         name: the schedule's name.
         template: the order of F and B.
-        weights: ``"2bp"`` (the order of the paper of that name: Ws in the cool-down and at the end
-            of each row), ``"fill"``, or None to keep the rows.
+        weights: ``"2bp"`` (Ws in the cool-down and at the end of each row, as in the 2BP paper),
+            ``"fill"``, or None to keep the rows.
         times: the times of the stages, for ``"fill"``; None means F = I = W.
 
     Raises:
-        ScheduleError: the Ws have no place within ``template.budget``, the most microbatches in
-            flight, or ``times`` is invalid.
+        ScheduleError: the Ws cannot be placed within ``template.budget``, or ``times`` is invalid.
     """
     rows = template.rows
     if weights == "fill":

@@ -8,7 +8,8 @@
 ZB-V, V-Half and V-Min repeat one block of passes. Source: Pipeline Parallelism with Controllable
 Memory (Qi et al., arXiv 2405.15362), section 3. The building block is the passes of one microbatch;
 it is repeated at a fixed interval and then squeezed. The distances between neighbouring ranks in
-the block set how long activations live, and so the memory. The V makes it equal on every rank.
+the block set how long activations live, and so the memory. The V makes the memory equal on every
+rank.
 
 | name | activations, of 1F1B's | bubble |
 |---|---|---|
@@ -17,9 +18,9 @@ the block set how long activations live, and so the memory. The V makes it equal
 | v-min | a third, the least | two thirds of 1F1B's |
 
 DualPipeV is one half of DualPipe. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) and the
-eight phases of its published implementation (github.com/deepseek-ai/DualPipe). Where a phase has a
-forward of one direction and a backward of the other, DualPipe may overlap them; here the forward
-runs first.
+eight phases of its published implementation (github.com/deepseek-ai/DualPipe). If a phase has a
+forward of one direction and a backward of the other, DualPipe may overlap the two; in this schedule
+the forward runs first.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def _row(rank: int, ranks: int, microbatches: int, slots: _Slots) -> Row:
 
 
 def _block(ranks: int, distances: Distances) -> list[_Slots]:
-    """The slots of each rank in the repeated block. Of all possible turns of the V, it takes those
-    with the fewest microbatches alive.
+    """The slots of each rank in the repeated block. Of all possible turns of the V, the turns with
+    the fewest microbatches alive are taken.
     """
     best: tuple[tuple[int, int, tuple[int, ...]], list[_Slots]] | None = None
     for turns in product(range(1, _INTERVAL + 1), repeat=3):
@@ -106,7 +107,7 @@ def _slots(rank: int, ranks: int, distances: Distances, turns: tuple[int, ...]) 
 
 
 def _alive(slots: _Slots) -> int:
-    """The most pairs of a stage and a microbatch between F and W while blocks repeat.
+    """The most pairs (stage, microbatch) between F and W while blocks repeat.
 
     F and B leave two slots of each interval free; each W takes the first free one.
     """
@@ -138,12 +139,12 @@ def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
     Source: ZB-V of Zero Bubble (Qi et al., arXiv 2401.10241, section 6), as V-ZB of arXiv
     2405.15362.
 
-    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles (P-1)F,
-    where F is that of one stage: the time until the last rank has work at all, and a sixth of
-    1F1B's bubble.
+    Bubble for F = I = W of two equal stages a rank, P ranks and M >= P: each rank idles (P-1)F,
+    with F of one stage. That is the time until the last rank has any work, and a sixth of 1F1B's
+    bubble.
 
-    Activation memory: at most 2P pairs of a stage and a microbatch between F and W on every rank,
-    as much as 1F1B on its first.
+    Activation memory: at most 2P pairs (stage, microbatch) between F and W on every rank, as much
+    as 1F1B has on its first rank.
     """
     return v_shape(ranks, microbatches, (4, 2, 4, 2))
 
@@ -154,12 +155,12 @@ def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
 
     Source: V-Half of Qi et al., arXiv 2405.15362.
 
-    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles 3(P-1)F for
-    even P and F less for odd P >= 3, where F is that of one stage: half of 1F1B's bubble, which is
-    6(P-1)F. Other ratios, and smaller M, leave more.
+    Bubble for F = I = W of two equal stages a rank, P ranks and M >= P: each rank idles 3(P-1)F for
+    even P, and F less for odd P >= 3, with F of one stage. That is half of 1F1B's bubble, 6(P-1)F.
+    With other ratios, or smaller M, the bubble is larger.
 
-    Activation memory: at most 2(floor(P/2)+1) pairs of a stage and a microbatch between F and W on
-    every rank, where 1F1B's first has 2P: half of it for many ranks.
+    Activation memory: at most 2(floor(P/2)+1) pairs (stage, microbatch) between F and W on every
+    rank. For many ranks that is half of the 2P pairs on 1F1B's first rank.
     """
     return v_shape(ranks, microbatches, (1, 2, 1, 2))
 
@@ -169,13 +170,13 @@ def v_min(ranks: int, microbatches: int) -> ScheduleTemplate:
 
     Source: V-Min of Qi et al., arXiv 2405.15362.
 
-    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles
-    4(P-1)F + F if 3 divides P and F less than 4(P-1)F if not, where F is that of one stage: two
-    thirds of 1F1B's bubble, which is 6(P-1)F. With other ratios of F, I and W ranks also wait for
-    each other within every microbatch, so that the bubble grows with M.
+    Bubble for F = I = W of two equal stages a rank, P ranks and M >= P: each rank idles 4(P-1)F + F
+    if 3 divides P, and 4(P-1)F - F if not, with F of one stage. That is about two thirds of 1F1B's
+    bubble, 6(P-1)F. With other ratios of F, I and W ranks also wait for each other within every
+    microbatch, so that the bubble grows with M.
 
-    Activation memory: at most 2 ceil((P+2)/3) pairs of a stage and a microbatch between F and W on
-    every rank, where 1F1B's first has 2P: a third of it for many ranks.
+    Activation memory: at most 2 ceil((P+2)/3) pairs (stage, microbatch) between F and W on every
+    rank. For many ranks that is a third of the 2P pairs on 1F1B's first rank.
     """
     return v_shape(ranks, microbatches, (1, 1, 1, 1))
 
@@ -184,12 +185,13 @@ def v_min(ranks: int, microbatches: int) -> ScheduleTemplate:
 
 
 def dual_pipe_v(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """DualPipe cut in half: rank r of P holds the stages r and 2P-1-r of one copy.
+    """DualPipe with one copy of the model instead of two: rank r of P holds the stages r and
+    2P-1-r.
 
-    Bubble for like stages with an I no longer than an F, and M >= 2P: each rank idles
-    (P-1)(F+I-W), where F, I and W are those of one stage.
+    Bubble for equal stages with an I no longer than an F, and M >= 2P: each rank idles
+    (P-1)(F+I-W), with F, I and W of one stage.
 
-    Activation memory of every rank: at most 2P + 1 pairs of a stage and a microbatch.
+    Activation memory of every rank: at most 2P + 1 pairs (stage, microbatch).
 
     Raises:
         ScheduleError: fewer than 2P microbatches.
@@ -207,8 +209,8 @@ def dual_pipe_v(ranks: int, microbatches: int) -> ScheduleTemplate:
 def _phases(near: int, ranks: int, count: int) -> Row:
     """The eight phases of one rank, with DualPipe's names for them.
 
-    In DualPipe's notation, stage 0 of the rank is the one on the way down, stage 1 the one on the
-    way up; nF0 is n forwards of stage 0.
+    In DualPipe's notation, stage 0 of a rank is its stage on the way down, and stage 1 its stage on
+    the way up; nF0 is n forwards of stage 0.
 
     Args:
         near: the rank, which is the number of ranks before it.
@@ -267,7 +269,9 @@ def _phases(near: int, ranks: int, count: int) -> Row:
 
 
 class _RowWriter:
-    """Writes a row: tracks the next passes of both stages, and the pending Ws."""
+    """Writes a rank's row. It tracks the next passes of the rank's two stages, and the pending
+    Ws.
+    """
 
     def __init__(self, stages: tuple[int, int]) -> None:
         self._forwards, self._backwards = (
@@ -284,7 +288,7 @@ class _RowWriter:
         self.row.append(backward(*next(self._backwards[which])))
 
     def backward_inputs(self, which: int) -> None:
-        """Append the next backward as an I; its W is pending."""
+        """Append the next backward as an I; its W becomes pending."""
         stage, microbatch = next(self._backwards[which])
         self.row.append(Action(stage, ActionKind.BACKWARD_INPUT, microbatch))
         self.pending.append(Action(stage, ActionKind.BACKWARD_WEIGHT, microbatch))

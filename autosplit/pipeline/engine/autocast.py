@@ -1,4 +1,4 @@
-"""A stage's module under autocast."""
+"""Run a stage's module under autocast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosplit.capture.diagnosis import Wrapper
 
 
 class WithAutocast(Wrapper):
-    """Runs a module under autocast, and its loss if the module contains it."""
+    """Runs a module under autocast, including its loss if the module computes one."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(module)

@@ -17,8 +17,8 @@ class TensorMeta:
     """The agreed shape and dtype of one tensor between stages, which is sent contiguous.
 
     Attributes:
-        shape: its sizes.
-        dtype: its element type.
+        shape: the tensor's sizes.
+        dtype: the tensor's element type.
         requires_grad: whether a gradient of the same shape and dtype comes back.
     """
 
@@ -60,13 +60,14 @@ input one.
 class Boundaries:
     """The agreed boundaries of batches of one shape, in training or in evaluation.
 
-    Boundary s is after stage s. The last one holds the loss, and no message crosses it. In training
-    all boundaries are known before the first step. In evaluation, a rank knows a boundary once
-    a message has crossed it there.
+    Boundary s is after stage s. The last boundary holds the loss, and no message crosses it. In
+    training all boundaries are known before the first step. In evaluation, a rank learns a boundary
+    from the first message over it.
 
     Attributes:
-        outputs: by stage, the outputs of the stage.
-        part_names: names of the parts of the loss, which are the last stage's outputs after it.
+        outputs: by stage, the metadata of the stage's outputs.
+        part_names: names of the parts of the loss, which are the last stage's outputs after the
+            loss.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,9 @@ class Boundaries:
     def tensors_in(
         self, message: StageMessage, dataflow: StageDataflow
     ) -> Sequence[TensorMeta | None]:
-        """The tensors in a message over a known boundary; None for a gradient that is not sent."""
+        """Metadata of the tensors in a message over a known boundary; None for a gradient that is
+        not sent.
+        """
         boundary, taker = message.boundary, message.taker
         metas = dataflow.select(self.outputs[boundary], boundary, taker)
         if message.forward:
@@ -90,12 +93,12 @@ class Boundaries:
     ) -> None:
         """Find the gradients that stages send back, from the last stage to the first.
 
-        Not every tensor that requires a gradient gets one. As under autograd, an input gets none if
-        the stage does not use it, or uses it only for outputs that get none.
+        Not every tensor that requires a gradient gets one. As under autograd, an input gets no
+        gradient if the stage does not use it, or uses it only for outputs without a gradient.
 
         Args:
-            dependence: per stage; None where it is not known: every input that requires a gradient
-                gets one.
+            dependence: per stage, the inputs that get a gradient from each output. None for a stage
+                without graphs, in which every input that requires a gradient gets one.
             dataflow: the dataflow between stages.
         """
         last = len(dependence) - 1
@@ -122,5 +125,5 @@ class Boundaries:
 
 
 def listed(metas: Sequence[TensorMeta | None]) -> str:
-    """The tensors of one part of a batch, in words."""
+    """Text for errors: shapes and dtypes of tensors."""
     return ", ".join("nothing" if meta is None else str(meta) for meta in metas)

@@ -1,4 +1,4 @@
-"""Evaluation of a pipeline: the forwards of a schedule, and stages that only run forward."""
+"""Evaluate a pipeline: the forwards of a schedule, and stages that only run forward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autosplit.torch_internals.state import preserve_modes, versions
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of ``schedule`` on the same ranks.
+    """A schedule with only the forwards of ``schedule``, on the same ranks.
 
-    Each rank runs them in the order in which they could start if the rank were never busy. So no
-    action waits for one that its own rank could have run first.
+    Each rank runs forwards in the order in which they could start if the rank were never busy. So
+    no rank waits while it could run another of its forwards.
     """
     order = sorted(
         itertools.product(range(schedule.stages), range(schedule.microbatches)),
@@ -47,7 +47,7 @@ class ModuleStage:
     Args:
         module: the stage's module.
         index: the stage's index in the pipeline.
-        shared: positions of arguments that other stages may take as well.
+        shared: positions of arguments that other stages may read as well.
 
     Attributes:
         part_names: names of the parts of the loss in the outputs; None before the first call.
@@ -60,11 +60,11 @@ class ModuleStage:
         self.part_names: tuple[str, ...] | None = None
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        """The module's outputs; clears ``inputs``.
+        """Return the module's outputs; empties ``inputs``.
 
         Raises:
             PipelineError: the module returns neither a tensor nor a tuple of tensors, writes into
-                an argument that other stages take, or returns other parts of the loss than before.
+                an argument that other stages read, or returns other parts of the loss than before.
         """
         args = tuple(inputs)
         inputs.clear()
@@ -81,7 +81,9 @@ class ModuleStage:
 
 @contextlib.contextmanager
 def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode inside; restore the mode of every submodule afterwards."""
+    """Context in which modules are in eval mode; it restores the mode of every submodule at its
+    end.
+    """
     roots = list(modules)
     with preserve_modes(roots):
         for root in roots:

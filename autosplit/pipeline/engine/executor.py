@@ -1,4 +1,4 @@
-"""The executor: runs the actions of one rank on its stages, in the order of the schedule."""
+"""The executor runs the actions of one rank on its stages, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ Values = list[Any]
 
 
 class BoundAction(NamedTuple):
-    """An action of the row with its calls bound to their arguments; None or empty if not needed.
+    """An action of the row, with its calls bound to their arguments. A call that the action does
+    not need is None.
 
-    The recorder measures ``compute`` only, not the waits.
+    The recorder measures ``compute`` only, without waits.
 
     Attributes:
         action: the action.
         compute: the work, called with the result of ``fetch`` if there is one.
-        fetch: waits for the action's input.
-        deliver: passes on the result.
-        waits: wait for moves that the action needs, and post receives.
-        recorded: the actions that the recorder notes: none if the action computes nothing, several
-            if they run as one call. Moves note when they ran themselves.
+        fetch: waits for the action's input and returns it.
+        deliver: passes the result on to other stages.
+        waits: calls that wait for moves that the action needs, and that post receives.
+        recorded: the actions for which the recorder records ``compute``: empty if the action
+            computes nothing, several if they run as one call. Moves record their times themselves.
     """
 
     action: Action
@@ -64,24 +65,25 @@ class Executor:
         schedule: a legal schedule.
         rank: the rank.
         messages: carries tensors between stages.
-        activity: records what the rank is doing, for error messages and timeouts.
-        moves: carries out the schedule's moves; None if it has none.
-        batch_arguments: by stage, names of the batch's inputs that need a gradient, by their
-            position among the stage's arguments.
-        seeds: seeds the generators before each call of a stage that is no ``Stage``; a ``Stage``
-            does so itself.
-        sharding: gathers and reduces sharded stages where the schedule says; None: none are
-            sharded.
+        activity: records the rank's present action, for error texts and timeouts.
+        moves: carries out the schedule's moves; None if the schedule has no moves.
+        batch_arguments: for each stage, maps the position of an argument to the name of the batch's
+            input that it is, for inputs that need a gradient.
+        seeds: seeds the generators before each call of a stage that is not an ``autosplit.Stage``;
+            a ``Stage`` seeds them itself.
+        sharding: gathers and reduces sharded stages at the schedule's actions for it; None: no
+            stage is sharded.
 
     Attributes:
         batch_gradients: gradients of the batch's inputs in the last run, by name and microbatch.
-        schedule: see above.
-        messages: see above.
-        moves: see above.
+        schedule: as passed.
+        messages: as passed.
+        moves: as passed.
 
     Raises:
         PipelineError: the schedule has an action of a stage that this rank does not have, a
-            backward of a stage without one, or a RECOMPUTE of a stage that cannot run it.
+            backward of a stage that only runs forward, or a RECOMPUTE of a stage that cannot
+            recompute.
     """
 
     def __init__(
@@ -153,15 +155,16 @@ class Executor:
         """Run the schedule once.
 
         Args:
-            inputs: per microbatch, the batch's inputs; empty if no stage of the rank takes any.
-            targets: per microbatch, the arguments of the last stage after its inputs; likewise.
+            inputs: per microbatch, the batch's inputs; empty if no stage of the rank reads any.
+            targets: per microbatch, the arguments of the last stage after its inputs; empty on
+                other ranks.
             recorder: records the start and end of every action; None: nothing is recorded.
-            loss_grads: per microbatch, the gradients of the loss, a scalar tensor, and of its
-                parts, which get none; empty if the schedule only runs forward.
+            loss_grads: per microbatch, the gradient of the loss, a scalar tensor, then None for
+                each part of the loss; empty if the schedule only runs forward.
 
         Returns:
-            By microbatch in order, the loss and its parts, on the rank of the last stage; else
-            empty.
+            Maps each microbatch, in order, to the loss and its parts. Empty on ranks without the
+            last stage.
 
         Raises:
             ActionError: an action failed; its error is the cause.
@@ -221,7 +224,7 @@ class Executor:
     # --- binding actions --------------------------------------------------------------------------
 
     def _bind(self, action: Action) -> BoundAction:
-        """Bind an action at its next position in the row: its waits, its input, its work."""
+        """Bind the next action of the row: its waits, its input, its work."""
         moves, kind, position = self.moves, action.kind, self._positions[action].popleft()
         if kind.is_move:
             if moves is None:
@@ -247,8 +250,8 @@ class Executor:
         return bound._replace(waits=tuple(waits), recorded=(action,))
 
     def _joined(self, row: Iterable[BoundAction]) -> list[BoundAction]:
-        """The row with one call for Ws of a stage that follow each other, if the stage joins them.
-        A W that waits for something begins a call.
+        """The row with one call for consecutive Ws of a stage, if the stage joins them. A W with
+        waits begins a new call.
         """
         joined: list[BoundAction] = []
         for bound in row:
@@ -270,7 +273,8 @@ class Executor:
         return joined
 
     def _sharding_call(self, action: Action) -> Callable[[], None]:
-        """Bind an UNSHARD, RESHARD or REDUCE_GRAD; without effect for stages that are not sharded.
+        """Bind an UNSHARD, RESHARD or REDUCE_GRAD. The call does nothing for stages that are not
+        sharded.
 
         The next action of the stage waits for the all-gather.
         """
@@ -393,7 +397,9 @@ class Executor:
         return keep
 
     def _tensors_of_callers(self, microbatch: int) -> list[Tensor]:
-        """Tensors of a microbatch that callers also refer to, so that a move frees no memory."""
+        """Tensors of a microbatch to which callers also refer, so that moving them would free no
+        memory.
+        """
         targets = self._targets[microbatch] if self._targets else ()
         return [*self._inputs[microbatch], *targets, *self._loss_grads[microbatch][:1]]
 
@@ -403,7 +409,7 @@ def _do_nothing() -> None:
 
 
 def joins_weights(stage: object) -> bool:
-    """Whether a stage runs Ws that follow each other as one call."""
+    """Whether a stage runs consecutive Ws as one call."""
     if not isinstance(stage, Stage) or type(stage).backward_weight is not Stage.backward_weight:
         return False
     return stage.joins_weights
@@ -412,7 +418,9 @@ def joins_weights(stage: object) -> bool:
 def joined_weights(
     row: Sequence[Action], stages: Mapping[int, ForwardStage]
 ) -> Iterator[tuple[int, int]]:
-    """The place in a rank's row of the first of the Ws that run as one call, and their number."""
+    """Yield (place in the row of the first W, number of Ws) for each group of Ws that run as one
+    call.
+    """
     place = 0
     for (kind, stage), run in groupby(row, key=lambda action: (action.kind, action.stage)):
         count = len([*run])

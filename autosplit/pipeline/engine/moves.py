@@ -1,5 +1,5 @@
-"""Moves of activations: the tensors of a microbatch are away for a while, in the host's offload
-target or in the memory of a partner rank.
+"""Carry out moves of activations. Tensors of a microbatch are kept for a while in an offload target
+on the host or in the memory of a partner rank.
 
 ``schedule/moves.py`` says which action waits for which. At its place in the row, a move only
 starts; the transfer runs in a lane of its own. Storages are freed one by one as they leave, and
@@ -72,14 +72,14 @@ class Lane:
     def carry(
         self, action: Action, work: Callable[[], Any], *, counted: bool = False
     ) -> TransferFuture:
-        """Run a transfer on the lane's own thread, after the lane's earlier transfers and after the
+        """Run a transfer on the lane's thread, after the lane's earlier transfers and after the
         kernels launched so far.
 
         Args:
             action: the move.
             work: the transfer.
-            counted: whether the memory of the step is being recorded, by a thread other than the
-                lane's.
+            counted: whether another thread is recording the memory of the step, so that the
+                transfer's allocations must be counted.
         """
         launched, started = done_so_far(self._device), perf_counter()
 
@@ -96,10 +96,10 @@ Tickets = Sequence[tuple[int, Any]]
 
 
 class PartnerMemory:
-    """The memory of a partner rank as an offload target: each rank puts what the other takes.
+    """The memory of a partner rank as an offload target: the other rank takes what one rank puts.
 
     Args:
-        groups: the trainer's process groups, in which the two are connected.
+        groups: the trainer's process groups, in which the two ranks are connected.
         partner: the partner rank.
         device: the device of the storages.
     """
@@ -116,7 +116,7 @@ class PartnerMemory:
         self._run(self._groups.irecv(data, self._partner, LANE))
 
     def announce(self, storages: Sequence[Tensor]) -> None:
-        """Send the sizes of storages ahead, since they may depend on the data."""
+        """Send the sizes of storages before the storages, because sizes may depend on data."""
         sizes = [len(storages), *(tensor.numel() for tensor in storages)]
         message = torch.zeros(_MAX_STORAGES, dtype=torch.int64, device=self._device)
         message[: len(sizes)] = torch.tensor(sizes, device=self._device)
@@ -145,7 +145,7 @@ _MAX_STORAGES = 2**14
 
 
 class Moves:
-    """The moves of one rank under one schedule; the same every step.
+    """The moves of one rank under one schedule. Every step has the same moves.
 
     Collective: all ranks must construct it together.
 
@@ -154,7 +154,7 @@ class Moves:
         prepared: a legal schedule, with its moves.
         groups: the trainer's process groups.
         device: the device of the stages.
-        target: the rank's offload target; None if it offloads nothing.
+        target: the rank's offload target; None if the rank offloads nothing.
 
     Attributes:
         transferred: counts the bytes that transfers allocate and free.
@@ -203,7 +203,9 @@ class Moves:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Context around steps in which another thread counts the allocations of this process."""
+        """Context for steps whose memory another thread records: transfers count their
+        allocations.
+        """
         self._counting = self._device.type == "cpu"
         try:
             yield
@@ -214,7 +216,8 @@ class Moves:
         """Prepare for the moves of a new step.
 
         Args:
-            other_references: maps a microbatch to its tensors that others than stages refer to.
+            other_references: a function from a microbatch to those of its tensors to which callers
+                also refer.
         """
         self._transfers.clear()
         self._in_transit.clear()
@@ -236,8 +239,8 @@ class Moves:
     def wait_before(self, place: int) -> Callable[[], None] | None:
         """The call to make before the action at a place of the row; None if it needs no move.
 
-        It waits for the departures and the arrival that the action needs, and gives the stage its
-        tensors back. It raises the same errors as ``start``.
+        The call waits for the departures and the arrival that the action needs, and returns the
+        tensors to the stage. It raises the same errors as ``start``.
         """
         departures = self._waited_departures.get(place, ())
         arrival = self._arrivals.get(place)
@@ -269,7 +272,7 @@ class Moves:
         return [Span(self._rank, self._row[at], *future.result()[1:]) for at, future in transfers]
 
     def _add(self, move: ActivationMove) -> None:
-        """Add departure and arrival of tensors of this rank's stage."""
+        """Add the departure and arrival of a move of this rank's stage."""
         stage: Any = self._stages.get(move.stage)
         action = self._row[move.leaves]
         if not hasattr(stage, "detach_held"):
@@ -307,7 +310,7 @@ class Moves:
         self._arrivals[move.used] = stage, move.microbatch, move.comes
 
     def _add_partner_move(self, move: ActivationMove) -> None:
-        """Add arrival and return of tensors of the partner's stage."""
+        """Add the arrival and return of a move of the partner's stage."""
         partner, accepted = self._partner, move.accepted
 
         def start_return() -> TransferFuture:
@@ -335,8 +338,8 @@ class Moves:
         return lambda: self._submit(place, work)
 
     def _tensors_of_other_stages(self, move: ActivationMove) -> Iterator[Tensor]:
-        """Tensors of the microbatch that other stages of this rank hold as inputs, because they may
-        be outputs of the stage that moves.
+        """Tensors of the microbatch that other stages of this rank hold as inputs. They may be
+        outputs of the moved stage.
         """
         for index, stage in self._stages.items():
             if index != move.stage and hasattr(stage, "held"):
@@ -348,7 +351,9 @@ class Moves:
         return self._lanes[LANES[action.kind]].carry(action, work, counted=self._counting)
 
     def _send(self, storages: list[Tensor], target: OffloadTarget | PartnerMemory) -> Tickets:
-        """Send storages one by one, and remove each from the list when it has left."""
+        """Send storages one by one, and remove each from the list when it was sent; return their
+        tickets.
+        """
         storages.reverse()
         tickets = []
         while storages:

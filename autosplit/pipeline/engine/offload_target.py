@@ -1,5 +1,5 @@
-"""Offload targets: host memory and files that hold a rank's bytes outside of the memory that it
-computes in; and measurement of their speed.
+"""Offload targets, and the measurement of their speed. A target holds bytes of a rank in host
+memory or a file, outside of the memory in which the rank computes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class OffloadFile:
     """Offload target of stages on the CPU: a file without a name, which disappears with its
     process.
 
-    It is read and written at offsets, not through a mapping. Both use the page cache; but if the
-    disk is full or the file was truncated, a mapping kills the process (SIGBUS), whereas a call
+    The file is read and written at offsets, not through a memory mapping. Both use the page cache.
+    If the disk is full or the file was truncated, a mapping kills the process (SIGBUS), but a call
     returns an error.
 
     Args:
-        folder: the folder of the file; None: that of temporary files.
+        folder: the folder of the file; None: the folder of temporary files.
 
     Raises:
         OutputError: no file can be created in the folder.
@@ -99,7 +99,9 @@ class OffloadFile:
         self._free[ticket.size.bit_length()].append(ticket.start)
 
     def _allocate(self, size: int) -> _FileRange:
-        """A free range of the same power of two, or a new one at the end."""
+        """A free range of the file, whose size is the next power of two, or a new range at the
+        end.
+        """
         bits = size.bit_length()
         if free := self._free[bits]:
             return _FileRange(free.pop(), size)
@@ -110,8 +112,8 @@ class OffloadFile:
 def _memory_of(data: Tensor) -> memoryview:
     """The memory of ``data``, by its address; valid while ``data`` lives.
 
-    ``numpy()`` would mark the storage as one that others may write into, and such a storage could
-    not be offloaded a second time.
+    ``numpy()`` would mark the storage as shared with NumPy, and a shared storage cannot be
+    offloaded a second time.
     """
     return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
 
@@ -153,7 +155,8 @@ def open_offload_target(
 
     Args:
         device: the device of the stages.
-        folder: the folder of the file, only for stages on the CPU; None: that of temporary files.
+        folder: the folder of the file, only for stages on the CPU; None: the folder of temporary
+            files.
 
     Raises:
         OutputError: no file can be created in ``folder``.
@@ -177,8 +180,8 @@ _SWEPT = 2**25  # bytes, more than any core's own cache
 def measure_offload(target: OffloadTarget) -> Link:
     """Latency and bandwidth of an offload target, by the slower of ``put`` and ``take``.
 
-    As in a step, several pieces are put before they are taken, and have left the core's own cache
-    before they are copied. From the cache, copies would take half the time.
+    As in a step, several pieces are put before the first is taken. So a piece is no longer in the
+    core's cache when it is copied; from the cache, copies would take half the time.
     """
     latency = min(_round_trip(target, 1, 1) for _ in range(_REPEATS))
     seconds = statistics.median(_round_trip(target, _PIECE, _PIECES) for _ in range(_REPEATS))

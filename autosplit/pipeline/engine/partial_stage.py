@@ -1,4 +1,5 @@
-"""``PartialStage``: a pipeline stage that one graph cannot contain, such as one with graph breaks.
+"""``PartialStage``: a pipeline stage that cannot be captured in one graph, such as a stage with
+graph breaks.
 
 F    the module under autograd, graph by graph; each microbatch has its own autograd graph
 I    gradients of the inputs, and of parameters that code outside of graphs reads
@@ -39,7 +40,9 @@ T = TypeVar("T")
 
 
 class _AutogradGraph(NamedTuple):
-    """The ends of one microbatch's autograd graph; None for tensors that need no gradient."""
+    """Inputs and outputs of one microbatch's autograd graph; None for tensors that need no
+    gradient.
+    """
 
     inputs: Sequence[GradientEdge | None]
     outputs: Sequence[GradientEdge | None]
@@ -50,7 +53,8 @@ class _DeferredGradients(NamedTuple):
 
     Attributes:
         works: W of each graph that ran.
-        addends: by parameter, what code outside of graphs adds to the gradients of ``works``.
+        addends: maps a parameter to the gradient from code outside of graphs, to be added to the
+            gradients of ``works``.
     """
 
     works: Sequence[PendingWork]
@@ -58,11 +62,12 @@ class _DeferredGradients(NamedTuple):
 
 
 class PartialStage:
-    """F, I, W and B of a pipeline stage that runs in parts; see ``TrainableStage``.
+    """F, I, W and B of a pipeline stage that runs as several graphs, with Python between them; see
+    ``TrainableStage``.
 
     Weight gradients are summed inside the stage until ``publish``, as in ``autosplit.Stage``. The
-    forward also runs once when the stage is built, on a copy of the module: its outputs cannot be
-    inferred.
+    forward also runs once when the stage is built, on a copy of the module, because the outputs'
+    shapes cannot be inferred.
 
     Args:
         module: the module of the stage.
@@ -72,9 +77,9 @@ class PartialStage:
         error: why one graph cannot contain the module.
 
     Attributes:
-        waiting_hooks: as of ``autosplit.Stage``.
-        output_specs: shape and dtype of each output, and whether it needs a gradient, for the
-            latest examples.
+        waiting_hooks: as in ``autosplit.Stage``.
+        output_specs: (shape, dtype, whether it needs a gradient) of each output, for the latest
+            examples.
         part_names: names of the parts of the loss in the outputs.
         written_buffers: names of the buffers that the forward of the examples wrote.
 
@@ -126,15 +131,15 @@ class PartialStage:
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
-        """Parameter name -> sum of its gradients over microbatches."""
+        """Maps the name of a parameter to the sum of its gradients over microbatches."""
         return self._sums.tensors
 
     def accepts(self, args: Sequence[Tensor]) -> bool:
-        """Whether ``forward`` accepts such inputs, whatever their sizes."""
+        """Whether ``forward`` accepts these inputs, not considering their sizes."""
         return [*map(_signature, args)] == self._examples
 
     def prepare(self, args: Sequence[Tensor]) -> None:
-        """Learn the outputs for inputs of these sizes from a copy of the module."""
+        """Run a copy of the module on inputs of these sizes, to find the shapes of its outputs."""
         module, restore = _copied(self._module)
         buffers = dict(module.named_buffers())
         old_versions = versions(buffers.values())
@@ -157,7 +162,7 @@ class PartialStage:
         """Run F, and return the outputs; empties ``inputs``.
 
         Raises:
-            SplitError: the microbatch has run its forward.
+            SplitError: the microbatch has already run its forward.
             PythonStateError: the forward leaves a tensor that needs a gradient in an attribute.
         """
         if microbatch in self._graphs:
@@ -213,7 +218,7 @@ class PartialStage:
 
         Raises:
             SplitError: the microbatch has not run its I; or a deferred tensor was written in place
-                since.
+                since I.
         """
         works, addends = self._take(self._deferred, microbatch, "backward_input")
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
@@ -222,13 +227,13 @@ class PartialStage:
             self._add(weights | {name: weights[name] + grad for name, grad in addends.items()})
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Run I and W; see both."""
+        """Run I, then W; arguments, result and errors are theirs."""
         input_grads = self.backward_input(microbatch, output_grads)
         self.backward_weight(microbatch)
         return input_grads
 
     def publish(self) -> None:
-        """Add the sums to the parameters' ``.grad``, forget them, and call the hooks of
+        """Add the sums to the parameters' ``.grad``, drop the sums, and call the hooks of
         ``register_post_accumulate_grad_hook``.
 
         Raises:
@@ -248,8 +253,8 @@ class PartialStage:
     def _enter(
         self, inputs: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[GradientEdge | None]]:
-        """The inputs as tensors of a new autograd graph, and the edges of that graph at which the
-        gradients of inputs arrive.
+        """Return (inputs as tensors of a new autograd graph, edges of that graph at which the
+        inputs' gradients arrive).
         """
         args = tuple(
             _enter(self._root, tensor) if needs_grad else tensor.detach()
@@ -264,7 +269,9 @@ class PartialStage:
         wanted: Sequence[Any],
         parameters: Sequence[Tensor],
     ) -> Iterator[Tensor | None]:
-        """Run the backward; the gradients of ``wanted``, and of what graphs have not deferred."""
+        """Run the backward. Yield the gradients of ``wanted``, then the gradients of ``parameters``
+        from code outside of graphs.
+        """
         ends = zip(outputs, output_grads, strict=True)
         pairs = [(end, grad) for end, grad in ends if end is not None and grad is not None]
         output_grads.clear()
@@ -289,7 +296,7 @@ class PartialStage:
             self._sums.add_gradients(names, [*gradients.values()], borrowed=names)
 
     def _take(self, microbatches: dict[int, T], microbatch: int, call: str) -> T:
-        """Remove and return what a call has left for a microbatch."""
+        """Remove and return the state that ``call`` has left for a microbatch."""
         if microbatch not in microbatches:
             raise SplitError(
                 f"stage {self.index}: microbatch {microbatch} has not run {call}, or its result "
@@ -298,8 +305,8 @@ class PartialStage:
         return microbatches.pop(microbatch)
 
     def _check_attributes(self, module: nn.Module) -> None:
-        """Refuse a tensor of a microbatch's autograd graph in an attribute: a loss that read it
-        would get no gradient through it.
+        """Refuse an attribute with a tensor of a microbatch's autograd graph. A loss that reads the
+        attribute would pass no gradient back through it.
         """
         for name in _computed_attributes(module):
             if name not in self._attributes:
@@ -314,8 +321,8 @@ class PartialStage:
 
 
 class _Entry(torch.autograd.Function):
-    """A tensor without history as the result of an autograd node, so that a forward may write into
-    it, and the graph does not keep it.
+    """Autograd function whose result is a tensor without earlier history. So a forward may write
+    into it, and the graph does not keep the original.
     """
 
     @staticmethod
@@ -331,13 +338,13 @@ _enter: Callable[[Tensor, Tensor], Tensor] = _Entry.apply
 
 
 class _CollectedWorks(PendingQueue):
-    """W of the graphs in one backward. Nothing waits in ``.grad``."""
+    """Queue that collects W of the graphs in one backward, without lazy gradients in ``.grad``."""
 
     def add(self, microbatch: Hashable, work: PendingWork, *, moved: bool = False) -> None:
         self.microbatches.setdefault(microbatch, []).append(work)
 
     def compute(self, microbatches: int | None = None, *, leave: float = 0) -> int:
-        """Compute nothing: the stage does."""
+        """Compute nothing, because the stage runs W."""
         return 0
 
     def take(self) -> list[PendingWork]:
@@ -348,8 +355,8 @@ class _CollectedWorks(PendingQueue):
 
 
 def _copied(module: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-    """A copy of a module, or the module itself if it cannot be copied; and a call that restores
-    the module's buffers and the random generators.
+    """Return (a copy of a module, or the module itself if it cannot be copied; a function that
+    restores the module's buffers and the random generators).
     """
     try:
         return copy.deepcopy(module), lambda: None
@@ -358,7 +365,7 @@ def _copied(module: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
 
 
 def _computed_attributes(module: nn.Module) -> Iterator[str]:
-    """Names of the attributes with a tensor that autograd has computed."""
+    """Names of the attributes that hold a tensor with a ``grad_fn``."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:

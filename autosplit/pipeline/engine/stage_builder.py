@@ -1,4 +1,4 @@
-"""Builds the stages of a rank from their modules, and agrees with the other ranks on the tensors
+"""Build the stages of a rank from their modules, and agree with the other ranks on the tensors
 between stages.
 """
 
@@ -44,12 +44,13 @@ from autosplit.torch_internals.pytree import class_of, is_flat, tree_unflatten
 
 @dataclass(frozen=True)
 class SplitStage:
-    """A ``StageFactory`` that makes an ``autosplit.Stage`` with these options.
+    """The ``StageFactory`` that makes an ``autosplit.Stage``, or a ``PartialStage`` for a module
+    that cannot be captured in one graph.
 
     Attributes:
         options: how stages are split.
-        fullgraph: whether a stage that one graph cannot contain is refused, instead of run in
-            parts: True, or the option of the trainer that needs one graph.
+        fullgraph: whether to refuse a module that cannot be captured in one graph: True, or the
+            name of the trainer's option that needs one graph.
     """
 
     options: SplitOptions
@@ -59,7 +60,8 @@ class SplitStage:
         """Make a stage for ``module(*args)``; see ``StageFactory``.
 
         Raises:
-            CaptureError: the module cannot be captured, and cannot or must not run in parts.
+            CaptureError: the module cannot be captured, and cannot or must not run as several
+                graphs.
             PipelineError: the module returns neither a tensor nor a tuple of tensors.
         """
         try:
@@ -76,7 +78,7 @@ class SplitStage:
     def _in_parts(
         self, module: nn.Module, args: list[Tensor], index: int, error: CaptureError
     ) -> TrainableStage:
-        """Make a stage that runs in parts, or raise ``error``."""
+        """Make a ``PartialStage``, or raise ``error``."""
         needed_by = "fully_shard" if fsdp_part(module) is not None else self.fullgraph
         if isinstance(needed_by, str):
             text = f"{error}\n  Such a stage can run in parts, but {needed_by} needs one graph"
@@ -89,7 +91,7 @@ class SplitStage:
 
 
 def traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage]:
-    """The stages that run graphs. A user's own stage factory may make stages without graphs."""
+    """The stages that are an ``autosplit.Stage``. A user's stage factory may make other stages."""
     return {index: stage for index, stage in stages.items() if isinstance(stage, Stage)}
 
 
@@ -99,7 +101,8 @@ def check_inputs(
     """Check a microbatch's inputs before stages are traced, which would raise a capture error.
 
     Args:
-        modules: this rank's modules by stage. A submodule with a method ``check_inputs`` is asked.
+        modules: this rank's modules by stage. The method ``check_inputs`` of submodules that have
+            it is called.
         dataflow: the dataflow between stages.
         inputs: the inputs of one microbatch.
 
@@ -133,18 +136,18 @@ def build_stages(
 ) -> tuple[dict[int, TrainableStage], Boundaries]:
     """Build this rank's stages, and agree on the tensors between all stages. Collective.
 
-    Stages are built one after another. The rank of each builds it for the outputs of the stages
-    before it, and shares the shapes of its outputs with all ranks.
+    Stages are built one after another. A stage's rank builds it for the outputs of earlier stages,
+    and sends the shapes of its outputs to all ranks.
 
     Args:
         modules: this rank's modules by stage, the last one with its loss.
-        stages: how many stages there are.
+        stages: the number of stages.
         dataflow: the dataflow between stages.
         groups: the trainer's process groups.
         factory: makes a stage.
-        inputs: one microbatch's inputs, as examples; only those that this rank's stages take are
-            needed.
-        targets: one microbatch's targets, likewise; only the last stage's rank needs them.
+        inputs: one microbatch's inputs, as examples; only the inputs that this rank's stages read
+            are needed.
+        targets: one microbatch's targets, as examples; only the last stage's rank needs them.
         device: the device of example inputs.
 
     Raises:
@@ -188,7 +191,9 @@ def _part_names(stage: TrainableStage) -> tuple[str, ...]:
 
 
 def dependence_of(stage: TrainableStage, outputs: int) -> Dependence | None:
-    """For each output of a stage, the inputs that get a gradient from it; None: not known."""
+    """For each output of a stage, the inputs that get a gradient from it; None for a stage without
+    graphs.
+    """
     inputs_given = getattr(stage, "inputs_given", None)
     if inputs_given is None:
         return None
@@ -199,8 +204,8 @@ _NO_TENSOR = "no tensor: return it as it is, without .item() or float()"
 
 
 def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
-    """Compile the graphs that the schedule runs, before the step: during it, other ranks would
-    wait.
+    """Compile the graphs that the schedule runs, before the step, in which other ranks would wait
+    for the compilation.
     """
     for index, stage in traced(stages).items():
         row = schedule.ranks[schedule.placement[index]]
@@ -233,10 +238,11 @@ def _example(meta: TensorMeta, device: torch.device) -> Tensor:
 
 
 def check_loss(metas: Sequence[TensorMeta], part_names: Sequence[str] = ()) -> None:
-    """Refuse a last stage that does not return one scalar to differentiate, and scalar parts.
+    """Refuse a last stage that does not return one scalar loss with a gradient, then scalar parts
+    of the loss.
 
     Args:
-        metas: the outputs of the stage.
+        metas: metadata of the stage's outputs.
         part_names: names of the outputs after the first.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Bytes that a stage keeps of one microbatch, from its graphs."""
+"""Compute the bytes that a stage keeps for one microbatch, from the stage's graphs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autosplit.stage import Stage
 
 
 def footprint(stage: TrainableStage) -> tuple[float, float]:
-    """Bytes that a stage keeps of one microbatch: from F to the backward, and from I to W.
+    """Bytes that a stage keeps for one microbatch: (from F to the backward, from I to W).
 
-    A stage without graphs counts as 1 each, so that microbatches are counted.
+    A stage without graphs returns (1, 1), so that microbatches are counted instead of bytes.
     """
     if not isinstance(stage, Stage):
         return (1.0, 1.0)
@@ -24,7 +24,7 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
 
 
 def stage_memory(stage: TrainableStage) -> StageMemory:
-    """The ``footprint`` of a stage together with the bytes of its inputs."""
+    """The ``footprint`` of a stage and the bytes of its inputs, as a ``StageMemory``."""
     saved, deferred = footprint(stage)
     if not isinstance(stage, Stage) or not stage.functions.has_backward:
         return StageMemory(saved, deferred)

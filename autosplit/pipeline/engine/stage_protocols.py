@@ -1,5 +1,5 @@
-"""Protocols of stages: the methods that the executor and the trainer call, and how a stage is made
-from a module.
+"""Protocols of stages: the methods that the executor and the trainer call, and of the factory that
+makes a stage from a module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class ForwardStage(Protocol):
     """A stage that can run forward."""
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        """Run F, and return the outputs; clears ``inputs``, so that each dies at its last use."""
+        """Run F, and return the outputs; empties ``inputs``, so that each is freed at its last
+        use.
+        """
         ...
 
 
@@ -26,17 +28,18 @@ class ForwardStage(Protocol):
 class BackwardStage(ForwardStage, Protocol):
     """A stage that can run backward; see ``autosplit.stage.Stage``.
 
-    Gradients are passed as lists with one entry per output or input, None where there is none.
+    Gradients are passed as lists with one entry per output or input; None for one without a
+    gradient.
 
-    Some methods are optional, and are looked up by name where they are needed: ``recompute`` runs F
-    again from the inputs that ``forward(..., keep="inputs")`` has kept; ``held``, ``detach_held``
-    and ``attach_held`` serve microbatches whose tensors are moved.
+    Some methods are optional. They are looked up by name when a schedule needs them: ``recompute``
+    runs F again from the inputs that ``forward(..., keep="inputs")`` has kept; ``held``,
+    ``detach_held`` and ``attach_held`` move tensors of a microbatch.
     """
 
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """Run I, and return the input gradients; clears ``output_grads``."""
+        """Run I, and return the input gradients; empties ``output_grads``."""
         ...
 
     def backward_weight(self, microbatch: int) -> None:
@@ -44,20 +47,22 @@ class BackwardStage(ForwardStage, Protocol):
         ...
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Run I and W in one call, and return the input gradients; clears ``output_grads``."""
+        """Run I and W in one call, and return the input gradients; empties ``output_grads``."""
         ...
 
 
 class TrainableStage(BackwardStage, Protocol):
-    """A stage as the trainer uses it: besides its actions, its outputs and its gradients."""
+    """A stage as the trainer uses it: a ``BackwardStage`` with specs of its outputs, and with
+    gradients to publish.
+    """
 
     @property
     def output_specs(self) -> Sequence[tuple[torch.Size, torch.dtype, bool]]:
-        """Shape and dtype of each output, and whether it needs a gradient."""
+        """(shape, dtype, whether it needs a gradient) of each output."""
         ...
 
     def publish(self) -> None:
-        """Add the accumulated gradients to the parameters' ``.grad`` and forget them."""
+        """Add the accumulated gradients to the parameters' ``.grad``, and drop them."""
         ...
 
 
@@ -73,7 +78,7 @@ class StageSharding(Protocol):
         ...
 
     def finish_gather(self, stage: int) -> None:
-        """Wait for that all-gather."""
+        """Wait for the all-gather that ``start_gather`` started."""
         ...
 
     def free(self, stage: int) -> None:
@@ -113,12 +118,12 @@ def unsupported_output(index: int, output_type: type) -> PipelineError:
 def flat_outputs(
     index: int, outputs: Any, expected_parts: tuple[str, ...] | None = None
 ) -> tuple[list[Tensor], tuple[str, ...]]:
-    """The tensors that the module of a stage returned, and the names of the parts of a loss.
+    """Return (tensors that a stage's module returned, names of the parts of the loss).
 
     Args:
         index: the index of the stage.
         outputs: the result of the module.
-        expected_parts: the names in an earlier call; None for the first.
+        expected_parts: names of the parts in an earlier call; None for the first call.
 
     Raises:
         PipelineError: the module returned neither a tensor nor a tuple of tensors, or other parts

@@ -1,4 +1,6 @@
-"""Seeds of the random generators for a trainer's stages, independent of the rank of a stage."""
+"""Seed the random generators for a trainer's stages, so that seeds do not depend on a stage's
+rank.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _CALLS = "FIBW"
 
 
 def seed_at(number: int, place: int) -> int:
-    """The seed at a place of the sequence that ``number`` identifies."""
+    """The seed at a place of the sequence of seeds that ``number`` identifies."""
     return (number + place * _STRIDE) % 2**64
 
 
@@ -71,22 +73,22 @@ class StageSeeds:
         self._states: GeneratorStates | None = None
 
     def offer(self, *, evaluates: bool) -> tuple[int, int]:
-        """This rank's part of the agreement of all ranks on the next step's number, to be reduced
-        with AND.
+        """Return the two numbers with which this rank takes part in agreeing on the next step; all
+        ranks' numbers are reduced with AND.
 
         Returns:
-            The number of the step, -1 on other ranks than the source; and 0 if a stage is known to
-            draw, else -1.
+            (number of the step, or -1 on ranks that are not the source; 0 if a stage is known to
+            draw, else -1).
         """
         draws = self._drawing[evaluates] or self._drew[evaluates]
         return (next_number() if self._is_source else -1), (0 if draws else -1)
 
     def begin_step(self, number: int, draws: int, *, evaluates: bool) -> None:
-        """Begin a step.
+        """Begin a step with the number on which all ranks agreed.
 
         Args:
             number: the number of the step, on which all ranks agreed, see ``offer``.
-            draws: not 0 if a stage of any rank draws random numbers.
+            draws: nonzero if a stage of some rank draws random numbers.
             evaluates: whether the step is an evaluation.
         """
         # If the previous step drew unexpectedly, it had the same number: use other seeds.
@@ -105,12 +107,14 @@ class StageSeeds:
 
     @property
     def drew(self) -> bool:
-        """Whether stages of this rank have drawn in such a step: training or evaluation."""
+        """Whether stages of this rank have drawn random numbers in a step of the present kind,
+        training or evaluation.
+        """
         return self._drew[self._evaluates]
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Restore the generators after the step that runs inside."""
+        """Context around a step that restores the generators at its end."""
         self._states = None
         if self._drawing[self._evaluates]:
             draw_number()

@@ -29,8 +29,8 @@ class Recorder:
         self._computed, self._moves = [], []
 
     def run(self, actions: Sequence[Action], compute: Callable[[], T]) -> T:
-        """Run ``compute``, and record its start and end. Several actions that it runs as one get
-        equal parts of its time.
+        """Run ``compute``, and record its start and end. If it runs several actions as one, each
+        gets an equal part of the time.
         """
         start = self._mark()
         result = compute()
@@ -63,9 +63,9 @@ class Recorder:
 class DeviceRecorder(Recorder):
     """Records by CUDA events, for stages whose calls only enqueue kernels.
 
-    Within a step, a rank must not wait for the whole device: a receive that was posted ahead
-    occupies it until the peer sends, which may wait for a message of this rank. And waiting at each
-    action would measure the gaps that it causes.
+    Within a step, a rank must not wait for the whole device. A receive that was posted ahead
+    occupies the device until the peer sends, and the peer may wait for a message of this rank.
+    Waiting at each action would also cause gaps, and measure them.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:

@@ -1,9 +1,11 @@
-"""Tensors between stages: point-to-point messages between ranks, references within a rank.
+"""Pass tensors between stages: by point-to-point messages between ranks, by references within a
+rank.
 
 In training, ranks agree on shapes before the first step, so messages contain only data. In
 evaluation, the first message over a boundary is preceded by its shapes. Receives are posted ahead.
-Sends are not waited for: their tensors are kept until a later message proves that they arrived (see
-``Routes.acked_sends``) or the step ends. An output that several stages take is sent to each.
+No action waits for a send. The sent tensors are kept until a later message proves that they arrived
+(see ``Routes.acked_sends``), or until the step ends. An output that several stages read is sent to
+each.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class _Transfer(NamedTuple):
 
     Attributes:
         message: the message.
-        verb: how the peer uses the message, for errors: it "makes" or "needs" it.
+        verb: what the peer does with the message, for error texts: "makes" or "needs".
         tensors: the tensors; None for a gradient that is not sent.
-        works: the operations that may still run.
+        works: handles of the operations that may still run.
     """
 
     message: StageMessage
@@ -57,10 +59,10 @@ class Mailbox:
     Receives are posted in the peer's order, and taken in this rank's order.
 
     A mailbox never tests whether a send is complete: Gloo only knows after a wait, and a wait that
-    times out closes the connection. So it waits only where the wait is known to return at once.
+    times out closes the connection. So it waits only for sends that are known to be complete.
 
-    Each received tensor has its own memory, which lives as long as anything refers to it: a stage
-    until its backward, a user's list, another message. On CUDA the memory is allocated on the
+    Each received tensor has memory of its own, which lives as long as an object refers to it: a
+    stage until its backward, a user's list, another message. On CUDA the memory is allocated on the
     compute stream, after all kernels launched so far, so that a receive cannot overtake a kernel
     that still reads the previous contents.
 
@@ -90,7 +92,9 @@ class Mailbox:
 
     @property
     def message_tensors(self) -> Iterator[Tensor]:
-        """Tensors of posted receives that were not taken, and of sends that may still run."""
+        """Tensors of posted receives that no action has taken yet, and of sends that may still
+        run.
+        """
         for transfer in (*self._receiving.values(), *self._sending):
             yield from (tensor for tensor in transfer.tensors if tensor is not None)
 
@@ -135,7 +139,8 @@ class Mailbox:
         Args:
             message: the message.
             place: the message's place in the peer's order of sends.
-            acked_sends: how many sends to the peer have arrived if this message has any tensor.
+            acked_sends: the number of sends to the peer that have arrived if this message arrives
+                with a tensor.
         """
         while self._posted <= place:
             self._receive_metas(self._messages[self._posted])
@@ -147,7 +152,7 @@ class Mailbox:
         return transfer.tensors
 
     def _receive_metas(self, message: StageMessage) -> None:
-        """Wait for the shapes at a boundary, ahead of the first message that crosses it."""
+        """Receive the shapes at a boundary, before the first message over that boundary."""
         outputs, boundary = self._boundaries.outputs, message.boundary
         if boundary not in outputs:
             metas = torch.empty(_META_BYTES, dtype=torch.uint8, device=self._device)
@@ -204,16 +209,16 @@ _META_BYTES = 2**16
 
 
 class Transport:
-    """One rank's messages under one schedule; the same calls every step.
+    """One rank's messages under one schedule. Every step makes the same calls.
 
     Args:
         routes: the messages of this rank.
         link: carries the messages.
-        boundaries: the tensors between stages; unknown ones are set by the first message.
+        boundaries: the tensors between stages; the first message over an unknown boundary sets it.
         device: the device of received tensors.
-        posts: by action, the peers from which the next receives are posted before it, as
-            ``recv_posting_order`` returns them. Over NCCL, a posted receive is a kernel that waits
-            on the device, and may delay kernels that are launched after it.
+        posts: for each action, the peers from which the next receives are posted before the action,
+            as ``recv_posting_order`` returns them. Over NCCL, a posted receive is a kernel that
+            waits on the device, and may delay kernels that are launched after it.
 
     Attributes:
         dataflow: the dataflow between stages.
@@ -252,7 +257,7 @@ class Transport:
         return [self._mailboxes[peer].post_next for peer in self._posts.get(action, ())]
 
     def finish_step(self) -> None:
-        """Wait until everything that the step has sent has arrived.
+        """Wait until all messages that the step has sent have arrived.
 
         Raises:
             LostPeerError: a peer died or did not take a message in time.
@@ -270,11 +275,13 @@ class Transport:
         ]
 
     def sender(self, result: Action) -> Send | None:
-        """The call that passes the result of an F or I to other stages; None if no stage takes it.
+        """Return a function that passes the result of an F or I to other stages; None if no stage
+        needs the result.
 
-        It takes one tensor per output of an F, or one gradient per input of an I. Only the agreed
-        gradients are sent; one that is missing in this microbatch is sent as zeros. If a tensor has
-        another shape or dtype than agreed, it raises PipelineError before sending anything.
+        The function takes one tensor per output of an F, or one gradient per input of an I. Only
+        the agreed gradients are sent; zeros are sent for a gradient that is missing in this
+        microbatch. If a tensor has another shape or dtype than agreed, the function raises
+        PipelineError before sending anything.
         """
         messages = outgoing_messages(result, self.dataflow)
         if result.kind is ActionKind.FORWARD:
@@ -290,10 +297,11 @@ class Transport:
         return send
 
     def receiver(self, message: StageMessage) -> Receive:
-        """The call that waits for ``message`` and returns a new list of its tensors.
+        """Return a function that waits for ``message`` and returns a new list of its tensors.
 
-        Gradients have one entry per output that was sent the other way, None if it needs none. The
-        call raises LostPeerError if the sender died or did not send in time.
+        A message of gradients has one entry per output that was sent in the other direction; None
+        for an output that needs no gradient. The function raises LostPeerError if the sender died
+        or did not send in time.
         """
         if message not in self._source:
             return partial(self._local.pop, message)
@@ -312,7 +320,7 @@ class Transport:
         outputs, stage = self._boundaries.outputs, result.stage
 
         def send(tensors: Sequence[Tensor]) -> None:
-            """Check a stage's outputs, and send each taker those that it takes."""
+            """Check a stage's outputs, and send each later stage the outputs that it reads."""
             if stage not in outputs:  # later outputs must match the first
                 dataflow.check_outputs(stage, len(tensors))
                 outputs[stage] = tuple(map(TensorMeta.of, tensors))
@@ -337,7 +345,9 @@ class Transport:
         agreed = self._boundaries.tensors_in(message, self.dataflow)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            """Check a stage's input gradients, and send the agreed ones to one source."""
+            """Check a stage's input gradients, and send the agreed gradients to one earlier
+            stage.
+            """
             if choose is not None:
                 gradients = choose(gradients)
             if len(gradients) < len(agreed):
@@ -368,7 +378,7 @@ class Transport:
         return partial(self._mailboxes[self._target[message]].start_send, message)
 
     def _refuse_unexpected(self, message: StageMessage, place: int) -> None:
-        """Refuse a gradient that the other stage could use but does not wait for."""
+        """Refuse a gradient for which the earlier stage does not wait, although it could use it."""
         boundary, taker = message.boundary, message.taker
         metas = self.dataflow.select(self._boundaries.outputs[boundary], boundary, taker)
         if metas[place].requires_grad:
@@ -404,13 +414,15 @@ def bind_arguments(
     receives: Sequence[Receive],
     batch: Receive,
 ) -> Receive:
-    """The call that returns the arguments of a stage, in order, in a new list.
+    """Return a function that returns the arguments of a stage, in order, in a new list.
 
     Args:
         stage: the stage.
         dataflow: the dataflow between stages.
-        receives: for each of ``dataflow.sources(stage)``, returns the tensors that it sent.
-        batch: returns a new list of the batch's inputs, of which those that the stage takes exist.
+        receives: for each stage of ``dataflow.sources(stage)``, a function that returns the tensors
+            that it sent.
+        batch: a function that returns a new list of the batch's inputs; inputs that the stage does
+            not read may be missing.
     """
     if dataflow.wiring is None:
         return receives[0] if receives else batch
@@ -434,15 +446,16 @@ def bind_arguments(
 
 
 def output_gradients(stage: int, dataflow: StageDataflow, receives: Sequence[Receive]) -> Receive:
-    """The call that returns the gradients of a stage's outputs, in order, in a new list.
+    """Return a function that returns the gradients of a stage's outputs, in order, in a new list.
 
-    Gradients of an output that several stages use are added from the last stage to the first, as
-    autograd does in the whole model. An output that no stage uses has None.
+    Gradients of an output that several stages read are added from the last stage to the first, as
+    autograd does in the whole model. The entry of an output that no stage reads is None.
 
     Args:
         stage: the stage.
         dataflow: the dataflow between stages.
-        receives: for each of ``dataflow.targets(stage)``, returns the gradients that it sent.
+        receives: for each stage of ``dataflow.targets(stage)``, a function that returns the
+            gradients that it sent.
     """
     if dataflow.wiring is None:
         return receives[0]
@@ -468,7 +481,8 @@ def gradients_for(
     """Return a function that chooses, from the gradients of a stage's inputs, the gradients of the
     outputs of ``source``.
 
-    An output that the stage takes more than once gets the sum. None: the gradients are the same.
+    An output that the stage reads more than once gets the sum. None instead of a function: the
+    gradients are passed unchanged.
     """
     places = dataflow.places(source, stage)
     if places is None:
@@ -487,7 +501,9 @@ def gradients_for(
 
 
 def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of two gradients as a new tensor, since both may be in use. None means zeros."""
+    """The sum of two gradients as a new tensor, because both may be in use. None stands for
+    zeros.
+    """
     if one is None or other is None:
         return other if one is None else one
     return one + other

@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The most bytes that a rank held during one action, or between two.
+    """The most bytes that a rank held during one action, or between two actions.
 
     Attributes:
         start: seconds, on the clock of the step's timeline.
-        end: seconds, on the same clock.
-        during: the action, as ``"0F1"``; empty between two.
+        end: seconds, on the clock of ``start``.
+        during: the action, such as ``"0F1"``; empty between two actions.
         fixed: bytes of parameters, buffers, gradients and optimizer state, which do not depend on
             the schedule. New gradients count from the beginning of the action that computes them.
         activations: bytes of everything else: the batch, microbatches, messages, and an action's
@@ -49,20 +49,20 @@ class Band:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of the forward and backward of one step, in bytes by rank.
+    """The memory of each rank during forward and backward of one step, in bytes.
 
-    A rank never held more than ``fixed`` and ``peak_activations`` together: gradients count as
-    whole in ``fixed``, though they are computed during the step. The workspace of the optimizer
-    step is not included.
+    A rank never held more than the sum of ``fixed`` and ``peak_activations``. ``fixed`` has all
+    gradients, although they are computed during the step. The workspace of the optimizer step is
+    not included.
 
     Attributes:
-        peak_activations: the peak of all that is not fixed, kernel workspace included. Empty for
-            a step that has not run.
-        predicted: the same peak, computed from graphs, messages and schedule; None on a rank with a
-            stage whose memory cannot be predicted.
-        fixed: parameters, buffers, gradients and optimizer state.
-        bands: the rank's bands, in order of time; empty likewise.
-        limits: the trainer's ``memory_limit`` of each rank; empty without one.
+        peak_activations: by rank, the peak of all memory that is not fixed, with kernel workspace.
+            Empty for a step that has not run.
+        predicted: by rank, the same peak, computed from graphs, messages and schedule; None for a
+            rank with a stage whose memory cannot be predicted.
+        fixed: by rank, bytes of parameters, buffers, gradients and optimizer state.
+        bands: by rank, the bands in order of time. Empty for a step that has not run.
+        limits: by rank, the trainer's ``memory_limit``; empty without a limit.
     """
 
     peak_activations: tuple[int, ...]
@@ -75,7 +75,7 @@ class StepMemory:
     def of(
         cls, rows: Sequence[tuple[Sequence[Band], int | None]], limits: tuple[int, ...] = ()
     ) -> StepMemory:
-        """Build it from each rank's bands and predicted peak."""
+        """Build the memory of a step from each rank's (bands, predicted peak)."""
         return cls(
             tuple(max(band.activations for band in bands) for bands, _ in rows),
             tuple(predicted for _, predicted in rows),
@@ -85,7 +85,7 @@ class StepMemory:
         )
 
     def __str__(self) -> str:
-        """A line for each rank, and whether the limit was kept."""
+        """Text with a line for each rank, and whether the limit was kept."""
         lines = []
         for rank, peak in enumerate(self.peaks):
             text = "unknown" if peak is None else size_text(peak)
@@ -97,7 +97,9 @@ class StepMemory:
 
     @property
     def peaks(self) -> tuple[int | None, ...]:
-        """The most bytes that each rank held at once; predicted for a step that has not run."""
+        """The most bytes that each rank held at once, or is predicted to hold in a step that has
+        not run.
+        """
         if self.bands:
             return tuple(max(band.total for band in bands) for bands in self.bands)
         pairs = zip(self.predicted, self.fixed, strict=True)
@@ -113,8 +115,8 @@ class StepMemory:
         return all(peak <= limit for peak, limit in zip(self.peaks, self.limits, strict=True))  # type: ignore[operator]
 
     def left(self, rank: int) -> int:
-        """Bytes of activations at the end of the step, less the bytes at its beginning. A step that
-        leaks has a positive number each time.
+        """Bytes of activations at the end of the step minus the bytes at its beginning. If a rank
+        leaks memory, the number is positive in every step.
         """
         bands = self.bands[rank]
         return bands[-1].activations - bands[0].activations
@@ -125,7 +127,7 @@ Holdings = Callable[[], "tuple[int, int]"]
 
 
 def state_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers."""
+    """The parameters and buffers of modules."""
     return [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
 
@@ -142,15 +144,15 @@ class MemoryRecorder(Recorder):
     """Records times and memory of one step.
 
     Args:
-        times: records the times.
-        holdings: returns the bytes that tensors hold now.
-        device: where the stages run. On an accelerator the peak statistics of its allocator are
+        times: the recorder of times.
+        holdings: a function that returns the bytes that tensors hold now.
+        device: the device of the stages. On an accelerator, the allocator's peak statistics are
             reset at every action.
-        beside: returns the most bytes that other threads have held since its last call, above those
-            at that call; None without such threads. Moves allocate and release tensors in threads
-            of their own, which the CPU's profiler does not see from this thread. So the level at a
-            mark is what ``holdings`` returns, and only changes after it come from the allocator and
-            from ``beside``.
+        beside: a function that returns the most bytes that other threads have held since its last
+            call, above the bytes at that call; None without such threads. Moves allocate and
+            release tensors in threads of their own, which the CPU's profiler does not see from this
+            thread. So the level at a mark comes from ``holdings``, and the changes after the mark
+            from the allocator and ``beside``.
     """
 
     def __init__(
@@ -172,7 +174,9 @@ class MemoryRecorder(Recorder):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record allocations: around the step, and around any part of it that runs again."""
+        """Context that records allocations, around the step and around any part of it that runs
+        again.
+        """
         with self._allocations:
             yield
         self._stretches = self._allocations.stretches()[self._first :]
@@ -193,7 +197,9 @@ class MemoryRecorder(Recorder):
         self._times.note(spans)
 
     def finish(self, results: Iterable[Tensor]) -> None:
-        """End the step. Its ``results`` belong to the caller and do not count."""
+        """End the step. The bytes of ``results`` do not count, because they belong to the
+        caller.
+        """
         self._results = distinct_storage_bytes(results)
         self._look("")
 
@@ -201,7 +207,7 @@ class MemoryRecorder(Recorder):
         return self._times.spans()
 
     def bands(self) -> list[Band]:
-        """The bands of the step, from the instant before it to the one after it."""
+        """The bands of the step, from the instant before the step to the instant after it."""
         moments, stretches = self._moments, self._stretches
         first, last = moments[0], moments[-1]
         bases = [first.level] * len(moments)

@@ -1,9 +1,9 @@
-"""Memory of a stage's calls while they run: liveness of their graphs, and kernel workspace.
+"""The memory of a stage's calls while they run: live tensors of their graphs, and kernel workspace.
 
 Kernel workspace is what an operator allocates beyond its results while it runs. No graph shows it:
 a kernel copies an operand whose layout it cannot use, converts one to another dtype, or keeps
 partial sums for each thread. So each distinct operator is run once and measured, on tensors with
-the layout of the graph's.
+the layouts in the graph.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _FACTORIZATIONS = ("aten::linalg_", "aten::_linalg_", "aten::lu_")
 
 
 class KernelWorkspace:
-    """Measures operators of graphs, each once.
+    """Measures the workspace of operators of graphs, once for each distinct operator.
 
     Args:
-        device: where they run. On the CPU nothing can be measured while another profiler runs.
+        device: the device of the graphs. On the CPU, nothing can be measured while another profiler
+            runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,11 +49,11 @@ class KernelWorkspace:
         return can_count(self._device)
 
     def of_graph(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        """Workspace bytes of a graph's operators, by operator; operators without workspace are left
-        out.
+        """Maps operators of a graph to their workspace in bytes; operators without workspace are
+        left out.
 
-        Operators that cannot be run alone are left out as well: collectives, custom operators, and
-        operators that refuse made-up values.
+        Operators that cannot be run alone are left out, too: collectives, custom operators, and
+        operators that refuse arbitrary values.
         """
         signatures = {node: _signature(node) for node in graph.nodes if _is_measurable(node)}
         unknown = {
@@ -67,7 +68,7 @@ class KernelWorkspace:
         return {node: size for node, size in workspace.items() if size > 0}
 
     def _measure(self, nodes: Mapping[Hashable, fx.Node]) -> dict[Hashable, int]:
-        """Peak bytes of each operator, its results included; 0 where it fails."""
+        """Peak bytes of each operator, with its results; 0 for an operator that fails."""
         failed: set[Hashable] = set()
         with torch.no_grad(), generators_kept(), allocations_on(self._device) as allocations:
             for signature, node in nodes.items():
@@ -106,7 +107,7 @@ def _signature(node: fx.Node) -> Hashable:
 
 
 def _values(node: fx.Node, change: Callable[[Any], Any]) -> Any:
-    """A node's value with each leaf mapped."""
+    """A node's value, with ``change`` applied to each leaf."""
     return tree_map(change, node.meta.get("val"))
 
 
@@ -118,7 +119,7 @@ def _described(value: Any) -> Any:
 
 
 def _result_bytes(node: fx.Node) -> int:
-    """Bytes that the graph counts as allocated."""
+    """Bytes that ``LiveBytes`` counts as the node's allocation."""
     return 0 if is_accumulation(node) else sum(map(storage_bytes, allocated(node)))
 
 
@@ -129,7 +130,9 @@ def _made_up(value: Any) -> Any:
 
 
 def _like(fake: Tensor) -> Tensor:
-    """A tensor with the layout of another: ones, but zeros for integers, which may be indices."""
+    """A real tensor with the layout of a fake one. Its values are ones, but zeros for integers,
+    which may be indices.
+    """
     sizes, strides = [*map(concrete, fake.shape)], [*map(concrete, fake.stride())]
     fill = torch.ones if fake.is_floating_point() or fake.is_complex() else torch.zeros
     return fill(spanned_elements(sizes, strides), dtype=fake.dtype, device=fake.device).as_strided(
@@ -141,10 +144,10 @@ _Call = tuple[str, bool, int]
 
 
 class CallMemory:
-    """The memory of stages' calls, each computed once.
+    """The memory of stages' calls; each is computed once.
 
     Args:
-        device: where the stages run.
+        device: the device of the stages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -153,17 +156,23 @@ class CallMemory:
         self._calls = WeakKeyDictionary()
 
     def again(self, stage: Stage) -> int:
-        """Bytes of the buffers that a forward writes, which are kept to run it again."""
+        """Bytes of the buffers that a forward writes. Copies of them are kept to run the forward
+        again.
+        """
         updates = outputs(stage.source("forward").graph, Kind.UPDATE)
         return sum(value_bytes(node.meta["val"]) for _, node in updates)
 
     @property
     def generators(self) -> int:
-        """Bytes of one state of the CPU's random generator, where the CPU's memory counts."""
+        """Bytes of one state of the CPU's random generator; 0 if the CPU's memory does not
+        count.
+        """
         return generator_state(self._device).nbytes if self._device.type == "cpu" else 0
 
     def converted_sums(self, stage: Stage, call: str) -> dict[str, int]:
-        """Bytes of the sums whose dtype differs from that of the call's gradients, by parameter."""
+        """Maps parameters whose sum has another dtype than the call's gradient to the bytes of the
+        sum.
+        """
         if (dtype := stage.grad_dtype) is None:
             return {}
         gradients = {
@@ -177,7 +186,9 @@ class CallMemory:
         }
 
     def addition_workspace(self, stage: Stage, call: str) -> int:
-        """The most workspace of adding one gradient to its sum, if that is done after the graph."""
+        """The most workspace of adding one gradient to its sum, if gradients are added after the
+        graph has run.
+        """
         module = stage.source(call, adds=True)
         if inputs(module.graph, Kind.ACCUMULATOR):
             return 0
@@ -190,8 +201,8 @@ class CallMemory:
 
         Args:
             stage: the stage.
-            call: the name of one of its methods; W counts as run whole.
-            adds: whether the call adds to existing gradients, rather than create them.
+            call: the name of one of the stage's methods.
+            adds: whether the call adds to existing gradients, instead of creating them.
             count: the number of microbatches of a joined W.
         """
         calls = self._calls.setdefault(stage.functions, {})

@@ -1,7 +1,8 @@
-"""Predicted memory peak of a rank: its microbatches, the workspace of its calls, and its messages.
+"""Predict the memory peak of a rank: its microbatches, the workspace of its calls, and its
+messages.
 
-A call's graph shows its inputs, its results and what it frees. So one microbatch of a stage is
-played through the stage's calls, with byte counts instead of tensors. The result is a
+The graph of a call shows its inputs, its results and the tensors that it frees. So one microbatch
+runs through the stage's calls, with byte counts instead of tensors. The result is a
 ``StageMemory``, from which the peak of a rank follows as for any schedule.
 """
 
@@ -40,20 +41,21 @@ _Memories = Mapping[Role, _Memory]
 
 
 class StageBytes:
-    """The bytes of one microbatch of a stage, played call by call.
+    """The bytes of one microbatch of a stage, computed call by call.
 
     Args:
         stage: the stage.
-        calls: the memory of its calls.
-        received: bytes of each input that another stage sends, by name; the other inputs are views
-            of the batch.
+        calls: the memory of the stage's calls.
+        received: maps the name of each input that another stage sends to its bytes; the other
+            inputs are views of the batch.
         kinds: kinds of the actions that run.
 
     Attributes:
-        memory: between the calls, and of each call with the messages that it uses.
-        borrowed_outputs: positions of outputs without memory of their own: it is saved by the
-            stage, or belongs to the batch, for as long as a message needs it.
-        fresh: by kind, by how much less a call takes that creates gradients than one that adds.
+        memory: the memory between the calls, and of each call with the messages that it uses.
+        borrowed_outputs: positions of outputs without memory of their own. Their memory is saved by
+            the stage, or belongs to the batch, for as long as a message needs it.
+        fresh: maps the kind of a call to the bytes that it takes less if it creates gradients than
+            if it adds to them.
     """
 
     def __init__(
@@ -117,8 +119,8 @@ class StageBytes:
         return max(0, live.peak(released) - int(self.memory.workspace[2]))
 
     def _call(self, kind: ActionKind, arguments: _Memories) -> tuple[int, dict[Role, _Memory]]:
-        """The peak of a call above the bytes before it, and its results. Gradients are fixed memory
-        (see ``Band``): of them, only the workspace of adding counts.
+        """Return (peak of a call above the bytes before it, its results by role). Gradients are
+        fixed memory (see ``Band``), so only the workspace of adding them counts.
         """
         name = BACKWARDS.get(kind, "forward")
         live = self._calls.of_call(self._stage, name)
@@ -165,7 +167,7 @@ def _bytes(memories: _Memories) -> int:
 
 
 def received_bytes(stage: Stage, dataflow: StageDataflow, boundaries: Boundaries) -> dict[str, int]:
-    """Bytes of each input of a stage that another one sends, by name."""
+    """Maps the name of each input that another stage sends to its bytes."""
     sources = dataflow.sources(stage.index)
     metas: dict[tuple[int | None, int], TensorMeta] = {
         (source, position): meta
@@ -194,7 +196,8 @@ def message_levels(
         rank: the rank.
         dataflow: the dataflow between stages.
         boundaries: shapes of the tensors between stages.
-        borrowed: by stage of this rank, positions of outputs whose memory counts elsewhere.
+        borrowed: for each stage of this rank, positions of outputs whose memory is counted
+            elsewhere.
     """
     prepared = PreparedSchedule(schedule, dataflow)
     posts, routes = prepared.recv_posts[rank], prepared.routes[rank]

@@ -1,5 +1,5 @@
-"""UNSHARD, RESHARD and REDUCE_GRAD: when the parameters of a sharded stage are gathered and freed,
-and when its gradients are reduced.
+"""The actions UNSHARD, RESHARD and REDUCE_GRAD: when the parameters of a sharded stage are gathered
+and freed, and when its gradients are reduced.
 
     row           3F0        0F0        0F1   ...   0W1                  3W0
                    |          |                      |                    |
@@ -8,7 +8,7 @@ and when its gradients are reduced.
                   all-gather                         starts a             reduce-scatter
                                                      reduce-scatter
 
-The kinds and their text are those of torch.distributed.pipelining.
+The kinds of actions and their text are as in torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from autosplit.pipeline.schedule.schedule import BACKWARDS, SHARDING, Action, Ac
 
 
 def has_gathers(schedule: Schedule) -> bool:
-    """Whether the schedule says itself when stages are gathered, freed or reduced."""
+    """Whether the schedule lists an action that gathers, frees or reduces a stage."""
     return any(action.kind in SHARDING for row in schedule.ranks for action in row)
 
 
 def add_gathers(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Add the actions of sharded stages, unless the schedule has any.
+    """Add UNSHARD, RESHARD and REDUCE_GRAD of sharded stages, unless the schedule already lists
+    such actions.
 
-    A stage's all-gather starts one action ahead of its first use, and its gradients are reduced
-    after its last W or B. In between it stays gathered.
+    A stage's all-gather starts one action before its first use, and its gradients are reduced after
+    its last W or B. In between the stage stays gathered.
 
     Args:
         schedule: a legal schedule.

@@ -1,26 +1,25 @@
-"""Moves of activations between ranks, or to the host and back: which actions belong together.
+"""Find the moves of activations in a schedule, and the actions that wait for them.
 
           rank      EVICT ----------------> ...  LOAD     OFFLOAD -> ... -> RELOAD
           partner         '-> ACCEPT ... RETURN -'        (between the rank and its host)
 
-``EVICT`` stands where a rank begins to send a microbatch's activations to its partner, ``ACCEPT``
-in the partner's row where it receives them. ``RETURN`` stands where the partner begins to send them
-back, ``LOAD`` where the owner receives them. ``OFFLOAD`` and ``RELOAD`` do the same with the host's
-memory. A microbatch may move twice: its saved tensors between F and the backward, and its deferred
-tensors between I and W.
+At ``EVICT`` a rank begins to send a microbatch's activations to its partner, and at ``ACCEPT`` the
+partner receives them. At ``RETURN`` the partner begins to send them back, and at ``LOAD`` the owner
+receives them. ``OFFLOAD`` and ``RELOAD`` do the same with the host's memory. A microbatch may move
+twice: its saved tensors between F and the backward, and its deferred tensors between I and W.
 
 Moves run beside computation. Three rules say which actions wait:
 
 - I, B and W wait until all activations of their microbatch are back.
-- Actions that allocate wait until the departures before the previous compute action have ended: F
-  and RECOMPUTE, which compute, and ACCEPT, LOAD and RELOAD, which need buffers. So a transfer has
-  at least one compute action to overlap with, and the memory of a rank is bounded by the order of
-  its row alone.
+- Actions that allocate wait until the departures before the previous compute action have ended.
+  These are F and RECOMPUTE, which compute, and ACCEPT, LOAD and RELOAD, which need buffers. So a
+  transfer has at least one compute action to overlap with, and the order of a rank's row alone
+  bounds the rank's memory.
 - ``AWAIT`` waits until the activations of its microbatch have left the rank, whether they are the
-  rank's own or its partner's. It stands where the next action has no room beside them. Such a
-  transfer is exposed.
+  rank's own or its partner's. It is listed before an action that has no room beside them. Nothing
+  overlaps with such a transfer.
 
-``WorstCaseMemory`` has the most that a rank holds along its row, however long transfers take.
+``WorstCaseMemory`` computes the most that a rank holds along its row, however long transfers take.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ ALLOCATING = ARRIVALS | {ActionKind.FORWARD, ActionKind.RECOMPUTE}
 
 @dataclass(frozen=True, slots=True)
 class ActivationMove:
-    """One move of a microbatch's activations off their rank and back.
+    """One move of a microbatch's activations away from their rank and back.
 
     Attributes:
         stage: the stage that computed them.
         microbatch: the microbatch.
         rank: the rank that runs the stage.
-        leaves: the place of EVICT or OFFLOAD in that rank's row.
-        comes: the place of LOAD or RELOAD.
-        used: the place of the next I, B or W, which needs them.
+        leaves: the place of EVICT or OFFLOAD in the rank's row.
+        comes: the place of LOAD or RELOAD in the rank's row.
+        used: the place of the next I, B or W of the microbatch, which needs the activations.
         deferred: True between I and W, False between F and the backward.
-        partner: the rank that keeps them meanwhile; None for the host.
+        partner: the rank that keeps the activations meanwhile; None for the host.
         accepted: the place of ACCEPT in the partner's row.
         returned: the place of RETURN in the partner's row.
     """
@@ -79,8 +78,8 @@ def offloads(schedule: Schedule) -> bool:
 def find_moves(schedule: Schedule) -> tuple[ActivationMove, ...]:
     """All moves, rank by rank, in the order of their departures.
 
-    Among actions with the same text, the first ones of each row belong together, then the second
-    ones. An incomplete move, as in an illegal schedule, is left out.
+    If rows list actions with the same text more than once, the first of each row belong to one
+    move, the second to the next. Incomplete moves, as in an illegal schedule, are left out.
     """
     if not has_moves(schedule):
         return ()
@@ -127,7 +126,7 @@ def _moves_of(
 
 
 def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
-    """For each action that waits for departures, yield its place in the row, and their places.
+    """Yield (place of an action in the row, places of the departures that it waits for).
 
     A departure that an F, a RECOMPUTE or an AWAIT has waited for is not yielded again.
     """
@@ -161,13 +160,13 @@ def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
 
 
 def awaits(action: Action, departure: Action) -> bool:
-    """Whether an AWAIT waits for this earlier departure of its row."""
+    """Whether the AWAIT ``action`` waits for the earlier ``departure`` of its row."""
     same = (action.stage, action.microbatch) == (departure.stage, departure.microbatch)
     return same and departure.kind in DEPARTURES
 
 
 def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Stage and microbatch of every RECOMPUTE of a row."""
+    """(stage, microbatch) of every RECOMPUTE of a row."""
     return frozenset(
         (action.stage, action.microbatch) for action in row if action.kind is ActionKind.RECOMPUTE
     )
@@ -183,7 +182,7 @@ class _WorstCaseTransfer:
     Attributes:
         action: the action that starts it.
         size: by how much the rank's memory grows; negative for a departure.
-        came: for a RETURN, the arrival that brought the partner's activations.
+        came: for a RETURN, the arrival with which the activations came to this rank.
     """
 
     action: Action
@@ -195,11 +194,11 @@ class WorstCaseMemory:
     """The most memory that a rank may hold, by the order of its row alone.
 
     A departure counts until the rank has waited for it. An arrival may be resident from its place
-    in the row, but never together with the departures that it waits for in its lane: the larger of
-    the two counts, until an action uses the arrival.
+    in the row, but never together with the departures that it waits for in its lane. So the larger
+    of the two counts, until an action uses the arrival.
 
     Args:
-        row: the rank's row; ``begin_action`` is called for each action of it in turn.
+        row: the rank's row; call ``begin_action`` for each of its actions in turn.
     """
 
     __slots__ = ("_latest", "_level", "_pending", "_place", "_unsure", "_waits")
@@ -226,11 +225,11 @@ class WorstCaseMemory:
         return most
 
     def add_bytes(self, more: float) -> None:
-        """Change the memory that does not move, from the present action on."""
+        """Add ``more`` to the memory that does not move, from the present action on."""
         self._level += more
 
     def begin_action(self, action: Action, size: float = 0.0) -> None:
-        """Begin the next action, after its waits; ``size`` is what a move carries."""
+        """Begin the next action, after its waits; ``size`` is the memory that a move transfers."""
         self._place += 1
         kind, key = action.kind, (action.stage, action.microbatch)
         waits = self._waits.get(self._place, ())
@@ -268,7 +267,9 @@ class WorstCaseMemory:
         )
 
     def _leave(self, departures: Sequence[_WorstCaseTransfer]) -> None:
-        """Record that these departures, and all before them in their lanes, have happened."""
+        """Record that these departures, and all earlier departures in their lanes, have
+        happened.
+        """
         lanes: set[bool] = set()
         gone = []
         for departure in reversed(self._pending.values()):

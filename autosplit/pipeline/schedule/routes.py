@@ -1,5 +1,5 @@
-"""Dataflow between stages, as plain data: the sources of every stage's inputs, and the messages
-between ranks that follow from them and a schedule, in order.
+"""Dataflow between stages as plain data: the sources of every stage's inputs, and the messages
+between ranks, in order, that follow from the sources and a schedule.
 
 A result is named by the action that computes it (see ``result_of``): ``0F1`` stands for the outputs
 of stage 0 for microbatch 1, ``1I1`` for the gradients of stage 1's inputs. A full backward B
@@ -30,7 +30,7 @@ class Source:
 
     Attributes:
         stage: an earlier stage, or None for the batch.
-        position: which output of that stage, or which tensor of the batch's inputs.
+        position: the position among the outputs of that stage, or among the batch's inputs.
     """
 
     stage: int | None
@@ -44,21 +44,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The inputs of every stage. Each stage takes inputs from earlier stages and the batch only.
+    """The sources of every stage's inputs, which are earlier stages and the batch.
 
-    An output may go to several stages. Their gradients are added from the last stage to the first,
-    as autograd does. Any stage may take an input of the batch; its process reads it from its own
+    An output may go to several stages. Its gradients are added from the last stage to the first, as
+    autograd does. Any stage may read an input of the batch; its process reads it from its own
     batch.
 
     Attributes:
         inputs: per stage, the sources of its module's arguments, in order.
-        outputs: how many output tensors each stage but the last has.
-        names: the names of the batch's inputs in the order of their positions, where a batch
-            gives them as a dictionary; empty where it gives a tensor or a tuple.
+        outputs: the number of output tensors of each stage except the last.
+        names: the names of the batch's inputs, in the order of their positions, if a batch has a
+            dictionary of inputs; empty if it has a tensor or a tuple.
 
     Raises:
-        PipelineError: no stage; another number of output counts than stages but the last; a source
-            that does not exist when the stage runs; or a name twice.
+        PipelineError: no stage; a number of output counts other than one for each stage except the
+            last; a source that does not exist when the stage runs; or a repeated name.
     """
 
     inputs: tuple[tuple[Source, ...], ...]
@@ -105,9 +105,9 @@ class StageDataflow:
     """Producers and consumers of every stage; without a wiring, a chain of unknown tensor counts.
 
     Args:
-        stages: how many stages there are.
-        wiring: the dataflow; None: each stage takes all outputs of the one before, and the first
-            all inputs of the batch.
+        stages: the number of stages.
+        wiring: the sources of inputs; None: each stage reads all outputs of the stage before it,
+            and the first stage all inputs of the batch.
     """
 
     def __init__(self, stages: int, wiring: Wiring | None = None) -> None:
@@ -124,36 +124,38 @@ class StageDataflow:
                 self._positions[source, stage] = tuple(p for s, p in stage_outputs if s == source)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """All pairs of stages between which tensors travel, source first."""
+        """All pairs (source, target) of stages between which tensors travel."""
         for source in range(self._stages):
             yield from ((source, target) for target in self.targets(source))
 
     def sources(self, stage: int) -> tuple[int, ...]:
-        """The stages that ``stage`` takes tensors from, in order."""
+        """The stages whose tensors ``stage`` reads, in order."""
         if self.wiring is None:
             return (stage - 1,) if stage else ()
         return self._sources[stage]
 
     def targets(self, stage: int) -> tuple[int, ...]:
-        """The stages that take tensors from ``stage``, in order."""
+        """The stages that read tensors of ``stage``, in order."""
         if self.wiring is None:
             return (stage + 1,) if stage + 1 < self._stages else ()
         return tuple(self._targets[stage])
 
     def positions(self, source: int, target: int) -> tuple[int, ...] | None:
-        """Which outputs of ``source`` go to ``target``, and their gradients back, each once, in
-        order; None for all.
+        """Positions of the outputs of ``source`` that go to ``target``, each once, in order; None
+        for all outputs. Their gradients come back in this order.
         """
         return None if self.wiring is None else self._positions[source, target]
 
     def select(self, outputs: Sequence[T], source: int, target: int) -> Sequence[T]:
-        """Select from one value per output of ``source`` those of the outputs ``target`` takes."""
+        """From one value for each output of ``source``, select the values of the outputs that
+        ``target`` reads.
+        """
         positions = self.positions(source, target)
         return outputs if positions is None else [outputs[position] for position in positions]
 
     def places(self, source: int, target: int) -> list[list[int]] | None:
-        """For each output of ``source`` that goes to ``target``, its positions among the inputs
-        of ``target``; None where they keep their order.
+        """For each output of ``source`` that goes to ``target``, its positions among the inputs of
+        ``target``; None if the inputs are these outputs in order.
         """
         if self.wiring is None:
             return None
@@ -164,7 +166,7 @@ class StageDataflow:
         ]
 
     def shared_places(self, stage: int) -> tuple[int, ...]:
-        """Positions of the arguments of ``stage`` that other stages take as well."""
+        """Positions of the arguments of ``stage`` that other stages read as well."""
         if self.wiring is None:
             return ()
         takers = Counter(source for sources in self.wiring.inputs for source in sources)
@@ -172,14 +174,14 @@ class StageDataflow:
         return tuple(place for place, source in enumerate(stage_inputs) if takers[source] > 1)
 
     def from_batch(self, stages: Iterable[int]) -> frozenset[int] | None:
-        """Which of the batch's inputs these stages take; None for all."""
+        """Positions of the batch's inputs that these stages read; None for all."""
         if self.wiring is None:
             return None if 0 in stages else frozenset()
         inputs = (source for stage in stages for source in self.wiring.inputs[stage])
         return frozenset(source.position for source in inputs if source.stage is None)
 
     def batch_places(self, stage: int, position: int) -> list[int]:
-        """The places among the arguments of a stage at which it takes one of the batch's inputs."""
+        """The positions among a stage's arguments of one of the batch's inputs."""
         if self.wiring is None:
             return [] if stage else [position]
         sources = enumerate(self.wiring.inputs[stage])
@@ -187,13 +189,13 @@ class StageDataflow:
 
     @property
     def first_from_batch(self) -> int:
-        """The first stage that takes any of the batch's inputs; 0 if none does."""
+        """The first stage that reads an input of the batch; 0 if no stage does."""
         none = frozenset[int]()
         takers = (stage for stage in range(self._stages) if self.from_batch([stage]) != none)
         return next(takers, 0)
 
     def check_outputs(self, stage: int, count: int) -> None:
-        """Refuse a stage with another number of outputs than the wiring says.
+        """Refuse a stage whose number of outputs differs from the wiring.
 
         Raises:
             PipelineError: says both numbers.
@@ -219,11 +221,11 @@ def result_of(action: Action) -> Action:
 
 
 def needs_of(action: Action, dataflow: StageDataflow) -> tuple[Action, ...]:
-    """The results that must exist before ``action`` starts; the result of its own stage comes
-    first.
+    """The results that must exist before ``action`` starts. A result of the action's own stage
+    comes first.
 
-    F needs the outputs of earlier stages. I and B need their own F and the input gradients of later
-    stages. W needs its own I, RECOMPUTE its own F. The needs of moves are in ``moves``.
+    F needs the outputs of earlier stages. I and B need F of their stage and the input gradients of
+    later stages. W needs I, and RECOMPUTE needs F. For moves, see the file ``moves.py``.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.FORWARD:
@@ -243,8 +245,8 @@ class StageMessage(NamedTuple):
     """The tensors that one stage sends another for one microbatch: outputs, or their gradients.
 
     Attributes:
-        result: the result that they are.
-        stage: the stage that receives them.
+        result: the action whose result the tensors are.
+        stage: the stage that receives the tensors.
     """
 
     result: Action
@@ -260,7 +262,7 @@ class StageMessage(NamedTuple):
 
     @property
     def boundary(self) -> int:
-        """The stage before the boundary that the message crosses."""
+        """The boundary that the message crosses, as the number of the stage before it."""
         return self.result.stage if self.forward else self.stage
 
     @property
@@ -270,13 +272,13 @@ class StageMessage(NamedTuple):
 
     @property
     def send(self) -> Action:
-        """The sender's action, as torch lists it."""
+        """The sender's action for the message, as torch lists it."""
         kind = ActionKind.SEND_F if self.forward else ActionKind.SEND_B
         return Action(self.result.stage, kind, self.result.microbatch)
 
     @property
     def receive(self) -> Action:
-        """The receiver's action, as torch lists it."""
+        """The receiver's action for the message, as torch lists it."""
         kind = ActionKind.RECV_F if self.forward else ActionKind.RECV_B
         return Action(self.stage, kind, self.result.microbatch)
 
@@ -287,12 +289,12 @@ class Routes:
 
     Attributes:
         dataflow: the dataflow between stages.
-        sends: per peer, the messages to it, in the order in which they are computed; those of one
-            action in the order of the receiving stages.
-        receives: per peer, the messages from it, in its order.
-        acked_sends: for each received message, how many earlier sends to its sender it
-            acknowledges: the sender must have used the first k of ``sends`` to compute it. So
-            waiting for these k sends to complete costs nothing.
+        sends: per peer, the messages to it, in the order in which they are computed; messages of
+            one action are in the order of the receiving stages.
+        receives: per peer, the messages from it, in the peer's order.
+        acked_sends: for each received message, the number k of sends to its sender that it
+            acknowledges. The sender must have used the first k of ``sends`` to compute the message,
+            so waiting for these k sends costs nothing.
     """
 
     dataflow: StageDataflow
@@ -310,7 +312,7 @@ def routes_of(schedule: Schedule, dataflow: StageDataflow | None = None) -> list
     """The sends and receives of every rank under a legal schedule.
 
     Args:
-        schedule: a legal one.
+        schedule: a legal schedule.
         dataflow: the dataflow between stages; None: a chain.
     """
     dataflow = dataflow or StageDataflow(schedule.stages)
@@ -335,7 +337,7 @@ def routes_of(schedule: Schedule, dataflow: StageDataflow | None = None) -> list
 
 
 def pairs_of(schedule: Schedule, dataflow: StageDataflow) -> set[tuple[int, int]]:
-    """The pairs of ranks that exchange messages, the lower one first."""
+    """The pairs of ranks that exchange messages, the lower rank first."""
     pairs = set()
     for stage in range(schedule.stages):
         for taker in dataflow.targets(stage):
@@ -345,7 +347,7 @@ def pairs_of(schedule: Schedule, dataflow: StageDataflow) -> set[tuple[int, int]
 
 
 def outgoing_messages(result: Action, dataflow: StageDataflow) -> tuple[StageMessage, ...]:
-    """The messages of a result: one for each stage that takes it."""
+    """The messages with a result: one for each stage that reads it."""
     if result.kind is ActionKind.FORWARD:
         return tuple(StageMessage(result, stage) for stage in dataflow.targets(result.stage))
     if result.kind is ActionKind.BACKWARD_INPUT:
@@ -354,7 +356,7 @@ def outgoing_messages(result: Action, dataflow: StageDataflow) -> tuple[StageMes
 
 
 def incoming_messages(action: Action, dataflow: StageDataflow) -> tuple[StageMessage, ...]:
-    """The messages that ``action`` needs: one per stage, in the order of the stages."""
+    """The messages that ``action`` needs: one per sending stage, in the order of the stages."""
     stage = action.stage
     return tuple(
         StageMessage(need, stage) for need in needs_of(action, dataflow) if need.stage != stage

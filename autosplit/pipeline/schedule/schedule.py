@@ -68,8 +68,8 @@ class ActionKind(enum.Enum):
 
     @property
     def is_whole(self) -> bool:
-        """True for reductions of gradients, UNSHARD and RESHARD. They concern a whole stage; their
-        microbatch is 0.
+        """True for REDUCE_GRAD, UNSHARD and RESHARD. They concern a whole stage; their microbatch
+        is 0.
         """
         return self in _WHOLE
 
@@ -80,7 +80,7 @@ class ActionKind(enum.Enum):
 
     @property
     def is_scheduled(self) -> bool:
-        """True for all kinds that a ``Schedule`` lists; messages follow from these."""
+        """True for all kinds that a ``Schedule`` lists, which are all except messages."""
         return self in _COMPUTE or self in _MEMORY or self in SHARDING
 
 
@@ -141,10 +141,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read ``str(action)`` back.
+        """The action for a text that ``str(action)`` returned.
 
         Raises:
-            ScheduleError: the text is no action.
+            ScheduleError: the text does not name an action.
         """
         match = _TEXT.fullmatch(text)
         kind = None if match is None else _KINDS.get(match[2])
@@ -164,8 +164,8 @@ LARGEST = 1_000_000
 
 
 def calls_of(row: Iterable[Action], stage: int) -> list[str]:
-    """The calls of a stage for each action of its rank's row, as ``SplitFunctions.compile_calls``
-    takes them: ``"forward"`` for all but the stage's own backwards.
+    """For each action of a row, the call of the stage, as ``SplitFunctions.compile_calls`` expects
+    it: the method's name for the stage's I, W and B, and ``"forward"`` for every other action.
     """
     return [BACKWARDS.get(a.kind, "forward") if a.stage == stage else "forward" for a in row]
 
@@ -176,7 +176,7 @@ def check_size(stages: int, microbatches: int, most: int = LARGEST) -> None:
     Args:
         stages: N.
         microbatches: M.
-        most: the most actions.
+        most: the largest number of actions.
 
     Raises:
         ScheduleError: F, I and W of N stages and M microbatches are more than ``most``.
@@ -191,10 +191,10 @@ def check_size(stages: int, microbatches: int, most: int = LARGEST) -> None:
 
 
 def check_counts(**counts: int) -> None:
-    """Refuse anything but integers from 1 on.
+    """Refuse counts that are not integers of at least 1.
 
     Raises:
-        ScheduleError: names the argument and what came.
+        ScheduleError: names the argument and its value.
     """
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -209,13 +209,13 @@ class Schedule:
         name: the schedule's name, for messages and tables.
         stages: number of stages N.
         microbatches: number of microbatches M.
-        ranks: per rank, its actions in the order in which it runs them: F, I, W and B, moves where
-            it starts them (see ``moves``), and maybe when sharded stages are gathered (see
-            ``gathers``). Sends and receives follow from these and from ``placement``.
+        ranks: per rank, its actions in the order in which it runs them: F, I, W and B; moves at the
+            places where they start (see ``moves``); and maybe UNSHARD, RESHARD and REDUCE_GRAD (see
+            ``gathers``). Sends and receives follow from these actions and from ``placement``.
         placement: ``placement[stage]`` is the rank that holds the stage.
-        split_backward: False when every backward is a full one (B).
-        crosses_step: True when ranks do not wait for each other between steps: a rank that has
-            finished starts the next step while others still run this one.
+        split_backward: False if every backward is a full backward (B).
+        crosses_step: True if ranks do not wait for each other between steps: a rank that has
+            finished starts the next step while others still run this step.
     """
 
     name: str
@@ -227,7 +227,9 @@ class Schedule:
     crosses_step: bool = False
 
     def partner(self, rank: int) -> int:
-        """The rank that accepts what a rank evicts: in BPipe, the one at the other end."""
+        """The rank that accepts the activations that ``rank`` evicts: the rank at the other end of
+        the pipeline, as in BPipe.
+        """
         return len(self.ranks) - 1 - rank
 
     def stages_on(self, rank: int) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""Schedules for given times, under a cap of memory."""
+"""Search for schedules: the shortest step for measured times, under a memory limit."""

@@ -1,9 +1,9 @@
-"""Balancing: activations beyond a bound are kept at a partner rank until they are needed.
+"""Balance memory: activations beyond a bound are kept on a partner rank until they are needed.
 
-Source: BPipe (Kim et al., ICML 2023). Rank r of P has rank P-1-r as its partner, which takes in
-whole microbatches. The rank evicts the activations that it uses last of all, which in 1F1B are
-those of its latest microbatch. The paper's bound is ceil((N+2)/2) microbatches: 1F1B holds N+1 on
-both partners together, and one is in transit.
+Source: BPipe (Kim et al., ICML 2023). The partner of rank r of P is rank P-1-r, which accepts the
+activations of whole microbatches. A rank evicts the activations that it will use last; in 1F1B
+these are of its latest microbatch. The paper's bound is ceil((N+2)/2) microbatches: 1F1B holds N+1
+microbatches on two partners together, and one is in transit.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ def balance(
     *,
     costs: Costs | None = None,
 ) -> Schedule:
-    """The schedule in which no rank holds more than ``bound``; the excess is kept at its partner.
+    """Add moves to a schedule, so that no rank holds more than ``bound``; the excess is kept on its
+    partner.
 
-    Ranks that keep the bound anyway are left as they are.
+    Rows of ranks within the bound are not changed.
 
     Args:
-        schedule: a legal one that evicts nothing yet.
-        bound: the most a rank may hold of its microbatches at once, whatever transfers take, in the
-            unit of ``costs.memory``: one number, or one for each rank. None: that of BPipe's paper,
-            which for 1F1B over N ranks is ceil((N+2)/2) microbatches; for other schedules, half of
-            what a rank and its partner hold and one microbatch more.
-        costs: the costs of every stage; None: all stages take and hold the same, and both saved and
-            deferred tensors of a microbatch count as 1.
+        schedule: a legal schedule without EVICT.
+        bound: the most that a rank may hold of its microbatches at once, however long transfers
+            take, in the unit of ``costs.memory``: one number, or one for each rank. None: for 1F1B
+            over N ranks, the bound of BPipe's paper, ceil((N+2)/2) microbatches; for other
+            schedules, half of the memory of a rank and its partner, plus one microbatch.
+        costs: the costs of every stage; None: all stages have equal times and memory, and saved and
+            deferred tensors of a microbatch count as 1 each.
 
     Raises:
-        ScheduleError: the schedule has EVICT actions already, or no schedule keeps the bound; the
-            text then has the smallest bound that one keeps.
+        ScheduleError: the schedule has EVICT actions already, or the bound cannot be kept; the text
+            then names the smallest bound that can be kept.
     """
     if any(action.kind is ActionKind.EVICT for row in schedule.ranks for action in row):
         raise ScheduleError(
@@ -70,7 +71,7 @@ def balance(
 
 
 def balanced(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
-    """The schedule that evicts until bounds are kept, or that comes as near to that as it can."""
+    """Add moves until bounds are kept, or until no further move helps."""
     pairs = [(low, schedule.partner(low)) for low in range(len(schedule.ranks) // 2)]
 
     def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
@@ -95,11 +96,12 @@ def _paper_bounds(schedule: Schedule, costs: Costs) -> list[float]:
 def _exchanges(
     donor: RankTimeline, partner: RankTimeline, windows: Sequence[OffloadWindow], late: float
 ) -> Insertions:
-    """Return the moves to insert into the rows of a donor and its partner, in one order on both.
+    """Return the moves to insert into the rows of a donor and its partner, in the same order on
+    both.
 
     Each move of the partner is inserted at the slot that it reaches, by the present times, at most
     ``late`` seconds after the donor starts its move. Before the partner accepts activations, it
-    waits until those that it returns have left.
+    waits until the activations that it is returning have left.
     """
     events = [(donor.starts[window.out], False, window) for window in windows]
     events += [(donor.starts[window.arrival], True, window) for window in windows]

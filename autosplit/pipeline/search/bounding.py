@@ -1,14 +1,14 @@
-"""How a memory remedy is applied: to one rank (or pair of ranks) after another, until no rank holds
-more than its bound.
+"""Apply a memory remedy to one rank, or pair of ranks, after another, until no rank holds more than
+its bound.
 
-A remedy is one of balancing, offloading and recomputing (``REMEDIES`` in ``within_memory``). It
-proposes schedules with further actions. The order of their rows alone decides what a rank holds
+A remedy is balancing, offloading or recomputing (``REMEDIES`` in ``within_memory``). It proposes
+schedules with added actions. The order of a row alone decides how much a rank holds
 (``peak_memory``), however long transfers take. Of the proposals that keep the bound, the one with
 the shortest step is taken.
 
-Where activations leave and come back is decided by a few placement rules (``PlacementRule``), which
-are all tried. A rank may also wait until a departure has ended; then the departing tensors never
-count beside the next computation, but the transfer is exposed.
+A few placement rules (``PlacementRule``) say where activations leave and come back; all are tried.
+By some rules a rank waits until a departure has ended. Then the departing tensors never count
+beside the next computation, but nothing overlaps with the transfer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Insertions = Sequence[tuple[RankTimeline, Sequence[tuple[int, Action]]]]
 
 
 class PlacementRule(NamedTuple):
-    """The slots before which a window's departure and arrival stand.
+    """A rule for the slots before which a window's departure and arrival are inserted.
 
     Attributes:
-        lead: compute actions between the arrival and the use.
+        lead: the number of compute actions between the arrival and the use.
         waits: whether the rank waits until the departure has ended.
         slack: how late a partner may be, as a fraction of the shortest action.
     """
@@ -54,11 +54,11 @@ class OffloadWindow:
     """The slots during which one microbatch's activations are not on their rank.
 
     Attributes:
-        residency: the activations.
-        out: the slot that the departure stands before.
-        gone: the slot before which the departure has ended by the order of the row alone, because
-            the next allocation waits for it.
-        arrival: the slot that the arrival stands before.
+        residency: the activations that leave their rank.
+        out: the slot before which the departure is inserted.
+        gone: the slot before which the departure has ended in any case, because the next allocation
+            waits for it.
+        arrival: the slot before which the arrival is inserted.
         awaited: whether the rank waits until the departure has ended.
     """
 
@@ -81,12 +81,13 @@ class OffloadWindow:
 def offload_windows(
     timeline: RankTimeline, rule: PlacementRule, overlap: int
 ) -> list[OffloadWindow]:
-    """The windows that a placement rule gives all activations of a rank.
+    """One window for all activations of a rank that can move, placed by a rule.
 
     Args:
-        timeline: the rank.
-        rule: where activations leave and come back.
-        overlap: compute actions that run beside a departure before an arrival waits for it.
+        timeline: the rank's compute actions.
+        rule: the placement rule.
+        overlap: the number of compute actions that run beside a departure before an arrival waits
+            for it.
     """
     placements = [(r, r.first + 1, r.last - rule.lead) for r in timeline.residencies]
     arrivals = {arrival for _, _, arrival in placements}
@@ -109,13 +110,14 @@ def necessary(
     windows: Sequence[OffloadWindow],
     size: Callable[[Residency], float] = attrgetter("size"),
 ) -> list[OffloadWindow]:
-    """The windows, and the waits for them, without which a rank would exceed its bound.
+    """The windows, and the waits for them, that a rank needs to keep its bound. Windows that it can
+    do without are dropped.
 
     Args:
-        level: per slot, what the rank holds without any window.
-        bound: the most that it may hold.
-        windows: candidates; an earlier one is dropped before a later one.
-        size: the memory that a window frees.
+        level: per slot, the memory that the rank holds without any window.
+        bound: the most memory that the rank may hold.
+        windows: candidates; an earlier candidate is dropped before a later one.
+        size: returns the memory that a window of a residency frees.
     """
     remaining, needed = [*level], []
     for window in windows:
@@ -139,7 +141,7 @@ def necessary(
 
 
 def insert(schedule: Schedule, insertions: Insertions) -> Schedule:
-    """The schedule with further actions inserted into its rows."""
+    """The schedule with ``insertions`` added to its rows."""
     rows = list(schedule.ranks)
     for timeline, actions in insertions:
         inserted: dict[int, list[Action]] = defaultdict(list)
@@ -159,15 +161,16 @@ def bring_below(
     groups: Iterable[Sequence[int]],
     propose: Callable[[Schedule, Sequence[RankTimeline]], Iterator[Schedule]],
 ) -> Schedule:
-    """The schedule with one group of ranks after another brought below its bounds, or near them.
+    """Change one group of ranks after another, until its ranks keep their bounds or come as near as
+    possible.
 
     Args:
         schedule: a legal one.
         costs: the costs of every stage.
         bounds: the most memory that each rank may hold, by rank.
         groups: ranks that are changed together.
-        propose: schedules to try for a group of which one rank is above its bound. Proposals that
-            deadlock are skipped; the smallest excess wins, then the shortest step.
+        propose: yields schedules to try for a group in which a rank exceeds its bound. Proposals
+            that deadlock are skipped; the smallest excess wins, then the shortest step.
     """
     timeline = costs.timeline(schedule)
 
@@ -214,10 +217,11 @@ def keep_limit(
     costs: Costs,
     limit: float | Sequence[float],
 ) -> Schedule:
-    """The schedule that a remedy makes of another, within the limit.
+    """Apply a remedy to a schedule, and refuse the result if it exceeds the limit.
 
     Raises:
-        ScheduleError: a rank stays above the limit; says which, and what the remedy could keep.
+        ScheduleError: a rank stays above the limit; names the rank, and the limit that the remedy
+            can keep.
     """
     bounds = caps_of(limit, len(schedule.ranks))
     least: Sequence[float] = bounds

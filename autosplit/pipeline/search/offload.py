@@ -1,7 +1,7 @@
-"""Offloading: activations beyond a bound are kept in the host's memory until they are needed.
+"""Offload memory: activations beyond a bound are kept in the host's memory until they are needed.
 
-Source: PipeOffload (Wan et al., arXiv 2503.01328): what lives longest is offloaded, for the same
-two transfers as anything else.
+Source: PipeOffload (Wan et al., arXiv 2503.01328). The activations that live longest are offloaded,
+because any activations need the same two transfers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _HALVINGS = 7
 def offload(
     schedule: Schedule, costs: Costs, limit: float | Sequence[float] | None = None
 ) -> Schedule:
-    """The schedule in which no rank holds more than ``limit``; the excess is on the host.
+    """Add offloads to a schedule, so that no rank holds more than ``limit``; the excess is on the
+    host.
 
     Args:
         schedule: a legal one.
         costs: the costs of every stage; ``costs.transfer.host`` is the link to the host's memory.
-        limit: the most a rank may hold of its microbatches at once, whatever transfers take, in the
-            unit of ``costs.memory``: one number, or one for each rank. None: as little as the
-            link's bandwidth allows without a longer step.
+        limit: the most that a rank may hold of its microbatches at once, however long transfers
+            take, in the unit of ``costs.memory``: one number, or one for each rank. None: the least
+            that the link's bandwidth allows without a longer step.
 
     Raises:
         ScheduleError: the limit cannot be kept; says what could.
@@ -51,7 +52,7 @@ def offload(
 
 
 def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
-    """The schedule that offloads until bounds are kept, or that comes as near to that as it can."""
+    """Add offloads until bounds are kept, or until no further offload helps."""
 
     def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
         """Yield schedules in which one rank offloads just enough to keep its bound, by different
@@ -72,7 +73,9 @@ def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sche
 
 
 def _offload_for_free(schedule: Schedule, costs: Costs) -> Schedule:
-    """Bisect the smallest share of each rank's peak at which the step is as long as without."""
+    """Bisect the smallest share of each rank's peak that can be kept by offloading without a longer
+    step.
+    """
     longest = _FREE * costs.timeline(schedule).step_time
     peaks = peak_memory(schedule, costs.memory)
     best, low, high = schedule, 0.0, 1.0

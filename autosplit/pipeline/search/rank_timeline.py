@@ -1,4 +1,4 @@
-"""One rank's compute actions in time and memory: what a memory remedy looks at."""
+"""One rank's compute actions in time and memory, as memory remedies read them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Residency:
     """The activations of one microbatch on a stage, from one compute action of the rank to another.
 
     Attributes:
-        stage: the stage that computed them.
+        stage: the stage that computed the activations.
         microbatch: the microbatch.
         deferred: True between I and W, False between F and the backward.
-        first: the slot of the F, RECOMPUTE or I that computes them.
-        last: the slot of the I, B or W that uses them.
-        size: bytes, or the unit of the costs.
+        first: the slot of the F, RECOMPUTE or I that computes the activations.
+        last: the slot of the I, B or W that uses the activations.
+        size: the memory of the activations, in the unit of the costs.
     """
 
     stage: int
@@ -40,17 +40,19 @@ class RankTimeline:
     """One rank's compute actions, called slots, in time and memory.
 
     Args:
-        schedule: a legal one.
+        schedule: a legal schedule.
         costs: the costs of every stage.
-        timeline: the schedule's, with these costs.
+        timeline: the simulated timeline of the schedule with these costs.
         rank: the rank.
 
     Attributes:
-        places: per slot, its place in the row.
+        places: per slot, the place of its action in the row.
         kinds: per slot, the kind of its action.
-        starts: per slot, when it starts.
-        reached: per slot, when the rank reaches it, and the moves before it; it may wait then.
-        level: per slot, the most that the rank holds while it runs, and at the moves before it.
+        starts: per slot, the second at which it starts.
+        reached: per slot, the second at which the rank reaches the slot and the moves before it;
+            the slot may start later.
+        level: per slot, the most memory that the rank holds while the slot runs, and at the moves
+            before it.
         residencies: activations that can be moved or recomputed, in the order of their use.
     """
 
@@ -92,5 +94,5 @@ class RankTimeline:
         return self.starts[slot] - self.reached[slot]
 
     def slot_at(self, moment: float) -> int:
-        """The last slot that the rank has reached at this moment."""
+        """The last slot that the rank has reached at a moment, in seconds."""
         return max(bisect_right(self.reached, moment + _CLOCK_ERROR) - 1, 0)

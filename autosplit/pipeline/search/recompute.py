@@ -1,7 +1,8 @@
-"""Recomputing: of microbatches beyond a bound F keeps only the stage's inputs, and runs again.
+"""Recompute activations: for microbatches beyond a bound, F keeps only the stage's inputs, and runs
+again.
 
-A RECOMPUTE stands before the backward that needs the activations, as an action of its own: so it
-can run while the rank waits for gradients, and it serves both I and W.
+RECOMPUTE is an action of its own before the backward that needs the activations. So it can run
+while the rank waits for gradients, and serves both I and W.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from .rank_timeline import RankTimeline, Residency
 
 
 def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) -> Schedule:
-    """The schedule in which no rank holds more than ``limit``; the excess is recomputed.
+    """Add recomputations to a schedule, so that no rank holds more than ``limit``.
 
     Args:
         schedule: a legal one.
-        costs: the costs of every stage, with the inputs that its F keeps.
-        limit: the most a rank may hold of its microbatches at once, in the unit of
+        costs: the costs of every stage, with the size of the inputs that F keeps.
+        limit: the most that a rank may hold of its microbatches at once, in the unit of
             ``costs.memory``: one number, or one for each rank.
 
     Raises:
@@ -31,7 +32,7 @@ def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) 
 
 
 def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
-    """The schedule that recomputes until bounds are kept, or that comes as near as it can."""
+    """Add recomputations until bounds are kept, or until no further recomputation helps."""
 
     def freed(residency: Residency) -> float:
         return residency.size - costs.memory[residency.stage].dropped

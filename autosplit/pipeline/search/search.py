@@ -1,4 +1,4 @@
-"""``schedule="auto"``: the shortest step for measured costs under a memory cap.
+"""Search for ``schedule="auto"``: the shortest step for measured costs under a memory cap.
 
 Candidates are all named schedules, and list scheduling with look-ahead, which defers every W for as
 long as memory allows, so that a W is available in any wait.
@@ -53,7 +53,7 @@ def search(
         microbatches: M >= 1.
         ranks: number of processes; None means one for each stage.
         placement: the rank of every stage; None leaves it open.
-        cap: the most a rank may keep of its microbatches, in the unit of ``costs.memory``: one
+        cap: the most that a rank may keep of its microbatches, in the unit of ``costs.memory``: one
             number, or one for each rank.
 
     Returns:
@@ -99,7 +99,7 @@ def named_schedules(
         placement: the rank of every stage; None: any.
 
     Raises:
-        ScheduleError: bad counts, or none admits them or that placement.
+        ScheduleError: bad counts, or no named schedule admits the counts or the placement.
     """
     check_counts(ranks=ranks, microbatches=microbatches)
     check_size(len(times), microbatches)
@@ -124,8 +124,8 @@ def named_schedules(
 def forms(
     name: str, times: Sequence[StageTimes], microbatches: int, ranks: int
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield the forms of a named schedule with their names: fused, if it can be, and with each
-    placement of W that it admits.
+    """Yield (name of the form, schedule) for each form of a named schedule: with full backwards, if
+    it admits them, and with each placement of W that it admits.
 
     Raises:
         ScheduleError: the schedule does not admit the counts.
@@ -152,14 +152,14 @@ def constructed(
     placements: Iterable[tuple[int, ...]],
     caps: Sequence[float],
 ) -> Iterator[Schedule]:
-    """Yield schedules that list scheduling builds: by some rules F runs before I while there is
-    memory, by others I before F.
+    """Yield schedules that list scheduling builds. Some rules run F before I while there is memory;
+    others run I before F.
 
     Args:
         costs: the costs of every stage.
         microbatches: M.
         placements: the placements of the stages; each gets schedules of its own.
-        caps: per rank, the most it may keep.
+        caps: per rank, the most memory that it may keep.
     """
     for placement, forward_first in itertools.product(placements, (True, False)):
         construction = _Construction(costs, microbatches, placement, caps, forward_first)
@@ -171,8 +171,8 @@ def constructed(
 
 
 class _Construction:
-    """Builds an order of F, I and W within caps, action by action. It tracks what each rank keeps,
-    and the next microbatch of each stage and kind.
+    """Builds an order of F, I and W within caps, action by action. It tracks the memory that each
+    rank keeps, and the next microbatch of each stage and kind.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class _Construction:
         self._next = dict.fromkeys(itertools.product(range(stages), _KINDS), 0)
 
     def schedule(self) -> Schedule | None:
-        """The order, or None if the policy runs into a dead end."""
+        """The schedule in the built order; None if the rules run into a dead end."""
         self._scheduler.run(self._choose)
         rows = [tuple(self._actions[number] for number in row) for row in self._scheduler.rows]
         done = sum(map(len, rows)) == len(self._actions)
@@ -225,7 +225,7 @@ class _Construction:
         return chosen
 
     def _coming(self, stages: Sequence[int], kinds: Sequence[ActionKind]) -> Iterator[int]:
-        """The numbers of the next action of each stage and kind."""
+        """Yield the number of the next action of each stage and kind."""
         count = self._empty.microbatches
         for stage, kind in itertools.product(stages, kinds):
             if self._next[stage, kind] < count:
@@ -245,10 +245,11 @@ class _Construction:
         return None if weight is None or wait < _PATIENCE * self._seconds[weight] else weight
 
     def _has_room(self, number: int) -> bool:
-        """Whether its rank may start an action, leaving room for the same microbatch later on.
+        """Whether a rank may start an action and still have room for the same microbatch on its
+        later stages.
 
-        A rank with a later stage as well would otherwise fill up with activations that only that
-        stage can free.
+        Otherwise a rank with a later stage would fill up with activations that only the later stage
+        can free.
         """
         action, memory = self._actions[number], self._costs.memory
         rank = self._empty.placement[action.stage]

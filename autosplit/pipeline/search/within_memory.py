@@ -1,7 +1,7 @@
-"""The shortest step within a memory limit, by all remedies together.
+"""Search for the shortest step within a memory limit, with all remedies together.
 
-The placement of weight gradients, balancing, offloading, recomputing, and how much the split itself
-saves: each costs time in another place, so they are chosen together on one simulated step.
+The placement of weight gradients, balancing, offloading and recomputing each cost time in another
+place. So they are chosen together, on one simulated step.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class LimitError(ScheduleError):
     """No schedule was found within a memory limit.
 
     Attributes:
-        least: the least limit for which one was found; infinite if none was.
-        schedule: the schedule that keeps ``least``.
+        least: the smallest limit for which a schedule was found; infinite if none was found.
+        schedule: the schedule that keeps the limit ``least``.
     """
 
     # With defaults, because an error that is sent to another process is rebuilt from its message.
@@ -72,9 +72,9 @@ def search_within(
 ) -> Schedule:
     """Find the schedule with the shortest step in which no rank exceeds a limit; deterministic.
 
-    The memory of a rank is counted by the order of its row (``peak_memory``), which the engine
-    keeps whatever transfers take. Remedies are tried alone and in pairs, on named schedules and on
-    those of list scheduling. The number of simulated actions is bounded.
+    The memory of a rank follows from the order of its row (``peak_memory``), however long transfers
+    take. Remedies are tried alone and in pairs, on named schedules and on schedules of list
+    scheduling. The number of simulated actions is bounded.
 
     Args:
         costs: the costs of every stage.
@@ -86,8 +86,8 @@ def search_within(
             the limit; empty if the limit is for activations only.
 
     Raises:
-        LimitError: a limit below what is fixed, or one that no remedy keeps; says the least for
-            which a schedule was found.
+        LimitError: the limit is below the fixed memory, or no remedy keeps it; names the smallest
+            limit for which a schedule was found.
         ScheduleError: a bad count.
     """
     count = ranks or len(costs.times)
@@ -112,8 +112,8 @@ def search_within(
 
 
 class _Candidate(NamedTuple):
-    """A schedule with the seconds of its step, infinite above the limit, and the bytes by which a
-    rank exceeds the limit. The least of both, in this order, is the best.
+    """A schedule, the seconds of its step (infinite above the limit), and the bytes by which a rank
+    exceeds the limit. The best candidate has the fewest seconds, then the fewest bytes.
     """
 
     step: float
@@ -126,7 +126,7 @@ class _Candidate(NamedTuple):
 
 
 class _LimitSearch:
-    """The search for one setting; arguments as those of ``search_within``."""
+    """One search; arguments are those of ``search_within``."""
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class _LimitSearch:
         return min(candidates, key=lambda candidate: candidate.key)
 
     def _least_excess(self) -> list[float]:
-        """By how much each rank exceeds the limit even with a single microbatch of its largest
-        stage, the least that any schedule holds; under the placement with the least such excess.
+        """Bytes by which each rank exceeds the limit even with a single microbatch of its largest
+        stage, which every schedule holds. The placement with the smallest excess is used.
         """
         excesses = []
         for placement in dict.fromkeys(base.placement for base in self._bases):
@@ -169,7 +169,7 @@ class _LimitSearch:
 
     def _remedied(self) -> Iterator[_Candidate]:
         """Yield the base schedules, the shortest first, alone and with each remedy. The first few
-        are also tried with a second remedy, for activations that the first one leaves above the
+        are also tried with a second remedy, for activations that the first remedy leaves above the
         limit.
         """
         work, shortest = _WORK, math.inf
@@ -191,9 +191,9 @@ class _LimitSearch:
                     return
 
     def _frugal(self, excess: Sequence[float]) -> Iterator[_Candidate]:
-        """Yield the base with the smallest peak, alone and with each remedy, for the least limit
-        that any schedule can keep. That limit does not depend on the user's: a search with the
-        limit that a refusal advised finds the same schedule.
+        """Yield the base schedule with the smallest peak, alone and with each remedy, for the
+        smallest limit that any schedule can keep. That limit does not depend on the user's limit.
+        So a search with the limit that an error advised finds the same schedule.
         """
         least = [max(cap + over, 1.0) for cap, over in zip(self._caps, excess, strict=True)]
         base = min(map(self._candidate, self._bases), key=lambda candidate: candidate.excess)
@@ -211,8 +211,8 @@ class _LimitSearch:
 
 
 def adds_in_order(schedule: Schedule) -> bool:
-    """Whether every stage adds gradients in the order of its microbatches. All such schedules round
-    alike.
+    """Whether every stage adds gradients in the order of its microbatches. All schedules that do so
+    give the same bits.
     """
     last: dict[int, int] = {}
     for row in schedule.ranks:

@@ -1,1 +1,1 @@
-"""Simulated steps: when results are computed, when they arrive, and how long they are kept."""
+"""Simulate steps: when results are computed, when they arrive, and how long they are kept."""

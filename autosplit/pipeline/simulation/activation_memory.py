@@ -1,4 +1,4 @@
-"""The activations that a rank keeps while it runs its row of a schedule."""
+"""Compute the memory of activations that a rank keeps while it runs its row of a schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORKSPACES = {
 
 
 class Change(NamedTuple):
-    """Memory that an action allocates at its start, and frees at its end."""
+    """The memory that an action allocates at its start, and the memory that it frees at its end."""
 
     allocated: float
     freed: float
@@ -37,10 +37,11 @@ class StageMemory:
     """The memory of one microbatch on one stage, in bytes or any common unit.
 
     Attributes:
-        saved: kept from F to the backward.
-        deferred: kept from I to W.
-        inputs: the stage's inputs. A microbatch that will be recomputed keeps only these.
-        again: what recomputing needs besides: the buffers that F writes.
+        saved: memory kept from F to the backward.
+        deferred: memory kept from I to W.
+        inputs: memory of the stage's inputs, which are all that a microbatch keeps if it will be
+            recomputed.
+        again: memory that recomputing needs for copies of the buffers that F writes.
         generators: memory that recomputing needs for the states of random generators.
         workspace: additional memory of F, I, W and B while they run, messages included.
 
@@ -68,7 +69,7 @@ class StageMemory:
 
         Args:
             kind: the kind of the action.
-            again: whether the microbatch will be, or is, recomputed.
+            again: whether the microbatch is recomputed.
         """
         at_start, at_end = self._kept(kind, again=again)
         beside = self.workspace[_WORKSPACES.get(kind, 0)]
@@ -83,7 +84,9 @@ class StageMemory:
         return Change(most - at_start, most - at_end)
 
     def _kept(self, kind: ActionKind, *, again: bool) -> tuple[float, float]:
-        """The memory that the microbatch keeps before and after a compute action."""
+        """(memory that the microbatch keeps before a compute action, memory that it keeps after
+        it).
+        """
         if kind is ActionKind.FORWARD:
             return 0.0, self.dropped if again else self.saved
         if kind.is_memory:
@@ -98,7 +101,9 @@ class StageMemory:
         return self.inputs + self.again + self.generators
 
     def moved(self, *, deferred: bool) -> float:
-        """The memory that a move transfers: deferred tensors between I and W, else saved ones."""
+        """The memory that a move transfers: deferred tensors between I and W, else saved
+        tensors.
+        """
         return self.deferred if deferred else self.saved
 
     @property
@@ -138,7 +143,7 @@ def _changes(
 
 
 def _moves(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[dict[int, Change]]:
-    """The memory that each move of each rank allocates and frees, by the move's place."""
+    """For each rank, maps the place of a move to the memory that it allocates and frees."""
     changes: list[dict[int, Change]] = [{} for _ in schedule.ranks]
     for move in find_moves(schedule):
         size = sizes[move.stage].moved(deferred=move.deferred)
@@ -170,7 +175,7 @@ def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]
     With moves it is an upper bound, however long transfers take (``WorstCaseMemory``).
 
     Raises:
-        ScheduleError: not one size for each stage.
+        ScheduleError: the number of sizes is not the number of stages.
     """
     if len(sizes) != schedule.stages:
         raise ScheduleError(

@@ -1,8 +1,9 @@
-"""The simulator's core: play orders of actions through a step graph, and find why one deadlocks.
+"""The simulator's core: run orders of actions through a step graph, and find why an order
+deadlocks.
 
 Every rank runs its row in order, each action as soon as the rank is free and its needs have
-arrived. Which action waits for which follows from the orders alone, so ``play`` needs no clock: a
-rank runs as far as it can, then the next one does. The time is linear in the number of actions and
+arrived. The orders alone decide which action waits for which, so ``play`` needs no clock: one rank
+runs as far as it can, then the next rank does. The time is linear in the number of actions and
 messages. The simulator, the validator and the grid all use ``play``, so they agree on waits.
 
 ``ListScheduler`` builds orders instead of following them, and needs a clock. ``global_order`` puts
@@ -28,8 +29,8 @@ class Play(NamedTuple):
     """The result of ``play``.
 
     Attributes:
-        makespan: end of the last action.
-        starts: per action, its start; -1 if it did not run.
+        makespan: end of the last action, in seconds.
+        starts: per action, its start in seconds; -1 if it did not run.
         places: per rank, how many actions of its row ran.
     """
 
@@ -43,12 +44,12 @@ def play(
     rows: Sequence[Sequence[int]],
     seconds: Sequence[float],
 ) -> Play:
-    """Run every row until it ends or nothing can move.
+    """Run all rows until they end or no rank can run its next action.
 
     Args:
         graph: the actions.
         rows: per rank, the numbers of its actions in order.
-        seconds: per action.
+        seconds: the duration of each action.
     """
     needs, makes, takers = graph.needs, graph.makes, graph.takers
     starts = [-1.0] * len(needs)
@@ -93,13 +94,13 @@ def play(
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank that cannot go on, because its next action needs a result that does not exist.
+    """A rank that cannot continue, because its next action needs a result that does not exist.
 
     Attributes:
         rank: the rank; from ``ranks`` on, a lane of moves.
-        action: its next action.
+        action: the rank's next action.
         needs: the missing result.
-        maker: the rank that would compute the result, and its own next action; None if no rank
+        maker: (rank that would compute the result, that rank's next action); None if no rank
             computes it.
         ranks: the number of ranks.
     """
@@ -126,10 +127,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Replay:
-    """How far a schedule ran.
+    """The result of ``replay``: how far a schedule ran.
 
     Attributes:
-        times: per rank, start and end of each action that ran, in order.
+        times: per rank, (start, end) of each action that ran, in order.
         waits: the wait of each rank that could not finish, the lowest rank first.
     """
 
@@ -137,7 +138,7 @@ class Replay:
     waits: dict[int, Wait]
 
     def cycles(self) -> Iterator[tuple[Wait, ...]]:
-        """The cycles of ranks that wait for each other, each once, from its lowest rank on."""
+        """Yield each cycle of ranks that wait for each other, once, from its lowest rank on."""
         seen: set[int] = set()
         for first in self.waits:
             path: list[int] = []
@@ -157,8 +158,8 @@ def replay(schedule: Schedule) -> Replay:
     """Run every rank's actions in order, each as soon as its rank is free and its needs are met.
 
     Args:
-        schedule: any schedule; an illegal one may stop early. Each action takes 1 second, links and
-            transfers none. Results that no rank computes exist from the start.
+        schedule: any schedule; an illegal schedule may stop early. Each action takes 1 second;
+            links and transfers take no time. Results that no rank computes exist from the start.
 
     Returns:
         The times of the actions that ran, and the wait of each rank that could not finish.
@@ -222,7 +223,8 @@ _COMPUTED, _TRAVELS = 10.0, Transfer(latency=1.0)
 
 
 def global_order(schedule: Schedule, dataflow: StageDataflow) -> list[tuple[int, Action]]:
-    """All actions of a step with their ranks, by their starts if all took equally long.
+    """(rank, action) of all actions of a step, in the order of their starts if all took equally
+    long.
 
     Every action comes after its needs. Actions that a deadlock blocks are left out.
     """
@@ -236,12 +238,12 @@ def global_order(schedule: Schedule, dataflow: StageDataflow) -> list[tuple[int,
 def recv_posting_order(
     schedule: Schedule, dataflow: StageDataflow
 ) -> list[dict[Action, tuple[int, ...]]]:
-    """The peers from which each rank posts its next receives, by the action that follows.
+    """For each rank, maps an action to the peers from which the next receives are posted before it.
 
-    A send starts when its message is computed. The receive is posted next to it in the global order
-    of all actions. So no queue holds an operation before one that is earlier in that order, and
-    messages cannot deadlock whichever queues they share, even a single one. The order is by time,
-    so a receive is posted while its message is computed, not after the next action of its rank.
+    A send starts when its message is computed. Its receive is posted next to the send in the global
+    order of all actions. So every queue keeps the global order, and messages cannot deadlock
+    whichever queues they share, even a single one. The order is by time, so a receive is posted
+    while its message is computed, not after the next action of its rank.
     """
     posts: list[dict[Action, tuple[int, ...]]] = [{} for _ in schedule.ranks]
     coming: list[list[int]] = [[] for _ in schedule.ranks]
@@ -261,20 +263,20 @@ Choose = Callable[[int, float], int | None]
 
 
 class ListScheduler:
-    """Builds an order by playing a step graph in time.
+    """Builds an order of actions by running a step graph in time.
 
     A free rank starts the action that a policy chooses among those that can start now, or waits.
     The resulting order cannot deadlock, because every action came after its needs. Policies depend
-    on the time, so this needs a clock; ``play`` does not, and takes a quarter of the time.
+    on the time, so a clock is needed. ``play`` needs none, and takes a quarter of the time.
 
     Args:
         graph: the actions.
-        seconds: per action.
-        ranks: how many there are.
+        seconds: the duration of each action.
+        ranks: the number of ranks.
 
     Attributes:
         rows: per rank, the numbers of the actions that it has started, in order.
-        ends: per rank, the end of its last action.
+        ends: per rank, the end of its last action, in seconds.
     """
 
     def __init__(self, graph: StepGraph, seconds: Sequence[float], ranks: int) -> None:
@@ -285,7 +287,9 @@ class ListScheduler:
         self._arrivals = [math.inf] * len(graph.takers)
 
     def ready(self, action: int) -> float:
-        """When all needs of ``action`` have arrived; infinite while one has not started."""
+        """The second at which all needs of ``action`` have arrived; infinite while the maker of one
+        has not started.
+        """
         arrivals, latest = self._arrivals, 0.0
         for number in self._graph.needs[action]:
             if arrivals[number] > latest:
@@ -293,7 +297,7 @@ class ListScheduler:
         return latest
 
     def run(self, choose: Choose) -> None:
-        """Play until no rank has anything to start."""
+        """Run until no rank has an action to start."""
         makes, takers, arrivals = self._graph.makes, self._graph.takers, self._arrivals
         ends, seconds, pop, push = self.ends, self._seconds, heapq.heappop, heapq.heappush
         links: dict[tuple[int, int], float] = {}

@@ -1,4 +1,6 @@
-"""A schedule with what its ranks need to run it: messages, the order of receives, and moves."""
+"""A schedule with the messages, the order of receives and the moves that its ranks need to run
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from autosplit.pipeline.simulation.playing import recv_posting_order
 
 @dataclass(frozen=True)
 class PreparedSchedule:
-    """A schedule, and all that follows from it for the ranks that run it.
+    """A schedule, and the messages, receives and moves that follow from it.
 
-    Each part is computed when it is first used: a simulation needs none of them.
+    Each part is computed on first use, because a simulation needs none.
 
     Attributes:
         schedule: a legal schedule.
@@ -28,7 +30,7 @@ class PreparedSchedule:
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
-        """The pairs of ranks that exchange messages, the lower one first."""
+        """The pairs of ranks that exchange messages, the lower rank first."""
         return pairs_of(self.schedule, self.dataflow)
 
     @cached_property
@@ -43,5 +45,5 @@ class PreparedSchedule:
 
     @cached_property
     def recv_posts(self) -> Sequence[Mapping[Action, Sequence[int]]]:
-        """The peers from which each rank posts receives, by the action that follows."""
+        """For each rank, maps an action to the peers from which receives are posted before it."""
         return recv_posting_order(self.schedule, self.dataflow)

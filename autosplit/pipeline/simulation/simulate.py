@@ -19,7 +19,9 @@ from .step_graph import StepGraph, Transfer, add_lanes
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on one rank, from ``start`` to ``end`` in seconds on a clock all ranks share."""
+    """One action on one rank, from ``start`` to ``end`` in seconds, on a clock that all ranks
+    share.
+    """
 
     rank: int
     action: Action
@@ -28,7 +30,7 @@ class Span:
 
 
 def window_of(spans: Sequence[Span]) -> tuple[float, float]:
-    """The first start and the last end, in seconds; zeros without spans."""
+    """(first start, last end) in seconds; zeros without spans."""
     if not spans:
         return 0.0, 0.0
     return min(span.start for span in spans), max(span.end for span in spans)
@@ -38,8 +40,8 @@ def window_of(spans: Sequence[Span]) -> tuple[float, float]:
 class Timeline:
     """The spans of one step over ``ranks`` ranks.
 
-    ``crosses_step``: see ``Schedule``. ``bounds``: the first start and the last end over all ranks,
-    if ``spans`` are those of some.
+    ``crosses_step``: see ``Schedule``. ``bounds``: (first start, last end) over all ranks, if
+    ``spans`` has only some ranks.
     """
 
     ranks: int
@@ -55,7 +57,7 @@ class Timeline:
 
     @property
     def step_time(self) -> float:
-        """Seconds from one step to the next when step follows step without a pause.
+        """Seconds from one step to the next if steps follow each other without a pause.
 
         If ranks wait for each other between steps, this is the makespan. Otherwise steps overlap,
         and it is the longest time from a rank's first start to its last end.
@@ -69,8 +71,8 @@ class Timeline:
         return max((end - start for start, end in ends.values()), default=0.0)
 
     def window(self, rank: int) -> tuple[float, float]:
-        """Start and end of the step on ``rank``. If steps overlap, it starts with the rank's first
-        action.
+        """(start, end) of the step on ``rank``, in seconds. If steps overlap, it starts with the
+        rank's first action.
         """
         start = min((span.start for span in self.spans), default=0.0)
         if self.crosses_step:
@@ -92,7 +94,7 @@ class Timeline:
         )
 
     def bubble_ratio(self, rank: int | None = None) -> float:
-        """Idle time over total time in [0, 1]: of ``rank``, or the mean over all ranks.
+        """Idle time over total time, from 0 to 1, of ``rank`` or as the mean over all ranks.
 
         Total time is the step time, the same for every rank, so a rank that ends early idles
         until the last one ends. 0 for an empty timeline.
@@ -145,19 +147,19 @@ def simulate(
             ``(stage, kind)``.
         transfer: the links between ranks, or the seconds from the end of an action to the arrival
             of its result on another rank.
-        wiring: the dataflow, skip connections included; None: a chain. Messages are those of the
-            engine: one for each stage that takes a result.
-        memory: per stage, the memory of a microbatch, which moves transfer; needed if the links of
-            moves have a bandwidth.
+        wiring: the dataflow with its skip connections; None: a chain. As in the engine, there is
+            one message for each stage that reads a result.
+        memory: per stage, the memory of a microbatch, which moves transfer. Required if the links
+            of moves have a bandwidth.
 
     Returns:
-        The timeline, from time 0, spans sorted by start, then rank. The span of a move is the time
-        of its transfer, on the rank whose row has the move.
+        The timeline, from time 0, with spans sorted by start, then rank. The span of a move is the
+        time of its transfer, on the rank whose row has the move.
 
     Raises:
         ScheduleError: the lists deadlock, a duration or the bytes of a message are missing, a time
-            is negative or not finite, the wiring is of another number of stages, or the bytes of a
-            move are not known.
+            is negative or not finite, the wiring has another number of stages, or the bytes of a
+            move are missing.
     """
     if not isinstance(transfer, Transfer):
         transfer = Transfer(latency=transfer)
@@ -221,7 +223,7 @@ class Costs:
         wiring: the dataflow; None: a chain.
 
     Raises:
-        ScheduleError: no stage; or times, memory and wiring of different numbers of stages.
+        ScheduleError: no stage; or times, memory and wiring have different numbers of stages.
     """
 
     times: Sequence[tuple[float, float, float]]
@@ -245,7 +247,7 @@ class Costs:
         """Return the costs with each stage cut into ``chunks`` equal ones.
 
         Raises:
-            ScheduleError: a wiring, which belongs to the stages as they are.
+            ScheduleError: the costs have a wiring, which is for the uncut stages.
         """
         if chunks == 1:
             return self

@@ -1,10 +1,10 @@
 """A step as a graph of numbered actions, with its messages, the links that carry them, and moves.
 
-A lane carries moves from one rank to its partner, or between a rank and the host, one after
-another, in the order of the sender's row. To the simulator's core a lane is a rank of its own,
-whose actions are the transfers. Transfers take no time from ranks: on an accelerator, copy engines
-carry them. On a CPU whose cores all compute, the copying threads do slow computation down, which is
-not simulated.
+A lane carries moves from one rank to its partner, or between a rank and the host. It carries one
+move after another, in the order of the sender's row. For the simulator's core, a lane is another
+rank, whose actions are the transfers. Transfers take no time from ranks: on an accelerator, copy
+engines carry them. On a CPU whose cores all compute, the copying threads do slow computation down,
+which is not simulated.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from .activation_memory import StageMemory
 
 @dataclass(frozen=True)
 class Transfer:
-    """Links between ranks: one in each direction, each carrying one message after the other.
+    """The speed of links between ranks. There is one link in each direction, which carries one
+    message after another.
 
-    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that. Moves
-    between partners (see ``Schedule.partner``) use links with the same figures. That moves and
-    messages slow each other down is not simulated.
+    A message occupies its link for bytes / bandwidth seconds and arrives ``latency`` seconds after
+    that. Moves between partners (see ``Schedule.partner``) use links with the same figures. That
+    moves and messages slow each other down is not simulated.
 
     Attributes:
-        latency: seconds.
-        bandwidth: bytes in a second.
+        latency: latency of a link, in seconds.
+        bandwidth: bandwidth of a link, in bytes per second.
         message_bytes: bytes of one microbatch's activations, and of their gradients: one number for
             all boundaries, or by the stage before the boundary.
-        host: one link each way between every rank and the host; None: it costs nothing.
+        host: the link in each direction between a rank and the host; None: transfers to the host
+            take no time.
 
     Raises:
-        ScheduleError: a negative number, or no bandwidth.
+        ScheduleError: a negative number, or a bandwidth of 0.
     """
 
     latency: float = 0.0
@@ -90,9 +92,9 @@ class Message(NamedTuple):
 
     Attributes:
         number: the number of the stage message.
-        link: the ranks at both ends; None within a rank, where it takes no time.
-        took: seconds for which it occupies the link.
-        latency: seconds from then to its arrival.
+        link: (sending rank, receiving rank); None within a rank, where a message takes no time.
+        took: seconds for which the message occupies the link.
+        latency: seconds from the end of that time to the arrival.
     """
 
     number: int
@@ -106,12 +108,12 @@ class StepGraph:
 
     Args:
         schedule: gives the placement of stages; legal or not.
-        placed: rank and action of every node; None: those of the schedule, rank by rank.
+        placed: (rank, action) of every node; None: the actions of the schedule, rank by rank.
         dataflow: the dataflow between stages; None: a chain.
         transfer: the links between ranks.
 
     Attributes:
-        actions: by number.
+        actions: the actions, by number.
         ranks: for every action, the rank that runs it.
         needs: for every action, the messages that it waits for.
         makes: for every action, the messages that it sends. If several actions compute the same
@@ -210,13 +212,13 @@ def _listed(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 @dataclass
 class Lanes:
-    """The transfers of a step, as rows of further actions of its graph.
+    """The transfers of a step's moves, as rows of added actions of its graph.
 
     Attributes:
         rows: per rank, the numbers of its actions; then per lane, those of its transfers, in order.
-        took: per transfer, the seconds for which it occupies its lane.
-        latency: per transfer, the seconds from then to its arrival.
-        ends: of every move of a rank, its rank, its action and its transfer.
+        took: per transfer, seconds for which it occupies its lane.
+        latency: per transfer, seconds from the end of that time to its arrival.
+        ends: (rank, action, transfer) of every move of a rank.
     """
 
     rows: list[Sequence[int]]
@@ -225,7 +227,9 @@ class Lanes:
     ends: list[tuple[int, Action, int]] = field(default_factory=list)
 
     def spans(self, starts: Sequence[float]) -> Iterator[tuple[int, Action, float, float]]:
-        """Rank, action, start and end of every move, given the starts of the transfers."""
+        """Yield (rank, action, start, end) of every move. ``starts`` are the starts of the
+        transfers, in seconds.
+        """
         for rank, action, number in self.ends:
             end = starts[number] + self.took[number]
             arrives = action.kind in ARRIVALS
@@ -243,15 +247,15 @@ def add_lanes(
     """Add the transfers of a schedule's moves to its step graph, with the waits for them.
 
     Args:
-        graph: the graph of the schedule; gets the transfers as further actions.
+        graph: the graph of the schedule; transfers are added to it as actions.
         schedule: the schedule.
         rows: per rank, the numbers of its actions.
-        seconds: per action; gets the durations of the transfers.
-        transfer: the links.
-        memory: by stage.
+        seconds: the duration of each action; the durations of transfers are appended.
+        transfer: the speed of the links.
+        memory: per stage, the memory of a microbatch.
 
     Raises:
-        ScheduleError: a link has a bandwidth, but the bytes of a move are not given.
+        ScheduleError: a link has a bandwidth, but the bytes of a move are missing.
     """
     moves = find_moves(schedule)
     if not moves:
@@ -270,8 +274,8 @@ def _took(
     memory: Sequence[StageMemory] | None,
     move: ActivationMove,
 ) -> tuple[float, float]:
-    """Seconds for which each transfer of a move occupies its lane, and seconds of latency until it
-    arrives.
+    """(seconds for which each transfer of a move occupies its lane, seconds of latency until it
+    arrives).
     """
     link = transfer.host or Link()
     if move.partner is not None:
@@ -304,7 +308,7 @@ class _Builder:
 
         Args:
             move: the move.
-            took: seconds for which each transfer occupies its lane, and then to its arrival.
+            took: (seconds for which each transfer occupies its lane, seconds of latency).
         """
         owner, partner, rows = move.rank, move.partner, self._rows
         ends = [(owner, move.leaves), (owner, move.comes)]
@@ -356,7 +360,7 @@ class _Builder:
         return number
 
     def _edge(self, maker: int, taker: int, latency: float = 0.0) -> None:
-        """Let ``taker`` wait for the end of ``maker``, and ``latency`` seconds after that."""
+        """Make ``taker`` wait until ``latency`` seconds after the end of ``maker``."""
         graph = self._graph
         existing = self._waits.get((maker, graph.ranks[taker], latency))
         if existing is not None:

@@ -1,1 +1,3 @@
-"""Whether a schedule is legal, its faults on a grid, and schedules as CSV files of torch."""
+"""Check that a schedule is legal, draw its faults on a grid, and read and write torch's CSV
+files.
+"""

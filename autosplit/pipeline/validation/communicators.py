@@ -4,7 +4,8 @@ A rank's host puts operations into queues. Each communicator is a queue, because
 stream of its own; so is the compute stream. The rules, with their sources, are in ``docs/nccl.md``:
 
 - An operation starts when all earlier operations of its queues have ended, and all operations that
-  it waits for: through events, or because they held the host before it was enqueued.
+  it waits for. It waits for an operation through an event, or because the operation held the host
+  before it was enqueued.
 - An operation ends when each of its parts has met its counterparts. Counterparts meet when all of
   them have started: the k-th send from one rank to another and the k-th receive there, or the k-th
   collective of all members. Parts of one operation, a coalesced group, do not wait for each other.
@@ -12,7 +13,7 @@ stream of its own; so is the compute stream. The rules, with their sources, are 
 So the starts and ends of operations are the nodes of a graph, with an edge from each node to those
 that must come first. A step ends, in whatever time, if and only if the graph has no cycle. A
 network with buffers lets a send end before its receive starts. That removes edges and adds none, so
-a step that ends without buffers ends with any.
+a step that ends without buffers also ends with buffers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Part(NamedTuple):
     """One exchange of an operation with other ranks.
 
     Attributes:
-        communicator: its name.
+        communicator: the name of the communicator.
         kind: a send, a receive, or the name of a collective.
         peers: the other rank of a message; all members of a collective.
     """
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Whether this is a send or a receive."""
+        """Whether the part is a send or a receive."""
         return self.kind in (SEND, RECEIVE)
 
 
@@ -56,10 +57,10 @@ class Operation(NamedTuple):
     """An operation that a rank's host enqueues.
 
     Attributes:
-        text: shown in errors.
-        queues: the queues that it is in.
-        parts: its exchanges with other ranks.
-        after: earlier operations of the rank that it waits for, by their places in the program.
+        text: the operation's name in error texts.
+        queues: the queues that hold the operation.
+        parts: the operation's exchanges with other ranks.
+        after: earlier operations of the rank for which it waits, by their places in the program.
     """
 
     text: str
@@ -90,8 +91,8 @@ class Stuck:
 
     Attributes:
         programs: the programs of all ranks.
-        circle: operations of which each waits for the next, and the last for the first; or a
-            single one whose counterpart never comes.
+        circle: operations of which each waits for the next, and the last for the first; or a single
+            operation whose counterpart never comes.
         lacks: the missing counterpart, in words.
     """
 
@@ -121,11 +122,11 @@ class Stuck:
 
 
 def stuck(programs: Programs, sharing: Sharing = "streams") -> Stuck | None:
-    """Return why a step never ends, or None if it always ends.
+    """Return the reason why a step never ends, or None if it always ends.
 
     Args:
         programs: the operations of each rank.
-        sharing: what the queues of a device share.
+        sharing: what the queues of one device share, see ``Sharing``.
     """
     graph: dict[_Node, list[_Node]] = {}
     for rank, program in programs.items():
@@ -170,7 +171,9 @@ def _add_rank(
 
 
 def _meetings(programs: Programs) -> dict[_Node, list[tuple[Place, Part]]]:
-    """The counterparts that meet: send and receive of a message, all parts of a collective."""
+    """Groups of (place, part) that must meet: send and receive of a message, or all parts of a
+    collective.
+    """
     meetings: dict[_Node, list[tuple[Place, Part]]] = defaultdict(list)
     for rank, program in programs.items():
         counts: Counter[_Node] = Counter()
@@ -185,7 +188,7 @@ def _meetings(programs: Programs) -> dict[_Node, list[tuple[Place, Part]]]:
 
 
 def _lack(parts: Sequence[tuple[Place, Part]]) -> str:
-    """Why these counterparts never meet; empty if they may."""
+    """The reason why these counterparts never meet; empty if they may meet."""
     first = parts[0][1]
     if first.is_message:
         return "" if len(parts) == 2 else f"rank {first.peers[0]}, which never comes to it"

@@ -30,11 +30,11 @@ def format_grid(
 
     Args:
         rows: per rank, the text of each slot in which it is not idle.
-        marks: text under a cell, such as ``"^1"``. Its line ends with ``<-- ERROR HERE``, or with
-            the note of its row.
-        widest: the most columns and rows to show: those near a mark, or without marks the first
-            ones. None shows all.
-        notes: the text at the end of the line under a row, by row.
+        marks: maps a cell to the text under it, such as ``"^1"``. The text's line ends with ``<--
+            ERROR HERE``, or with the note of the row.
+        widest: the most columns and rows to show: those near a mark, or without marks the first.
+            None shows all.
+        notes: maps a row to the text at the end of the line under it.
 
     Returns:
         The lines, without a final newline.
@@ -78,7 +78,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def describe(schedule: Schedule) -> str:
-    """Name and sizes in one line."""
+    """A schedule's name and its numbers of stages, microbatches and ranks, in one line."""
     return (
         f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, "
         f"{len(schedule.ranks)} ranks"
@@ -86,10 +86,10 @@ def describe(schedule: Schedule) -> str:
 
 
 def lay_out(schedule: Schedule) -> tuple[list[dict[int, str]], list[list[int]]]:
-    """The rows of a grid, and the column of every action of each rank.
+    """Return (rows of a grid: column -> text; per rank, the column of every action).
 
-    Works for illegal schedules too: results that no action computes count as present, and actions
-    that a deadlock blocks come after the last one that runs.
+    The schedule may be illegal. Results that no action computes count as present, and actions that
+    a deadlock blocks come after the last action that runs.
     """
     run = replay(schedule)
     end = max((round(times[-1][1]) for times in run.times if times), default=0)

@@ -1,10 +1,12 @@
-"""The operations that each rank's host enqueues in a step, under this engine and torch's runtime.
+"""List the operations that each rank's host enqueues in a step, under autosplit's engine and
+torch's runtime.
 
 The ranks of one pipeline stand for the whole mesh. Ranks that differ only along other dimensions
-enqueue the same operations, and their collectives meet at one place of the program. So map every
-rank of the mesh to the rank at its place in the pipeline: each edge of the mesh's graph (see
-``communicators``) maps to an edge here, so a cycle there is a cycle here. Conversely, each edge
-here exists there between ranks of one pipeline, so a cycle here is a cycle there.
+enqueue the same operations, and their collectives meet at one place of the program. Map every rank
+of the mesh to the rank at its place in the pipeline. Each edge of the mesh's graph (see
+``communicators``) maps to an edge of the pipeline's graph, so a cycle in the first is a cycle in
+the second. Conversely, each edge of the pipeline's graph exists in the mesh's graph, so a cycle in
+the second is a cycle in the first.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ _SENDS = {
 class Host:
     """Records the operations that one rank's host enqueues, action by action.
 
-    As with torch's groups over NCCL, a communication starts after all that the compute stream has
-    been given before it. The compute stream waits for the communication; the host does not.
+    As with torch's groups over NCCL, a communication starts after all work that was enqueued on the
+    compute stream before it. The compute stream waits for the communication; the host does not.
 
     Args:
         rank: a rank of the pipeline.
@@ -83,9 +85,9 @@ class Host:
         dimensions: the mesh dimensions with several ranks.
 
     Attributes:
-        operations: what it has enqueued.
-        sent: communicator and target -> the sends among that, in their order.
-        received: communicator and source -> the receives, likewise.
+        operations: the enqueued operations, in order.
+        sent: maps (communicator, target) to the enqueued sends, in order.
+        received: maps (communicator, source) to the enqueued receives, in order.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class Host:
     def enqueue_operation(
         self, text: str, queue: str, parts: Iterable[Part], after: Iterable[int] = ()
     ) -> int:
-        """Enqueue an operation after the last computation and other places; return its place."""
+        """Enqueue an operation that waits for the last computation and for operations at other
+        places; return its place.
+        """
         parts = tuple(parts)
         queues = dict.fromkeys((queue, *(part.communicator for part in parts)))
         self.operations.append(Operation(text, (*queues,), parts, (*self._predecessors, *after)))
@@ -178,8 +182,8 @@ def of_torch(
 ) -> Programs:
     """The operations that torch's ``_PipelineScheduleRuntime`` enqueues.
 
-    Messages are enqueued where they are listed. A receive is waited for before the action that uses
-    it, a send at the end of the step or where its wait is listed.
+    Messages are enqueued where they are listed. The wait for a receive is before the action that
+    uses it; the wait for a send is where it is listed, or at the end of the step.
 
     Args:
         rows: per rank, its actions with sends, receives, and waits for sends if there are any.
@@ -188,8 +192,8 @@ def of_torch(
         dimensions: the mesh dimensions with several ranks.
 
     Raises:
-        ScheduleError: a receive would get another message than its own, because NCCL matches
-            messages by their order.
+        ScheduleError: a receive would get a wrong message, because NCCL matches messages by their
+            order.
     """
     hosts = [Host(rank, placement, communicators, dimensions) for rank in range(len(rows))]
     for host, row in zip(hosts, rows, strict=True):
@@ -201,7 +205,7 @@ def of_torch(
 
 
 def _check_order(hosts: Sequence[Host]) -> None:
-    """Check that every receive gets its own message. ``stuck`` finds messages that never come."""
+    """Check that every receive gets the right message. ``stuck`` finds messages that never come."""
     for rank, host in enumerate(hosts):
         for (name, target), sent in host.sent.items():
             received = hosts[target].received.get((name, rank), [])
@@ -228,7 +232,7 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
     """The operations that ``PipelineTrainer`` enqueues in a step over GPUs.
 
     Args:
-        schedule: a legal one.
+        schedule: a legal schedule.
         dimensions: the mesh dimensions with several ranks.
     """
     schedule = add_gathers(schedule, range(schedule.stages) if _shards(dimensions) else ())
@@ -273,7 +277,7 @@ class _EngineRank(Host):
                 self._needs[move.returned].append(move.accepted)
 
     def run(self) -> list[Operation]:
-        """The communication of the rank in one step, in order."""
+        """The rank's operations of one step, in order."""
         everyone = range(len(self._schedule.ranks))
         self.hold("batch", (), everyone)
         for place, action in enumerate(self._schedule.ranks[self._rank]):
@@ -315,7 +319,7 @@ class _EngineRank(Host):
                 self.enqueue(message.send)
 
     def _reduce(self, text: str) -> None:
-        """Enqueue reductions of gradients, for which nothing waits before the end of the row."""
+        """Enqueue reductions of gradients; the first wait for them is at the end of the row."""
         name = f"gradients of rank {self._rank}"
         part = Part(name, text, (self._rank,))
         self._reductions.append(self.enqueue_operation(text, name, [part]))

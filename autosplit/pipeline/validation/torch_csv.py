@@ -1,11 +1,12 @@
 """Read and write the CSV files of torch.distributed.pipelining.
 
-A line is a rank, a cell an action in the text form of ``Action``; empty cells are waits. Torch's
-``_PipelineScheduleRuntime._load_csv(path, format="compute_only")`` reads these files, except memory
-actions, which torch does not have, and UNSHARD, RESHARD and REDUCE_GRAD, which it adds itself.
-Torch's own files may list these and sends and receives as well (``"compute_comms"``). Messages
-follow from the other actions; ``autosplit check`` validates them. The runtime of torch 2.11 cannot
-run any schedule over gloo that places neighbouring stages on one rank.
+Each line is a rank, and each cell an action in the text form of ``Action``; empty cells are waits.
+Torch's ``_PipelineScheduleRuntime._load_csv(path, format="compute_only")`` reads these files,
+except memory actions, which torch does not have, and UNSHARD, RESHARD and REDUCE_GRAD, which it
+adds itself. Torch's own files may also list these three, and sends and receives
+(``"compute_comms"``). autosplit derives messages from the other actions, and ``autosplit check``
+validates listed ones. Over gloo, the runtime of torch 2.11 cannot run schedules that place
+neighbouring stages on one rank.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from .validate import validate
 def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """The actions of each rank, with sends and receives between them.
 
-    ``sSEND_Fm`` sends the outputs of stage s for microbatch m, ``sRECV_Fm`` receives what stage s
-    takes; likewise with B for gradients. All follow the order of ``global_order``.
+    ``sSEND_Fm`` sends the outputs of stage s for microbatch m, and ``sRECV_Fm`` receives the inputs
+    of stage s. With B in place of F they send and receive gradients. All are in the order of
+    ``global_order``.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -69,7 +71,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
     """Write a schedule for ``read_csv``, and for torch's ``_load_csv``.
 
     Args:
-        schedule: what to write.
+        schedule: the schedule.
         path: the file.
 
     Raises:
@@ -80,10 +82,10 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def check_memory(schedule: Schedule) -> None:
-    """Refuse a schedule that torch cannot run.
+    """Refuse a schedule with memory actions, which torch cannot run.
 
     Raises:
-        ScheduleError: the schedule has actions of memory.
+        ScheduleError: the schedule moves or recomputes activations.
     """
     memory = [action for row in schedule.ranks for action in row if action.kind.is_memory]
     if memory:
@@ -101,11 +103,11 @@ def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
 
     Args:
         path: the file.
-        name: the schedule's name; None takes the file's.
+        name: the schedule's name; None: the file's name.
 
     Raises:
-        ScheduleError: the file cannot be read or is not CSV, a cell is not an action, more than
-             ``schedule.LARGEST`` actions, or an illegal schedule.
+        ScheduleError: the file cannot be read or is not CSV, a cell is not an action, there are
+            more than ``schedule.LARGEST`` actions, or the schedule is illegal.
     """
     return read_actions(path, name)[0]
 
@@ -113,8 +115,8 @@ def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
 def read_actions(
     path: str | Path, name: str | None = None
 ) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
-    """Read a schedule as ``read_csv`` does. If the file lists sends and receives, also return every
-    listed action of each rank.
+    """Return (schedule as from ``read_csv``, all listed actions of each rank). The second is None
+    if the file lists no sends and receives.
     """
     path = Path(path)
     rows = _rows(path)

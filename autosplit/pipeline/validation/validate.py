@@ -27,8 +27,8 @@ _MOST = 50  # faults to report; more of them would add nothing new
 
 @dataclass(frozen=True)
 class _Fault:
-    """A fault, and its cells (rank, position in the row). The position after the last action marks
-    a missing one.
+    """A fault, and its cells as (rank, position in the row). The position after the last action
+    stands for a missing action.
     """
 
     text: str
@@ -94,7 +94,7 @@ def _sizes(schedule: Schedule) -> Iterator[_Fault]:
 
 
 def _misfit(action: Action, schedule: Schedule) -> str | None:
-    """Why ``action`` does not exist in this pipeline, or None when it does."""
+    """The reason why ``action`` cannot exist in this pipeline; None if it can."""
     if not action.kind.is_scheduled:
         return (
             f"{action} is not an action that a schedule lists: F, I, W, B, actions of memory, and "
@@ -174,7 +174,7 @@ def _counts(schedule: Schedule) -> Iterator[_Fault]:
 
 
 def _early_reductions(schedule: Schedule) -> Iterator[_Fault]:
-    """Yield REDUCE_GRADs before the last backward of their stage: the gradients are partial."""
+    """Yield each REDUCE_GRAD before the last backward of its stage, where gradients are partial."""
     for rank, row in enumerate(schedule.ranks):
         last = {action.stage: place for place, action in enumerate(row) if action.kind in BACKWARDS}
         for place, action in enumerate(row):
@@ -306,7 +306,7 @@ def _order_faults(schedule: Schedule, low: int, high: int) -> Iterator[_Fault]:
 
 
 def _report(schedule: Schedule, faults: list[_Fault]) -> str:
-    """The numbered faults, above a grid with their numbers under the faulty cells."""
+    """Text with the numbered faults, then a grid with their numbers under the faulty cells."""
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     if len(faults) > _MOST:
         count, faults = f"more than {_MOST} faults", faults[:_MOST]
