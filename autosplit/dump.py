@@ -224,12 +224,24 @@ def split_figures(functions: SplitFunctions) -> dict[str, Any]:
 _HALVES = ("forward", "backward_input", "backward_weight")
 
 
-def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) -> None:
+def dump(
+    functions: SplitFunctions,
+    folder: str | os.PathLike[str],
+    title: str,
+    *,
+    fold_views: bool = False,
+) -> None:
     """Write ``joint.py``, ``forward.py``, ``backward_input.py``, ``backward_weight.py``,
     ``backward.py`` and ``boundary.md`` into a folder. If the backend generates code, the code of
     each graph compiled so far is written too, as ``forward.generated.py``. Each kind of repeated
     block has a folder of its own, with F, I and W. With matplotlib, and if the graphs are small
     enough to be read, ``graphs.svg`` shows F, I and W beside each other, with the bytes that cross.
+
+    Args:
+        functions: the graphs.
+        folder: the folder for the files.
+        title: the name of the module.
+        fold_views: write views that only one matrix product reads inside its call.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -240,13 +252,15 @@ def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) 
         calling = functions.calling.graphs()
         kinds = _kinds(calling.values())
         for name, module in calling.items():
-            (root / f"{name}.py").write_text(_source(name, module, title, kinds))
+            text = _source(name, module, title, kinds, fold_views=fold_views)
+            (root / f"{name}.py").write_text(text)
         for name, code in functions.generated.items():
             (root / f"{name}.generated.py").write_text(code)
         for kind, halves in kinds.items():
             (root / kind).mkdir(exist_ok=True)
             for half, module in halves.items():
-                (root / kind / f"{half}.py").write_text(_source(half, module, kind, {}))
+                text = _source(half, module, kind, {}, fold_views=fold_views)
+                (root / kind / f"{half}.py").write_text(text)
             draw_graphs(halves, root / kind / "graphs.svg", kind)
         draw_graphs(calling, root / "graphs.svg", title)
         (root / "boundary.md").write_text(_boundary(functions, title))
@@ -289,6 +303,8 @@ def _source(
     module: fx.GraphModule,
     title: str,
     kinds: Mapping[str, Mapping[str, fx.GraphModule]],
+    *,
+    fold_views: bool,
 ) -> str:
     text = f'"""{name} of {title}, written by autosplit."""\n\n{codegen.HEADER}\n\n'
     constants = ", ".join(codegen.constants(module))
@@ -299,7 +315,7 @@ def _source(
         for kind, half in [_kind_of(called)]
     ]
     calls = _CALLS.format(name=name, blocks="\n".join(blocks)) if blocks else ""
-    return text + note + codegen.generate(name, module) + calls
+    return text + note + codegen.generate(name, module, fold_views=fold_views) + calls
 
 
 def _boundary(functions: SplitFunctions, title: str) -> str:
@@ -311,4 +327,7 @@ def _boundary(functions: SplitFunctions, title: str) -> str:
     for kind, rows in boundaries(functions.graphs).items():
         total = f"{len(rows)} tensors, {size_text(total_bytes(rows))} of distinct storage."
         parts += [f"## {headings[kind]}", total, boundary_table(rows, "github")]
+    if functions.dependence.inseparable:
+        about = "I computes these gradients, and passes them to W:"
+        parts += ["## Not deferred", about, inseparable_table(functions, "github")]
     return "\n\n".join(parts) + "\n"

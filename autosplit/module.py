@@ -356,11 +356,12 @@ class SplitModule(ModuleProxy):
         ]
         return "\n\n".join([tables, *self._bound.text(), *static, *hooks, *unsplit])
 
-    def dump(self, folder: str | os.PathLike[str]) -> None:
+    def dump(self, folder: str | os.PathLike[str], *, fold_views: bool = False) -> None:
         """Write the latest graphs as readable, runnable Python, with tables of the boundaries.
 
         Args:
             folder: the folder for the files; created if it does not exist.
+            fold_views: write views that only one matrix product reads inside its call.
 
         Raises:
             SplitError: nothing has been captured yet.
@@ -368,9 +369,10 @@ class SplitModule(ModuleProxy):
         """
         partial = self._by_graphs
         if partial is not None:
-            partial.dump(folder)
+            partial.dump(folder, fold_views=fold_views)
         else:
-            dump(self._graphs.latest, folder, type(self.unsplit).__name__)
+            name = type(self.unsplit).__name__
+            dump(self._graphs.latest, folder, name, fold_views=fold_views)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move or convert the model, after computing pending gradients, which are moved and

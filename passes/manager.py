@@ -32,6 +32,7 @@ from .rewrites.padded_sums import concatenate_padded_sums
 from .rewrites.peephole import (
     divide_backward_operators,
     drop_summed_dimensions,
+    fold_powers,
     fold_transposes,
     forget_statistics,
     half_precision_dropout,
@@ -54,6 +55,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("dead_code", dead_code),
     Pass("padded_sums", concatenate_padded_sums),
     Pass("fold_transposes", fold_transposes),
+    Pass("fold_powers", fold_powers),
     Pass("drop_summed_dimensions", drop_summed_dimensions),
     Pass("partition", partition_forward_backward),
     Pass("split_backward", split_backward),

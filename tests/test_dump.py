@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import pathlib
+import re
 from types import ModuleType
 
 import pytest
@@ -35,12 +37,17 @@ def load(path: pathlib.Path) -> ModuleType:
     ],
     ids=["swiglu", "convolutions", "blocks"],
 )
+@pytest.mark.parametrize("fold_views", [False, True])
 def test_dumped_code_computes_the_gradients(
-    model: nn.Module, x: Tensor, tmp_path: pathlib.Path
+    model: nn.Module, x: Tensor, fold_views: bool, tmp_path: pathlib.Path
 ) -> None:
     """Wire the dumped files by role, as a person debugging would, and compare with autograd."""
-    split = autosplit.split(model, (x.requires_grad_(),))
-    split.dump(tmp_path)
+    model, x = copy.deepcopy(model), x.detach().requires_grad_()
+    split = autosplit.split(model, (x,))
+    split.dump(tmp_path, fold_views=fold_views)
+    nested = [re.search(r"mm\..*\(aten", path.read_text()) for path in tmp_path.rglob("*.py")]
+    has_products = any("aten.mm" in path.read_text() for path in tmp_path.rglob("*.py"))
+    assert any(nested) == (fold_views and has_products)
     graphs = split.functions[0].calling.graphs()
     expected: dict[str, Tensor] = dict(model.named_parameters())
     expected |= {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -65,6 +72,33 @@ def test_dumped_code_computes_the_gradients(
     assert torch.equal(values["grad of args[0]"], x.grad)
     for name, parameter in model.named_parameters():
         assert torch.equal(values[f"grad of {name}"], parameter.grad), name
+
+
+def test_a_folded_operand_lives_until_its_product(tmp_path: pathlib.Path) -> None:
+    """``y`` is last read by name before the product that reads its transpose."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        y = x + 1.0
+        transposed, scale = y.t(), y.sum()
+        return (transposed @ x) * scale
+
+    split = autosplit.split(Made(forward), (torch.randn(3, 3),))
+    split.dump(tmp_path, fold_views=True)
+    (result,) = load(tmp_path / "forward.py").forward([x := torch.randn(3, 3)])
+    assert "aten.mm.default(aten.t.default(" in (tmp_path / "forward.py").read_text()
+    assert torch.equal(result, split.unsplit(x))
+
+
+def test_weights_for_their_shape_and_gradients_of_i_are_told(tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    autosplit.split(model, (x,)).dump(tmp_path)
+    shape = "_2_weight,  # parameter{}: f32[2, 4, 3, 3]"
+    assert shape.format(", for its shape") in (tmp_path / "backward_weight.py").read_text()
+    for name in ("forward", "backward_input", "backward"):
+        assert shape.format("") in (tmp_path / f"{name}.py").read_text()
+    told = (tmp_path / "boundary.md").read_text().partition("## Not deferred")[2]
+    assert "| 1.weight    | aten.native_batch_norm_backward.default |" in told
 
 
 def test_blocks_have_a_folder_a_kind(tmp_path: pathlib.Path) -> None:

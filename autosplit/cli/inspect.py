@@ -69,6 +69,7 @@ def _with_grad(leaf: Any) -> Any:
 )
 @memory_option
 @click.option("--dump", "folder", type=FOLDER, help="Write the graphs to this folder.")
+@click.option("--fold-views", is_flag=True, help="There, write views inside the products.")
 @json_option
 @typed_errors
 def inspect(
@@ -78,6 +79,7 @@ def inspect(
     no_input_grads: bool,
     memory: str | int,
     folder: pathlib.Path | None,
+    fold_views: bool,
     json_file: pathlib.Path | None,
 ) -> None:
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns (model, args) or
@@ -93,5 +95,5 @@ def inspect(
         data = {"captures": [*map(split_figures, module.functions)]}
         write_text(json_file, json.dumps(data, indent=1) + "\n")
     if folder:
-        module.dump(folder)
+        module.dump(folder, fold_views=fold_views)
         click.echo(f"\nwritten: {folder}")

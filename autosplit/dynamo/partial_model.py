@@ -267,18 +267,20 @@ class PartialModel:
         text = partial_report(self, type(self._model).__name__)
         return "\n\n".join([text, *self._queue.bound.text()])
 
-    def dump(self, folder: str | os.PathLike[str]) -> None:
+    def dump(self, folder: str | os.PathLike[str], *, fold_views: bool = False) -> None:
         """Write the split graphs as runnable Python code, with tables of the boundaries.
 
         Args:
             folder: gets a subfolder for each graph of Dynamo.
+            fold_views: write views that only one matrix product reads inside its call.
 
         Raises:
             OutputError: the folder cannot be written.
         """
         for index, part in enumerate(self._parts):
             if part.functions is not None and part.functions.has_backward:
-                dump(part.functions, pathlib.Path(folder) / f"part{index}", part.lines)
+                place = pathlib.Path(folder) / f"part{index}"
+                dump(part.functions, place, part.lines, fold_views=fold_views)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._model.named_parameters()

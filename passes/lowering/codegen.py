@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..analysis.aliasing import is_view
 from ..analysis.operators import IN_PLACE, OPERATORS, OVERLOAD, overload
 from ..errors import PassError, StrideError
 from ..graph import SUBGRAPH, outputs, placeholders, role_of, source_line, value_text
@@ -76,7 +77,7 @@ def _message(node: fx.Node, expected: tuple[int, ...]) -> str:
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
 
 
-def generate(name: str, module: fx.GraphModule) -> str:
+def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> str:
     """Source of ``def name(args, constants)`` for one graph.
 
     ``args`` is a list in the order of the placeholders; it is emptied. ``constants`` maps names to
@@ -87,13 +88,18 @@ def generate(name: str, module: fx.GraphModule) -> str:
         PassError: a value in the graph has no source form.
     """
     graph = module.graph
-    last_use = last_uses(graph)
+    products = _products_of_views(graph) if fold_views else {}
+    last_use = _delayed(last_uses(graph), products)
     reused = reusable_operands(graph)
+
+    def name_of(node: fx.Node) -> str:
+        return _call(node, name_of) if node in products else _name(node)
+
     lines = [f"def {name}(args, constants={{}}):"]
     lines += _unpack(placeholders(graph), last_use)
     source = ""
     for node in graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or node in products:
             continue
         if node.op == "output":
             lines.append("    return [")
@@ -105,8 +111,38 @@ def generate(name: str, module: fx.GraphModule) -> str:
             lines.append(f"    # {_without_folder(line)}")
             source = line
         lines += stride_check(node, _name)
-        lines.append(_statement(node, last_use.get(node, []), reused.get(node)))
+        lines.append(_statement(node, last_use.get(node, []), reused.get(node), name_of))
     return "\n".join(lines) + "\n"
+
+
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
+
+
+def _products_of_views(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The views that a single matrix product reads, also through other such views -> it."""
+    products: dict[fx.Node, fx.Node] = {}
+    for node in reversed(graph.nodes):
+        if is_view(node) and len(node.users) == 1 and node.target not in OPERATORS["addresses"]:
+            (reader,) = node.users
+            product = products.get(reader, reader)
+            if product.target in _PRODUCTS:
+                products[node] = product
+    return products
+
+
+def _delayed(
+    last_use: dict[fx.Node, list[fx.Node]], products: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """The last uses of all values but these views, which are computed in the call of a product."""
+    if not products:
+        return last_use
+    delayed: dict[fx.Node, list[fx.Node]] = {}
+    for node, values in last_use.items():
+        for value in values:
+            readers = [products[user] for user in value.users if user in products]
+            if value not in products:
+                delayed.setdefault(max([node, *readers]), []).append(value)
+    return delayed
 
 
 def constants(module: fx.GraphModule) -> dict[str, Any]:
@@ -123,7 +159,8 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
         shape = value_text(node.meta.get("val"))
         role = role_of(node)
         is_named = re.sub(r"\W", "_", role.name).strip("_") == node.name.strip("_")
-        lines.append(f"        {_name(node)},  # {role.kind.value if is_named else role}: {shape}")
+        text = f"{role.kind.value if is_named else role}{', for its shape' * _gives_shape(node)}"
+        lines.append(f"        {_name(node)},  # {text}: {shape}")
     lines += ["    ) = args", "    args.clear()"]
     used = {node for dead in last_use.values() for node in dead}
     used |= {operand for node in nodes for user in node.users for operand in user.all_input_nodes}
@@ -133,16 +170,29 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
     return lines
 
 
+def _gives_shape(node: fx.Node) -> bool:
+    """Whether a convolution's weight is read only for its shape: no input gradient is computed."""
+    convolutions: list[Any] = [*node.users]
+    return bool(convolutions) and all(
+        user.target is torch.ops.aten.convolution_backward.default
+        and node not in user.args[:2]
+        and not user.args[-1][0]
+        for user in convolutions
+    )
+
+
 def _without_folder(line: str) -> str:
     """A source line with its file's name only, such as ``modeling_llama.py:244 code``."""
     path, _, code = line.partition(" ")
     return f"{os.path.basename(path)} {code}".strip()
 
 
-def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:
+def _statement(
+    node: fx.Node, dead: list[fx.Node], reused: int | None, name_of: Callable[[fx.Node], str]
+) -> str:
     if SUBGRAPH in node.meta:
         return _subgraph_call(node, dead)
-    call = _call(node) if reused is None else _call_in_place(node, reused)
+    call = _call(node, name_of) if reused is None else _call_in_place(node, reused)
     text = f"    {_name(node)} = {call}"
     if dead:
         text += f"; del {', '.join(_name(item) for item in dead)}"
@@ -160,13 +210,13 @@ def _subgraph_call(node: fx.Node, dead: list[fx.Node]) -> str:
     return text + (f"; del {name}" if node in dead else "")
 
 
-def _call(node: fx.Node) -> str:
+def _call(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:
     if node.op == "get_attr":
         return f"constants[{str(node.target)!r}]"
     if node.target is operator.getitem:
-        return f"{_text(node.args[0])}[{_text(node.args[1])}]"
-    arguments = [_text(value) for value in node.args]
-    arguments += [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
+        return f"{_text(node.args[0], name_of)}[{_text(node.args[1])}]"
+    arguments = [_text(value, name_of) for value in node.args]
+    arguments += [f"{key}={_text(value, name_of)}" for key, value in node.kwargs.items()]
     return f"{_callee(node)}({', '.join(arguments)})"
 
 
@@ -202,11 +252,11 @@ def _name(node: fx.Node) -> str:
     return f"{node.name}_" if keyword.iskeyword(node.name) else node.name
 
 
-def _text(value: object) -> str:
+def _text(value: object, name_of: Callable[[fx.Node], str] = _name) -> str:
     """Source of an argument."""
     match value:
         case fx.Node():
-            return _name(value)
+            return name_of(value)
         case tuple():
             items = ", ".join(_text(item) for item in value)
             return f"({items},)" if len(value) == 1 else f"({items})"

@@ -19,6 +19,9 @@ for p = 0.1 in bfloat16.
 weight back, in two consecutive calls. Both are views of the same elements, so no computed value
 changes.
 
+``fold_powers``: ``pow(x, 1)`` becomes ``x``. The derivative of a square, as in RMSNorm, computes
+such a power, which is a copy.
+
 ``drop_summed_dimensions``: a sum that keeps its dimensions, followed by a view without them, as in
 every bias's gradient, becomes one sum without them: the same kernel, one call less.
 """
@@ -31,7 +34,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import FORWARD_OUTPUT, SplitGraphs, calls, outputs, tensor_of
+from ..analysis.aliasing import storage_root
+from ..graph import FORWARD_OUTPUT, SplitGraphs, calls, origin_of, outputs, tensor_of
 from .emit import emit, erase
 
 aten = torch.ops.aten
@@ -126,6 +130,35 @@ def fold_transposes(program: SplitGraphs) -> bool:
     return folded
 
 
+_COPIES = ("cpu", "cuda")
+"""Types of devices on which a power of 1 is a copy, bit for bit."""
+
+
+def fold_powers(program: SplitGraphs) -> bool:
+    """Replace powers of 1 by their bases; True if there was one."""
+    graph = program.joint.graph
+    # A result that leaves the graph stays a separate tensor, as in eager.
+    values = (value for _, value in outputs(graph) if isinstance(value, fx.Node))
+    returned = {*map(storage_root, values)}
+    powers = graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar)
+    folded = [node for node in powers if node not in returned and _is_copy(node)]
+    for node in folded:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    return bool(folded)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Whether the node is a power of 1 in the form of its base. What the forward reads of the
+    caller's tensors is not folded: the caller may overwrite them before the backward.
+    """
+    base: Any = node.args[0]
+    old, new = base.meta["val"], node.meta["val"]
+    own = storage_root(base).op != "placeholder" or origin_of(node).is_backward
+    same = old.dtype is new.dtype and tuple(old.stride()) == tuple(new.stride())
+    return bool(node.args[1] == 1 and own and same and old.device.type in _COPIES)
+
+
 def drop_summed_dimensions(program: SplitGraphs) -> bool:
     """Merge sums with the views that drop their dimensions; True if there was one."""
     graph = program.joint.graph
@@ -133,8 +166,9 @@ def drop_summed_dimensions(program: SplitGraphs) -> bool:
     pairs: list[tuple[fx.Node, Any]]
     pairs = [(view, total) for view in views if _is_kept_sum(total := view.args[0], view)]
     for view, total in pairs:
-        view.target, view.args, view.kwargs = total.target, total.args[:2], total.kwargs
-        graph.erase_node(total)
+        total.args, total.meta["val"] = total.args[:2], view.meta["val"]
+        view.replace_all_uses_with(total)
+        graph.erase_node(view)
     return bool(pairs)
 
 

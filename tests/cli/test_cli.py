@@ -258,8 +258,9 @@ def test_a_model_that_differs_from_call_to_call_is_said_to() -> None:
 
 
 def test_inspect_a_model(tmp_path: pathlib.Path) -> None:
-    result = run(f"inspect {SMALL} --dump {tmp_path}/d --json {tmp_path}/split.json")
+    result = run(f"inspect {SMALL} --dump {tmp_path}/d --fold-views --json {tmp_path}/split.json")
     assert result.exit_code == 0, result.output
+    assert "aten.mm.default(aten." in (tmp_path / "d" / "backward_weight.py").read_text()
     (figures,) = json.loads((tmp_path / "split.json").read_text())["captures"]
     graphs = figures["graphs"]
     assert graphs["backward"]["flops"] == 2 * graphs["forward"]["flops"]

@@ -11,11 +11,12 @@ from autosplit.passes.graph import calls
 from autosplit.passes.rewrites.peephole import (
     divide_backward_operators,
     drop_summed_dimensions,
+    fold_powers,
     fold_transposes,
     half_precision_dropout,
 )
 from autosplit.passes.verify import verify
-from tests.passes.graphs import ops, program_of
+from tests.passes.graphs import computed, ops, program_of
 
 # --- divide: one convolution_backward becomes two by its output mask ------------------------------
 
@@ -94,3 +95,46 @@ def test_pairs_that_cancel(steps: int, left: int, returned: bool) -> None:
     expected = x if steps % 2 == 0 else x.t()
     (result,) = fx.GraphModule(nn.Module(), graph)(x)
     assert torch.equal(result, expected if returned else -expected)
+
+
+# --- fold_powers: a power of 1 is its base --------------------------------------------------------
+
+
+class Norm(nn.Module):
+    """The square has a derivative with a power of 1; so have two users' lines."""
+
+    def __init__(self, power: float, *, returned: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.power, self.returned = power, returned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * torch.rsqrt((x * self.weight).pow(2).mean(-1, keepdim=True))
+        return hidden.pow(self.power) if self.returned else hidden.pow(self.power) * self.weight
+
+
+@pytest.mark.parametrize(
+    ("power", "returned", "left"),
+    [(1.0, False, 0), (1, False, 0), (1.0, True, 1), (3.0, False, 0)],
+)
+def test_powers_of_one_fold(power: float, returned: bool, left: int) -> None:
+    """Except one that is an output: it stays a tensor of its own."""
+    program = program_of(Norm(power, returned=returned), torch.randn(3, 4))
+    expected = computed(program.joint)
+    assert fold_powers(program)
+    powers = [n for n in calls(program.joint.graph) if n.target is aten.pow.Tensor_Scalar]
+    assert sum(node.args[1] == 1 for node in powers) == left
+    assert all(map(torch.equal, computed(program.joint), expected))
+    assert not fold_powers(program)
+
+
+def test_a_power_of_the_callers_tensor_stays() -> None:
+    """The caller may overwrite the tensor before the backward; autograd then reads the copy."""
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta.update(val=torch.empty(2, 3), role=Role(Kind.INPUT, "x"))
+    power = graph.call_function(aten.pow.Tensor_Scalar, (node, 1.0))
+    last = graph.call_function(aten.neg.default, (power,))
+    power.meta["val"] = last.meta["val"] = torch.empty(2, 3)
+    graph.output([last]).meta["roles"] = (Role(Kind.OUTPUT, "output"),)
+    assert not fold_powers(SplitGraphs(fx.GraphModule(nn.Module(), graph)))
