@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -67,12 +68,13 @@ class PendingWork:
     graph: SplitFunctions
     deferred: Residuals
     state: State
-    skipped: frozenset[str] = frozenset()
+    skipped: AbstractSet[str] = frozenset()
     early: Sequence[Tensor] = ()
     owner: Callable[[Tensor], Tensor] | None = None
     writes: Sequence[int] = ()
     leaves: Sequence[Tensor] | None = None
     slots: Sequence[GradientSlot] = ()
+    _names: dict[int, list[str]] | None = None
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -115,8 +117,20 @@ class PendingWork:
 
     def drop(self, parameters: Collection[int]) -> None:
         """Drop the gradients of parameters, passed as their ``id``."""
-        names = [name for name, parameter in self.named_parameters() if id(parameter) in parameters]
-        self.skipped = self.skipped.union(names)
+        # ``zero_()`` drops one parameter after another, so names are looked up by ``id``.
+        if self._names is None:
+            self._names = {}
+            for name, parameter in self.named_parameters():
+                self._names.setdefault(id(parameter), []).append(name)
+        skipped = self.skipped if isinstance(self.skipped, set) else {*self.skipped}
+        for key in parameters:
+            skipped.update(self._names.pop(key, ()))
+        self.skipped = skipped
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether, after a ``drop``, W would compute nothing."""
+        return not (self._names or self.graph.sums)
 
 
 @dataclasses.dataclass
@@ -524,7 +538,8 @@ class PendingQueue:
         works = self.works()
         for work in works:
             work.drop(parameters)
-        self.remove([work for work in works if not (work.parameters or work.graph.sums)])
+        if empty := [work for work in works if work.is_empty]:
+            self.remove(empty)
 
     def remove(self, works: Collection[PendingWork]) -> None:
         """Remove work from the queue, without running it."""

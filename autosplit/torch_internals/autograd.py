@@ -363,6 +363,12 @@ def zero_together(sums: Sequence[Tensor]) -> None:
     torch._foreach_zero_(list(sums))
 
 
+def scale_together(sums: Sequence[Tensor], factor: float) -> None:
+    """Multiply sums by a factor in one call."""
+    if sums:
+        torch._foreach_mul_(list(sums), factor)
+
+
 def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values into buffers, in one call for each dtype.
 

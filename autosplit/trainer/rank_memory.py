@@ -155,6 +155,12 @@ class RankMemory:
 
     # --- recorded ---------------------------------------------------------------------------------
 
+    @property
+    def recorded_peak(self) -> int | None:
+        """The most bytes that the rank held in the last step; None if they were not recorded."""
+        recorder = self.recorder
+        return None if recorder is None else max(band.total for band in recorder.bands())
+
     @contextlib.contextmanager
     def recording(
         self, step: StepPlan, batch: Sequence[Tensor | None], times: Recorder

@@ -15,6 +15,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
 from autosplit.ranks.groups import Groups
 from autosplit.stage import Stage
+from autosplit.torch_internals.autograd import scale_together
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistribute_gradient
 from autosplit.trainer.gradient_buckets import GradientBuckets, Wait
 from autosplit.trainer.gradient_norms import GradientNorms
@@ -320,11 +321,13 @@ class RankModel:
             self.sharded.forget()
             self.buckets.release()
             raise
-        for parameter, earlier in earlier_gradients:
-            if self._has_dtensors:
+        if self._has_dtensors:
+            for parameter, _ in earlier_gradients:
                 redistribute_gradient(parameter)
-            if scale != 1.0 and parameter.grad is not None:
-                local_tensor(parameter.grad).mul_(1.0 / scale)
+        if scale != 1.0:
+            gradients = (parameter.grad for parameter, _ in earlier_gradients)
+            scale_together([local_tensor(g) for g in gradients if g is not None], 1.0 / scale)
+        for parameter, earlier in earlier_gradients:
             if earlier is not None:
                 parameter.grad = self._add_earlier(parameter, earlier)
 

@@ -104,7 +104,8 @@ class RankStages:
         """Build and compile the stages of a training step from its first batch; collective.
 
         Args:
-            plan: gets the stages, the boundaries between them and the dtype of the losses.
+            plan: gets the stages and their graphs, the boundaries between them and the dtype of
+                the losses.
             schedule: the schedule of training.
             batch: this rank's batch; None on a rank whose stages use none of it.
             inputs: its inputs, by microbatch.
@@ -131,6 +132,9 @@ class RankStages:
         self._model.report_gradients(traced(plan.stages), schedule)
         with activity.during("compiling its stages", announced=True):
             compile_stages(plan.stages, schedule)
+        graphs = traced(plan.stages)
+        if len(graphs) == len(plan.stages):
+            plan.functions = [stage.functions for stage in graphs.values()]
         plan.dtype = plan.boundaries.outputs[self._last][0].dtype
         stages = plan.stages.values()
         draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)

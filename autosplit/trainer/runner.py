@@ -96,6 +96,7 @@ class Runner:
         dataflow: the dataflow between stages.
         schedule: the schedule of training; ``"auto"`` replaces it after the measured steps.
         stages: this rank's stages of the last training step; empty before the first.
+        last_step: the plan of that step; None before the first.
         spans: the recorded actions of that step.
         memory: this rank's memory, predicted and recorded.
         record: whether to record ``spans``, and with ``"memory"`` also memory. Steps that
@@ -171,8 +172,10 @@ class Runner:
         )
         self._grad_tensors: Mapping[BatchSlot, Tensor] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
+        self.last_step: StepPlan | None = None
         self.spans: list[Span] = []
         self._limited = False
+        self._prepared: dict[Schedule, PreparedSchedule] = {}
 
     @property
     def settled(self) -> bool:
@@ -218,6 +221,7 @@ class Runner:
         for call in model.post_step:
             call()
         self.spans = recorder.spans() if recorder is not None else []
+        self.last_step = plan
         self._tune()
         return self._start_reduction(plan, losses, microbatches, weights, norms)
 
@@ -305,8 +309,10 @@ class Runner:
     ) -> Executor:
         """Build a plan's executor, which runs stages by a schedule; collective over all ranks."""
         groups, sharded = self._groups, self._model.sharded
-        schedule = add_gathers(schedule, sharded.indices)
-        prepared = PreparedSchedule(schedule, self.dataflow)
+        if schedule not in self._prepared:
+            with_gathers = add_gathers(schedule, sharded.indices)
+            self._prepared[schedule] = PreparedSchedule(with_gathers, self.dataflow)
+        prepared = self._prepared[schedule]
         groups.connect(prepared.pairs)
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = None
@@ -314,7 +320,7 @@ class Runner:
             moves = Moves(stages, prepared, groups, self._device, self._store)
         plan.executor = Executor(
             stages,
-            schedule,
+            prepared.schedule,
             groups.rank,
             Transport(routes, groups, plan.boundaries, device=self._device, posts=posts),
             activity=groups.activity,

@@ -26,6 +26,7 @@ from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.ranks.groups import Groups
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.trainer.aux_losses import WithAuxLosses
 from autosplit.trainer.batch_agreement import (
     Metas,
@@ -51,6 +52,7 @@ class StepPlan:
         boundaries: shapes and dtypes of the tensors between stages.
         dtype: the dtype of the losses; valid once the first such batch has run.
         stages: this rank's stages, in training; empty until the first such batch.
+        functions: the graphs of these stages for such batches; empty if a stage has none.
         executor: runs them; None until the first such batch.
         loss_grads: by microbatch, the gradients of the last stage's outputs, in training.
         aux: this rank's stages, if there are auxiliary losses.
@@ -63,6 +65,7 @@ class StepPlan:
     boundaries: Boundaries = field(default_factory=Boundaries)
     dtype: torch.dtype = torch.float32
     stages: Mapping[int, TrainableStage] = field(default_factory=dict)
+    functions: Sequence[SplitFunctions] = ()
     executor: Executor | None = None
     loss_grads: Sequence[list[Tensor | None]] = ()
     aux: Sequence[WithAuxLosses] = ()

@@ -153,7 +153,7 @@ class StepReports(RankSession):
 
     def _local_metrics(self, tokens: int | None) -> dict[str, float]:
         """Compute the metrics of this rank."""
-        step, memory = self._runner.memory.step, self._runner.memory.recorder
+        step, peak = self._runner.last_step, self._runner.memory.recorded_peak
         figures, seconds = self._figures, self._figures.seconds
         if figures.means is None or step is None:
             raise PipelineError(
@@ -164,9 +164,8 @@ class StepReports(RankSession):
         metrics = figures.means() | {"seconds": seconds}
         for name, count in batch_counts(step.metas, tokens).items():
             metrics[f"{name}_per_s"] = count / seconds
-        stages = traced(self.stages)
-        if len(stages) == len(self.stages):
-            flops = sum(stage.functions.flops for stage in stages.values())
+        if step.functions:
+            flops = sum(functions.flops for functions in step.functions)
             metrics["flops_per_s"] = flops * self.schedule.microbatches / seconds
         if figures.norm is not None:
             metrics["grad_norm"] = figures.norm
@@ -179,8 +178,8 @@ class StepReports(RankSession):
             spans = tuple(self._runner.spans)
             timeline = Timeline(self._groups.ranks, spans, bounds=figures.bounds)
             metrics["idle"] = timeline.bubble_ratio(self.rank)
-        if memory is not None:
-            metrics["peak_memory"] = float(max(band.total for band in memory.bands()))
+        if peak is not None:
+            metrics["peak_memory"] = float(peak)
         return metrics | device_peak(self.device)
 
     def progress(self, batches: Iterable[T], work: str = "training") -> Iterator[T]:
@@ -202,7 +201,7 @@ class StepReports(RankSession):
 
     def _note(self) -> str:
         """Return the loss and the rate of the last step in words, as far as they are known."""
-        step = self._runner.memory.step
+        step = self._runner.last_step
         if self._figures.means is None or step is None:
             return ""
         text, counts = f"loss {self._figures.means()['loss']:.4g}", batch_counts(step.metas)
@@ -227,13 +226,12 @@ class StepReports(RankSession):
         stages, modules = traced(self.stages), self.modules
         parameters = [t for at, module in modules.items() for t in parameter_rows(at, module)]
         kept = [t for at, stage in stages.items() for t in boundary_rows(at, stage.functions)]
-        recorder = self._runner.memory.recorder
         row = RankReport(
             stages_text(modules.items()),
             *self._runner.memory.fixed_by_owner(),
             saved=sum(tensor.bytes for tensor in kept if tensor.owner == "saved"),
             deferred=sum(tensor.bytes for tensor in kept if tensor.owner == "deferred"),
-            peak=None if recorder is None else max(band.total for band in recorder.bands()),
+            peak=self._runner.memory.recorded_peak,
             largest=largest([*parameters, *kept]),
             spans=self._runner.spans,
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import pickle
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -473,3 +475,23 @@ def test_moved_module_takes_its_gradients_along() -> None:
         assert model.a.weight.grad.dtype is torch.float64
 
     assert_alike(Net(), drive)
+
+
+def test_zeros_of_pending_gradients_take_time_in_proportion_to_their_number() -> None:
+    def calls(layers: int) -> int:
+        """Calls of functions in one ``zero_grad`` beside two pending microbatches."""
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        split = autosplit.split(model, max_pending=2)
+        for _ in range(2):
+            split(torch.ones(1, 2)).sum().backward()
+        count = itertools.count()
+        sys.setprofile(lambda frame, event, argument: next(count))
+        try:
+            split.zero_grad(set_to_none=False)
+        finally:
+            sys.setprofile(None)
+        assert split.pending == 0
+        return next(count)
+
+    few, many = calls(4), calls(12)
+    assert many < 3.2 * few

@@ -15,8 +15,10 @@ from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Action
+from autosplit.pipeline.simulation import prepared
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.trainer.report_page import RankReport, page
+from benchmarks.startup.restart import counted
 
 WIDTH, SAMPLES = 16, 8
 
@@ -59,6 +61,35 @@ def test_metrics_of_a_step() -> None:
         result = trainer.metrics()
         assert (result["loss"], result["grad_norm"]) == (loss, trainer.grad_norm)
         assert result["idle"] == trainer.timeline().bubble_ratio(0)
+
+
+@pytest.mark.parametrize("samples", [2 * SAMPLES, SAMPLES // 2])
+def test_a_prediction_leaves_the_metrics_of_the_last_step(samples: int) -> None:
+    batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
+    other = torch.ones(samples, WIDTH), torch.zeros(samples, WIDTH)
+    with PipelineTrainer(
+        [nn.Linear(WIDTH, WIDTH) for _ in range(2)],
+        nn.functional.mse_loss,
+        torch.optim.SGD,
+        microbatches=4,
+        ranks=1,
+    ) as trainer:
+        trainer.step(batch)
+        result = trainer.metrics()
+        trainer.predict_memory(other)
+        assert trainer.metrics() == result
+
+
+def test_a_schedule_is_prepared_once_for_all_shapes() -> None:
+    with (
+        counted(prepared, "routes_of") as calls,
+        PipelineTrainer(
+            [nn.Linear(WIDTH, WIDTH)], nn.functional.mse_loss, torch.optim.SGD, microbatches=4
+        ) as trainer,
+    ):
+        for rows in (4, 8, 12):
+            trainer.step((torch.ones(rows, WIDTH), torch.zeros(rows, WIDTH)))
+    assert calls.call_count == 1
 
 
 def test_step_async_without_a_norm_has_no_metrics() -> None:
