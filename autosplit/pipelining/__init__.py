@@ -1,4 +1,6 @@
-"""Split stages for torch.distributed.pipelining: its schedules, its runtime, our graphs."""
+"""Split stages for torch.distributed.pipelining, whose schedules and runtime run autosplit's
+graphs.
+"""
 
 from .schedule import dw_builder, reset_shapes, torch_schedule
 from .stage import SplitPipelineStage

@@ -1,9 +1,9 @@
 """The agreement of a pipeline's stages before the first microbatch: the shapes of the tensors
 between them, and the gradients that come back.
 
-Ranks exchange these over the store of their process group. A rank that waits there learns of a
-failure on any rank; no stale message is left in a connection; and the backend need not have
-connected the ranks yet.
+Ranks exchange shapes over the store of their process group, for three reasons. A rank that waits
+for the store learns of a failure on any rank; no stale message is left in a connection; and the
+backend need not have connected the ranks yet.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class NeighbourError(PipelineError):
 class RowAgreement:
     """One exchange of shapes between all ranks of a pipeline.
 
-    Every rank begins it in the same step. In a fake group no other rank answers, and ``input_args``
-    describe the inputs of this rank's stages.
+    Every rank begins the exchange in the same step. In a fake group no other rank answers, so
+    ``input_args`` describe the inputs of this rank's stages.
 
     Args:
         group: the process group of the pipeline.
@@ -50,7 +50,7 @@ class RowAgreement:
         trains: whether the step has a backward.
 
     Attributes:
-        trains: see above.
+        trains: as passed.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RowAgreement:
     def has_begun(self, rank: int) -> bool:
         """Whether a rank has begun this exchange.
 
-        A rank begins it in its step, and never if its stages are torch's own.
+        A rank begins the exchange in its step, and never if its stages are torch's own.
         """
         return self._is_fake or bool(self._store.add(_begun_key(rank), 0) >= self._number)
 
@@ -87,7 +87,7 @@ class RowAgreement:
             targets: the targets of the loss.
 
         Raises:
-            NeighbourError: another rank failed; with its error.
+            NeighbourError: another rank failed; names that rank's error.
             PipelineError: another rank did not answer in time, or the rank of the last stage got
                 no target.
             Exception: the error of one of this rank's stages; other ranks raise NeighbourError.
@@ -116,8 +116,8 @@ class RowAgreement:
             raise
 
     def _inputs(self, stage: SplitPipelineStage, microbatches: int) -> Any:
-        """The inputs of a stage for each microbatch, and their structure if they are one argument,
-        else None.
+        """Return (inputs of a stage for each microbatch, their pytree structure if they are one
+        argument, else None).
         """
         if stage.is_first or self._is_missing(stage, stage.stage_index - 1):
             return [() if stage.is_first else stage.example_inputs()] * microbatches, None
@@ -146,7 +146,8 @@ class RowAgreement:
         """Trace a stage for the first microbatch, and again for each microbatch of other shapes.
 
         Returns:
-            The outputs per microbatch, and their structure, for the next stage.
+            (outputs per microbatch, their pytree structure if they are one argument of the next
+            stage).
         """
         results: list[Results] = []
         first = None
@@ -180,7 +181,7 @@ class RowAgreement:
         return pickle.loads(self._store.get(key))
 
     def _end(self) -> None:
-        """Wait until all ranks have agreed: none of them runs a microbatch if one has failed."""
+        """Wait until all ranks have agreed. If a rank has failed, no rank runs a microbatch."""
         key = self._key("done")
         self._store.add(key, 1)
         self._wait(lambda: self._store.add(key, 0) == self._ranks, "the other ranks")
@@ -207,7 +208,7 @@ def _begun_key(rank: int) -> str:
 
 
 def _wanted(stage: SplitPipelineStage, output_flags: Sequence[bool]) -> list[bool]:
-    """For each input of a stage, whether it sends a gradient back.
+    """For each input of a stage, whether the stage sends a gradient for it back.
 
     Args:
         stage: the stage.
@@ -228,7 +229,7 @@ def _wanted(stage: SplitPipelineStage, output_flags: Sequence[bool]) -> list[boo
 
 
 def _detach(tree: Any) -> tuple[Any, Any]:
-    """The tree with detached tensors, and the shapes and dtypes of its leaves."""
+    """Return (tree with detached tensors, shapes and dtypes of its leaves)."""
     leaves, spec = tree_flatten(tree)
     detached = [
         leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

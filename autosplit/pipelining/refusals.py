@@ -40,10 +40,10 @@ def check_group() -> None:
 
 
 def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
-    """The module to capture.
+    """The module to capture for ``submodule``.
 
     Raises:
-        PipelineError: ``submodule`` is no module.
+        PipelineError: ``submodule`` is not a module.
     """
     if isinstance(submodule, DistributedDataParallel):
         return unwrapped(submodule.module, stage_index)
@@ -81,8 +81,8 @@ def refused_capture(owner: str, leaves: Sequence[Any], error: CaptureError) -> E
     """The error to raise if a stage's module cannot be captured.
 
     Args:
-        owner: the stage.
-        leaves: the leaves of its inputs.
+        owner: the name of the stage.
+        leaves: the leaves of the stage's inputs.
         error: the error of the capture.
 
     Returns:
@@ -105,8 +105,8 @@ def refused_capture(owner: str, leaves: Sequence[Any], error: CaptureError) -> E
 def failed_call(call: str, error: Exception) -> Exception:
     """The error to raise if the call of a graph raises.
 
-    A kernel's RuntimeError becomes a PipelineError that names the call. Other errors stay as they
-    are, with the call as a note.
+    A kernel's RuntimeError becomes a PipelineError that names the call. Other errors are unchanged,
+    with the call as a note.
     """
     if type(error) is RuntimeError:
         failure = PipelineError(f"{call} failed: {error}")

@@ -1,5 +1,5 @@
-"""Outputs of a stage's graph: the tensors sent to the next stage with their gradients, and the
-last stage's outputs between its graph and the loss function.
+"""Outputs of a stage's graph: ``Results`` maps them to the tensors that are sent to the next stage,
+and ``LossBoundary`` connects the last stage's outputs with the loss function.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Results:
     """The outputs of one of a stage's graphs.
 
     Args:
-        functions: the graph and its callables.
+        functions: F, I, W and B of the graph.
 
     Attributes:
-        count: how many leaves the result has, tensors or not.
-        spec: the pytree of the result.
+        count: the number of leaves of the result, tensors or not.
+        spec: the pytree structure of the result.
         differentiable: positions of the leaves that need a gradient.
-        metas: the tensors as they are sent.
+        metas: metadata of the tensors in the form in which they are sent.
     """
 
     def __init__(self, functions: SplitFunctions) -> None:
@@ -51,8 +51,8 @@ class Results:
 
     @property
     def structure(self) -> TreeSpec | None:
-        """The pytree of a result that is one argument of the next stage; None if its tensors are
-        separate arguments.
+        """The pytree structure of a result that is one argument of the next stage; None if the
+        result's tensors are separate arguments.
         """
         flat = self.spec.is_leaf() or (
             self.spec.type in (tuple, list) and self.spec.num_children == self.spec.num_leaves
@@ -63,8 +63,8 @@ class Results:
         """Refuse a result that torch's runtime cannot send to the next stage.
 
         Raises:
-            CaptureError: names the first leaf that is no tensor, or that is a complex tensor which
-                needs a gradient: torch's runtime receives none for it.
+            CaptureError: names the first leaf that is not a tensor, or that is a complex tensor
+                with a gradient, for which torch's runtime receives no gradient.
         """
         for at, name in enumerate(self._names):
             if at in self.differentiable and self._functions.specs_by_path[name].dtype.is_complex:
@@ -80,11 +80,11 @@ class Results:
                 )
 
     def refuse_other_shapes(self, owner: str, chunk: int, agreed: Results) -> None:
-        """Refuse outputs of a microbatch whose shapes or dtypes differ from the ones agreed with
+        """Refuse outputs of a microbatch whose shapes or dtypes differ from those agreed on with
         the next stage.
 
         Raises:
-            StageShapeError: names both.
+            StageShapeError: names the outputs and the agreed shapes.
         """
         if agreed is self:
             return
@@ -105,14 +105,14 @@ class Results:
         """For each input of the graph, whether it gets a gradient.
 
         Args:
-            flags: for each output tensor, whether it gets a gradient; None: all do.
+            flags: for each output tensor, whether it gets a gradient; None: all get one.
         """
         if flags is None:
             flags = [True] * len(self._tensors)
         return self._functions.dependence.inputs_given(self.arrived([f or None for f in flags]))
 
     def sent(self, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The output tensors as they are sent: dense in memory."""
+        """The output tensors in the form in which they are sent, dense in memory."""
         pairs = zip(self._tensors, self._specs, strict=True)
         return tuple([spec.conform(outputs[at].detach()) for at, spec in pairs])
 
@@ -126,7 +126,9 @@ class Results:
         return leaves
 
     def arrived(self, grads: Sequence[T | None]) -> list[T | None]:
-        """Received gradients of the tensors, at the positions of leaves and changed inputs."""
+        """The received gradients in the order of the graph's outputs: result leaves, then changed
+        inputs. None for an output without a gradient.
+        """
         gradients: list[T | None] = [None] * len(self._functions.output_names)
         for at, grad in zip(self._tensors, grads, strict=False):
             if at in self.differentiable:
@@ -135,13 +137,13 @@ class Results:
 
 
 def as_received(grad: Tensor | None, meta: Any, device: torch.device) -> Tensor:
-    """A gradient with the strides of its tensor; zeros if it is None."""
+    """A gradient with the strides of the tensor that was sent; zeros if it is None."""
     spec = TensorSpec(meta.shape, meta.stride, meta.dtype, device)
     return spec.zeros() if grad is None else spec.conform(grad)
 
 
 def described(tensors: Sequence[Tensor | StridedTensorMeta]) -> str:
-    """Dtypes and shapes of tensors, for error messages."""
+    """Dtypes and shapes of tensors, as text for errors."""
     return ", ".join(
         f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
         f"{'' if t.requires_grad else ' without gradient'}"
@@ -163,10 +165,10 @@ def _dense(spec: TensorSpec) -> TensorSpec:
 
 
 class LossBoundary:
-    """Outputs of one microbatch, from which the user's loss function computes a loss.
+    """The outputs of one microbatch, as leaves of the autograd graph of the user's loss function.
 
-    Their gradient function only stores their gradients. So the loss may write into them in place,
-    as into any module's outputs.
+    The outputs' ``grad_fn`` only stores their gradients. So the loss may write into the outputs in
+    place, as into any module's outputs.
 
     Args:
         outputs: the outputs of the last stage.
@@ -187,11 +189,11 @@ class LossBoundary:
     def compute_gradients(self, loss: Tensor) -> list[Tensor | None]:
         """Run the backward of the loss; returns the gradients of the output tensors.
 
-        An output that the loss does not depend on has None. Parameters of the loss function get
-        their gradients, too.
+        The gradient of an output on which the loss does not depend is None. Parameters of the loss
+        function get their gradients, too.
 
         Raises:
-            PipelineError: the outputs need a gradient, and the loss has none.
+            PipelineError: the outputs need gradients, but the loss does not require a gradient.
         """
         gradients: list[Tensor | None] = [None] * len(self.outputs)
         if self._places and not loss.requires_grad:

@@ -1,5 +1,5 @@
-"""Schedules of autosplit on the runtime of torch.distributed.pipelining, and ``dw_builder``, the W
-of a split module in torch's own ``PipelineStage``.
+"""``torch_schedule`` runs schedules of autosplit on the runtime of torch.distributed.pipelining.
+``dw_builder`` is the W of a split module in torch's own ``PipelineStage``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def torch_schedule(
     loss_fn: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> Any:
-    """Convert a schedule to one of torch.distributed.pipelining, which its runtime executes.
+    """Convert a schedule to a schedule of torch.distributed.pipelining, which torch's runtime
+    executes.
 
     Args:
         schedule: any schedule: built, searched, read from a file, or found by a trainer with
@@ -39,8 +40,8 @@ def torch_schedule(
         A schedule with ``step`` and ``eval``.
 
     Raises:
-        ScheduleError: torch's runtime cannot execute the schedule, or ``stages`` are not those of
-            this rank.
+        ScheduleError: torch's runtime cannot execute the schedule, or ``stages`` are not this
+            rank's stages.
     """
     validate(schedule)
     check_memory(schedule)
@@ -53,7 +54,7 @@ def torch_schedule(
 
 
 def reset_shapes(schedule: Any) -> None:
-    """Let the stages of a torch schedule agree on shapes again, for batches of another size.
+    """Make the stages of a torch schedule agree on shapes again, for batches of another size.
 
     Call it on every rank of the pipeline, between two steps.
     """
@@ -83,7 +84,8 @@ def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:
 
 
 def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
-    """The W of a split module, for ``PipelineStage(module, ..., dw_builder=dw_builder(module))``.
+    """Return W of a split module, for ``PipelineStage(module, ...,
+    dw_builder=dw_builder(module))``.
 
     Every W, and every B after its I, computes the weight gradients of the oldest pending
     microbatch. Torch does not say which microbatch a W is for. So if a schedule runs Ws in another
@@ -95,7 +97,7 @@ def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
             infinite, because the schedule bounds the pending microbatches.
 
     Raises:
-        PipelineError: the module is no split module, or is sharded.
+        PipelineError: the module is not a split module, or is sharded.
     """
     if not isinstance(module, SplitModule):
         raise PipelineError(

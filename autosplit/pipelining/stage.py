@@ -61,11 +61,10 @@ class PipelineStageArguments(SplitArguments, total=False):
 
 
 class SplitPipelineStage(RuntimeStage):
-    """A drop-in for ``torch.distributed.pipelining.PipelineStage`` with a backward split in the
-    graph.
+    """A drop-in replacement for ``torch.distributed.pipelining.PipelineStage`` with a backward that
+    is split at graph level.
 
-    F, I, W and B are callables made from the module; torch's schedules, sends and receives stay as
-    they are.
+    F, I, W and B are graphs of the module; torch's schedules, sends and receives are unchanged.
 
     Gradients equal those of plain autograd, bit for bit where the same kernels run. The gradients
     of a step are summed separately, divided under a schedule's ``scale_grads``, and added to
@@ -73,16 +72,16 @@ class SplitPipelineStage(RuntimeStage):
 
     The graph is captured when stages agree on shapes, before the first microbatch. It is captured
     again if something that the module's forward reads has changed, which is checked once a step.
-    Only microbatches change buffers.
+    Shape agreement runs no forward, so only microbatches change buffers.
 
-    A stage may return a tensor, a tuple, or any structure of tensors, such as a dictionary. The
-    next stage gets a tuple as its arguments, and anything else as its one argument.
+    A stage may return a tensor, a tuple, or any structure of tensors, such as a dictionary. A tuple
+    is passed to the next stage as its arguments, any other structure as its only argument.
 
     If ``fully_shard`` has sharded the module, parameters are gathered and freed where torch's
     schedule says, and gradients are reduced once a step.
 
     Attributes:
-        functions: the graphs and their callables, as the latest forward used them.
+        functions: F, I, W and B as used by the latest forward.
         sharding: gathers sharded parameters and reduces their gradients.
     """
 
@@ -98,22 +97,23 @@ class SplitPipelineStage(RuntimeStage):
         options: SplitOptions | None = None,
         **keywords: Unpack[PipelineStageArguments],
     ) -> None:
-        """Positional arguments are those of torch's stage, in its order.
+        """Create a stage; positional arguments are those of torch's stage, in the same order.
 
         Args:
             submodule: the stage's module; a split module stands for the module inside.
-            stage_index: its index in the pipeline.
-            num_stages: how many stages there are.
+            stage_index: the stage's index in the pipeline.
+            num_stages: the number of stages.
             device: the device of the stage.
             input_args: example inputs, used only in a process group "fake", where no other rank
                 sends shapes. Otherwise stages agree on shapes before the first microbatch.
             output_args: not used.
-            torch_args: further arguments of torch's stage, in the order of its version.
+            torch_args: more positional arguments of torch's stage, in the order of the installed
+                version.
             options: how the module is split and its graphs run; None: the defaults.
-            keywords: fields of ``SplitOptions`` by name, and further arguments of torch's stage:
-                ``group``, the process group of the pipeline, by default all ranks; ``dw_builder``,
-                which is called as torch calls it: the runner that it returns runs after this
-                stage's W, or after B. Gradients and meshes among these arguments are not used.
+            keywords: fields of ``SplitOptions`` by name, and more arguments of torch's stage.
+                ``group`` is the process group of the pipeline, by default all ranks. ``dw_builder``
+                is called as torch calls it; the runner that it returns runs after this stage's W,
+                or after B. Gradients and meshes among these arguments are not used.
 
         Raises:
             PipelineError: there is no process group.
@@ -182,13 +182,14 @@ class SplitPipelineStage(RuntimeStage):
         return [tensor for tensor in unique.values() if isinstance(tensor, nn.Parameter)]
 
     def clear_runtime_states(self) -> None:
-        """Drop the state of the last step, and begin a new step."""
+        """Drop the state of the last step, and begin a new step. Torch calls it."""
         super().clear_runtime_states()
         self._drop_in_flight()
         self._step.find_schedule()
 
     def example_inputs(self) -> list[StridedTensorMeta]:
-        """The inputs of the stage by ``input_args``; floating tensors need a gradient.
+        """Metadata of the stage's inputs, from ``input_args``. Floating-point inputs need a
+        gradient.
 
         Raises:
             PipelineError: the stage was constructed without ``input_args``.
@@ -202,15 +203,16 @@ class SplitPipelineStage(RuntimeStage):
         return [replace(meta, requires_grad=meta.dtype.is_floating_point) for meta in metas]
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Results:
-        """Capture and compile the module for inputs like these.
+        """Capture and compile the module for inputs with these shapes and dtypes.
 
         Args:
             args: the positional arguments of a microbatch.
             kwargs: the keyword arguments.
-            first: whether it is the first microbatch, whose call is checked.
+            first: whether the microbatch is the first of the batch; only its arguments are checked
+                against the forward's signature.
 
         Returns:
-            The outputs.
+            The outputs of the captured graph.
         """
         if first:
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
@@ -386,11 +388,11 @@ class SplitPipelineStage(RuntimeStage):
             self.scale_grads(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients that this step has added."""
+        """Divide the gradients that this step has added to ``.grad``."""
         self._step.scale(grad_scale_factor)
 
     def _call_graph(self, kind: str, chunk: int | str, run: Callable[..., T], *args: Any) -> T:
-        """Run a graph; its errors name the call, the microbatch and the stage."""
+        """Run a graph. Errors of it name the call, the microbatch and the stage."""
         try:
             return run(*args)
         except Exception as error:
@@ -450,10 +452,11 @@ class SplitPipelineStage(RuntimeStage):
         return ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
 
     def _step_graphs(self, call: ModuleCall) -> BoundGraphs:
-        """The graphs and state for a microbatch.
+        """The graphs for a microbatch, and the state with which they run.
 
         A module does not change between the microbatches of a step, so guards are checked once per
-        input signature. But if the forward itself updates state, they are checked every time.
+        input signature. If the forward itself updates state, guards are checked for each
+        microbatch.
         """
         graphs = self._graphs.steady.get(call.signature)
         if graphs is not None:

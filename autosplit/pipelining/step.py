@@ -1,4 +1,4 @@
-"""Steps of a torch schedule: the part of one rank, and of one stage.
+"""Steps of a torch schedule: ``ScheduleSteps`` for one rank, ``StageStep`` for one stage.
 
 Stages agree on shapes before the first microbatch. If a rank fails within a step, its neighbours
 raise its error, too.
@@ -44,13 +44,13 @@ class ScheduleSteps:
 
     Stages agree before the first microbatch. If the step of one rank raises, all ranks end: the
     rank puts its error into the store of the process group and closes its connections to
-    neighbouring stages, which wait for its messages. Their waits end, they find the error, and
-    close theirs. With backends other than Gloo, connections stay open; the neighbours' waits end
-    at the group's timeout, and they find the error then.
+    neighbouring stages, which wait for its messages. The neighbours' waits end, they find the
+    error, and close their connections. With backends other than Gloo, connections stay open; the
+    neighbours' waits end at the group's timeout, and they find the error then.
 
     Args:
         schedule: the torch schedule.
-        run: runs its microbatches.
+        run: the schedule's method that runs the microbatches of a step.
 
     Attributes:
         running: the schedule's actions, stages and placement.
@@ -86,7 +86,7 @@ class ScheduleSteps:
         """Run a step's microbatches; this replaces the schedule's own method.
 
         Raises:
-            RankError: another rank failed; with its error and traceback.
+            RankError: another rank failed; has that rank's error and traceback.
             NeighbourError: another rank failed before the first microbatch. The next step may
                 succeed.
             PipelineError: an earlier step has failed.
@@ -118,9 +118,10 @@ class ScheduleSteps:
             self._microbatches = None
 
     def agree(self) -> None:
-        """Let this rank's stages agree with the others, once in a step.
+        """Make this rank's stages agree on shapes with the other ranks' stages, once in a step.
 
-        Torch calls it in a first step and after a reset; otherwise the step calls it if needed.
+        Torch calls the method in a first step and after a reset. In other steps the step calls it
+        if needed.
 
         Raises:
             PipelineError: a neighbouring rank has stages of torch's own.
@@ -141,8 +142,8 @@ class ScheduleSteps:
     def _begin_agreement(self) -> None:
         """Begin a new agreement if the last one does not hold for this step.
 
-        That is in the first step, between training and evaluation, after another schedule has used
-        the stages and, if all stages are on this rank, for other input shapes.
+        A new agreement is needed in the first step, between training and evaluation, after another
+        schedule has used the stages and, if all stages are on this rank, for other input shapes.
         """
         stages, done = self.running.stages, self._agreement
         if not all(isinstance(stage, RuntimeStage) for stage in stages):
@@ -192,14 +193,14 @@ class ScheduleSteps:
                     disconnect(group, rank)
 
     def _neighbours(self) -> list[int]:
-        """Ranks of the group that have a stage before or after one of this rank's."""
+        """Ranks of the group that have a stage directly before or after a stage of this rank."""
         running = self.running
         neighbours = {stage.stage_index + step for stage in running.stages for step in (-1, 1)}
         ranks = {running.placement[at] for at in neighbours if at in running.placement}
         return sorted(ranks - {running.stages[0].group_rank})
 
     def read_actions(self) -> None:
-        """Read the schedule's actions, unless they are the ones that were read before."""
+        """Read the schedule's actions, unless they were read before and have not been replaced."""
         schedule = self._schedule()
         if self._lists is not action_lists(schedule):
             self.running = describe_schedule(schedule)
@@ -236,7 +237,8 @@ class StageStep:
         stage: the stage.
 
     Attributes:
-        divisor: divides the gradients that the step adds; 1 if the step does not divide them.
+        divisor: the number by which the step divides the gradients that it adds; 1 if it does not
+            divide.
     """
 
     def __init__(self, stage: SplitPipelineStage) -> None:
@@ -247,7 +249,7 @@ class StageStep:
         self.divisor = 1
 
     def find_schedule(self) -> None:
-        """Find the schedule, and whether it divides gradients."""
+        """Find the running schedule, and whether it divides gradients."""
         stage, schedule = self._stage, running_schedule()
         steps = None if schedule is None else install_runner(schedule, ScheduleSteps)
         self._steps, self.divisor, self._has_earlier_gradients = steps, 1, False
@@ -297,12 +299,14 @@ class StageStep:
                 parameter.grad.div_(factor)
 
     def calls(self) -> list[str]:
-        """The calls of this stage in one step, in order. Those of other stages are forwards."""
+        """The calls of this rank's row in one step, in order; see ``calls_of``. Actions of other
+        stages count as ``"forward"``.
+        """
         return calls_of(self._row, self._stage.stage_index) or ["backward"] * 2
 
     @property
     def _row(self) -> list[Action]:
-        """The computations of this rank; none if the schedule does not list them."""
+        """The computations of this rank, in order; empty if the schedule does not list actions."""
         rows = [] if self._steps is None else self._steps.running.rows
         return [*map(Action.parse, rows[self._stage.group_rank] if rows else ())]
 

@@ -1,4 +1,4 @@
-"""Control messages between ranks: plain data and small sums, over a Gloo group of their own."""
+"""Control messages between ranks: plain data and small sums, over a separate Gloo group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gather_in(value: object, group: dist.ProcessGroup | None, call: str = "") ->
     Args:
         value: an object that can be pickled.
         group: the group; None for the default group.
-        call: the trainer's call that gathers, in words.
+        call: the trainer's call that gathers, as text for errors.
 
     Returns:
         The values by rank, on every rank.
@@ -61,18 +61,19 @@ class Control:
     """Collectives on plain data, on the host, over some ranks.
 
     Args:
-        members: the ranks, as the default process group numbers them, in the order in which they
-            are numbered here.
+        members: the ranks, by their numbers in the default process group. Their order gives their
+            numbers in this object.
         world_rank: this rank's number in the default process group.
         group: connects the members over Gloo; None for a single rank.
-        as_lost_peer: guards each wait for the members.
-        call: returns the trainer's call that this rank is in, in words.
+        as_lost_peer: a function that returns a context, entered around each wait for members, which
+            turns a failed wait into a LostPeerError.
+        call: a function that returns this rank's present call of the trainer, as text for errors.
 
     Attributes:
         rank: this rank's number among the members.
         ranks: the number of members.
-        members: see Args.
-        as_lost_peer: see Args.
+        members: as passed.
+        as_lost_peer: as passed.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Control:
         """Wait until every rank has made this call.
 
         Raises:
-            LostPeerError: a rank did not make it.
+            LostPeerError: a rank did not make the call.
         """
         self.all_reduce_and()
 
@@ -173,7 +174,7 @@ class Control:
 
         Args:
             value: an object that can be pickled.
-            awaited: the peers that this rank waits for, in words, for errors.
+            awaited: the peers for which this rank waits, as text for errors.
 
         Returns:
             The values by rank, on every rank.

@@ -1,4 +1,4 @@
-"""The default process group: its creation, its size, and plain data over it.
+"""The default process group: create it, read its size, and gather plain data over it.
 
 Ranks of one machine listen on its loopback interface, which other hosts cannot reach. Ranks that
 torchrun restarts find the ranks of the same restart.
@@ -62,7 +62,9 @@ def _naming_lost_rank() -> Iterator[None]:
 
 
 def await_ending(faults: FaultStore, ranks: Iterable[int], seconds: float) -> str:
-    """Wait until one of the ranks has ended, and say how, in words; empty if none ends in time."""
+    """Wait until one of the ranks has ended. Return text on how it ended; empty if none ends in
+    time.
+    """
     candidates, deadline = list(ranks), time.monotonic() + seconds
     while True:
         for rank in candidates:
@@ -74,7 +76,7 @@ def await_ending(faults: FaultStore, ranks: Iterable[int], seconds: float) -> st
 
 
 def process_count(ranks: int | None, stages: int) -> int:
-    """The number of processes that hold the stages.
+    """The number of processes over which the stages are spread.
 
     Args:
         ranks: the number that the user passed; None for the size of the default process group.
@@ -121,7 +123,7 @@ def is_positive(value: object, below: float = math.inf) -> bool:
 
 
 def wait_limit(timeout: float) -> timedelta:
-    """The timeout of a wait, for torch.
+    """The timeout of a wait, as torch expects it.
 
     Args:
         timeout: seconds.
@@ -139,7 +141,8 @@ def wait_limit(timeout: float) -> timedelta:
 def serve_store(timeout: float) -> dist.TCPStore:  # type: ignore[name-defined]  # not in __all__
     """Serve a store to the processes of this machine, on ``store.port``.
 
-    By default TCPStore listens on all interfaces, so it gets a socket that is bound already.
+    By default TCPStore listens on all interfaces, so it is passed a socket that is bound to the
+    loopback interface.
 
     Args:
         timeout: seconds for a wait.
@@ -158,10 +161,10 @@ def serve_store(timeout: float) -> dist.TCPStore:  # type: ignore[name-defined] 
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Process groups that are made inside listen on the loopback interface.
+    """Context in which new process groups listen on the loopback interface.
 
-    By default Gloo uses the interface of the machine's name, and NCCL any. Environment variables
-    that name an interface take precedence.
+    By default Gloo uses the interface of the machine's name, and NCCL any interface. Environment
+    variables that name an interface take precedence.
     """
     interface = next((name for _, name in socket.if_nameindex() if name in _NAMES), None)
     wanted = {"GLOO_SOCKET_IFNAME": f"{interface}", "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -176,11 +179,12 @@ def on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_group(timeout: float = 300.0) -> Iterator[None]:
-    """The default process group of a rank that torchrun has started; destroyed at the end.
+    """Context with the default process group, for a rank that torchrun has started; the group is
+    destroyed at the end.
 
-    ``launch`` runs its function inside this context already. CUDA tensors use NCCL if every rank
-    of this machine has a GPU of its own, which becomes the current device; all others use Gloo. If
-    all ranks are on one machine, they listen on its loopback interface only, unless
+    ``launch`` runs its function inside this context already. CUDA tensors use NCCL if every rank of
+    this machine has a GPU of its own, which becomes the current device. All other tensors use Gloo.
+    If all ranks are on one machine, they listen on its loopback interface only, unless
     ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names another.
 
     Args:
@@ -222,8 +226,8 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
 def _initialise(backend: str, timeout: timedelta) -> None:
     """Make the default process group.
 
-    torchrun's agent keeps one store for all attempts. Restarted ranks would find in it the
-    addresses of ranks that are gone, and wait for them. So each attempt has its own keys.
+    torchrun's agent keeps one store for all attempts. In it, restarted ranks would find the
+    addresses of ranks that are gone, and wait for them. So each attempt has separate keys.
     """
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     attempt = "0"
@@ -240,9 +244,9 @@ def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) ->
         rank r:  writes a new token     ->  rank 0:  answers the token with the name
         rank r:  confirms the name      ->  rank 0:  returns when all ranks have confirmed
 
-    The agents' counts of restarts cannot be the name: each agent counts its own, and does not count
-    a stop that a failure on another host caused. A token belongs to one process, so an answer to a
-    process that is gone has no effect. Agents start no rank before all earlier ones have ended.
+    The agents' counts of restarts cannot be the name: each agent counts its own restarts, and not
+    the stops that a failure on another host caused. A token belongs to one process, so an answer to
+    a process that is gone has no effect. Agents start no rank before all earlier ones have ended.
 
     Args:
         store: the store of all starts.

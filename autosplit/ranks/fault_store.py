@@ -1,4 +1,4 @@
-"""Processes, their exits and the first fault of a run, in a store that all ranks share.
+"""Keep the processes of a run, their exits and the first fault in a store that all ranks share.
 
 The process that serves the store may end before the ranks: reads then return nothing, and writes
 have no effect.
@@ -42,11 +42,11 @@ class Process:
 
     @property
     def is_visible(self) -> bool:
-        """Whether this process can look the other one up."""
+        """Whether the present process can look this process up."""
         return bool(self.started) and self.namespace == _pid_namespace()
 
     def ending(self) -> str | None:
-        """How the process ended, in words; None if it runs or is not visible."""
+        """Text on how the process ended; None if it runs or is not visible."""
         if not self.is_visible:
             return None
         stat = _stat(self.pid)
@@ -96,8 +96,9 @@ class Fault:
 
     Attributes:
         rank: the rank that failed.
-        activity: the activity in which it failed: an action such as ``1F2``, or a phase in words.
-        error: type and message of the error, or the rank's end in words.
+        activity: the activity in which the rank failed: an action such as ``1F2``, or a phase as
+            text.
+        error: type and message of the error, or text on how the rank ended.
         trace: the traceback on that rank; empty for a lost peer.
         lost: True if the rank only lost a peer, and no rank has reported the cause.
         ended: True if other ranks report that this rank died, left or hangs.
@@ -145,14 +146,14 @@ class FaultStore:
         self._processes: dict[int, Process] = {}
 
     def post(self, fault: Fault) -> Fault:
-        """Post ``fault`` unless a fault is posted already; return the posted one."""
+        """Post ``fault`` unless a fault is posted already; return the posted fault."""
         text = json.dumps(asdict(fault))
         with contextlib.suppress(RuntimeError):
             text = self._store.compare_set(_FAULT, "", text).decode()
         return Fault(**json.loads(text))
 
     def first(self) -> Fault | None:
-        """The posted fault, if any."""
+        """The posted fault; None if there is none."""
         text = self._read(_FAULT)
         return Fault(**json.loads(text)) if text else None
 
@@ -176,7 +177,9 @@ class FaultStore:
         return self._processes.get(rank)
 
     def ending(self, rank: int) -> str:
-        """How a rank ended, in words: by its own entry, else by its process; empty if it runs."""
+        """Text on how a rank ended, from its own entry or else from its process; empty if it
+        runs.
+        """
         process = self.process(rank)
         return self.get("ending", rank) or (process and process.ending()) or ""
 

@@ -25,11 +25,12 @@ class RankActivity:
     """The present activity of a rank: written by the training thread, read by the watch's thread.
 
     Attributes:
-        phase: the trainer's call, or a part of it, in words.
+        phase: the trainer's call, or a part of it, as text.
         action: the action of the schedule; None outside of a step.
         waiting: whether the rank waits for other ranks.
         turn: the number of changes so far.
-        announce: writes the phase for the other ranks at once; has no effect without a watch.
+        announce: a function that writes the phase for the other ranks at once; it has no effect
+            without a watch.
     """
 
     def __init__(self) -> None:
@@ -45,13 +46,13 @@ class RankActivity:
 
     @contextlib.contextmanager
     def during(self, phase: str, *, announced: bool = False) -> Iterator[None]:
-        """Set the phase inside the context. After an error that ends the run, the phase stays, for
+        """Context that sets the phase. After an error that ends the run, the phase stays set, for
         the report.
 
         Args:
             phase: the phase in words.
-            announced: whether other ranks learn of its begin and its end at once, for the price of
-                two messages, rather than at the next heartbeat.
+            announced: whether other ranks learn of the phase's begin and end at once, at the price
+                of two messages, instead of at the next heartbeat.
         """
         previous = self.phase
         self.enter(phase, announced=announced)
@@ -63,7 +64,9 @@ class RankActivity:
         self.enter(previous, announced=announced)
 
     def enter(self, phase: str, *, announced: bool = False) -> None:
-        """Set the phase; other ranks learn of it at the next heartbeat, if announced at once."""
+        """Set the phase. Other ranks learn of it at the next heartbeat, or at once if
+        ``announced``.
+        """
         self.phase = phase
         self.turn += 1
         if announced:
@@ -76,7 +79,9 @@ class RankActivity:
 
     @contextlib.contextmanager
     def during_wait(self, action: object = None) -> Iterator[None]:
-        """Record that the rank waits for other ranks or, with an action, only for its own host."""
+        """Context that records that the rank waits: for other ranks or, with an action, only for
+        its own host.
+        """
         previous = self.action, self.waiting
         self.set_action(action or self.action, waiting=action is None)
         try:
@@ -102,7 +107,7 @@ class LostPeerError(PipelineError):
     """Communication failed: a peer died, closed its connection, or did not answer in time.
 
     Attributes:
-        waited: the wait that timed out, in words; empty for another failure.
+        waited: text on the wait that timed out; empty for another failure.
     """
 
     def __init__(self, message: str, waited: str = "") -> None:
@@ -119,7 +124,7 @@ class ActionError(PipelineError):
 
 
 class RankError(PipelineError):
-    """A run ended by a fault on this rank (``fault.rank``) or another one."""
+    """A fault has ended the run on all ranks; ``fault.rank`` is the rank that failed."""
 
     def __init__(self, message: str, fault: Fault) -> None:
         super().__init__(message)
@@ -155,7 +160,7 @@ class Guard:
 
     @contextlib.contextmanager
     def during(self, phase: str, *, announced: bool = False) -> Iterator[None]:
-        """Guard a phase of the work: an error inside ends the run on all ranks.
+        """Context that guards a phase of the work: an error inside ends the run on all ranks.
 
         Args:
             phase: the phase in words, for errors.
@@ -165,7 +170,7 @@ class Guard:
             RankError: a rank failed, or the run had ended before.
             PipelineError: the trainer is closed.
             BatchError: a BatchError was raised inside; it does not end the run.
-            AutosplitError: another typed error was raised inside by this rank.
+            AutosplitError: this rank raised another typed error inside.
         """
         if self._ended is not None:
             raise RankError(
@@ -193,7 +198,7 @@ class Guard:
             self._end_failed(error)
 
     def close(self) -> None:
-        """Close the guard: entering a further phase raises."""
+        """Close the guard: entering another phase raises."""
         self._closed = True
 
     def left(self, error: BaseException) -> None:
@@ -215,7 +220,7 @@ class Guard:
         For devices whose communication does not end with an error when a peer fails.
 
         Args:
-            done: returns whether the wait is over.
+            done: a function that returns whether the wait is over.
             timeout: seconds.
 
         Raises:
@@ -267,8 +272,8 @@ class Guard:
 
 
 def _lost_inside(error: BaseException) -> LostPeerError | None:
-    """The LostPeerError for a connection that was lost in a collective of a module or an optimizer,
-    such as one of ranks that share its tensors; None for another error.
+    """The LostPeerError for a connection that was lost in a collective of the user's module or
+    optimizer; None for another error.
     """
     action = f" in {error.action}" if isinstance(error, ActionError) else ""
     cause = error.__cause__ if isinstance(error, ActionError) else error

@@ -1,9 +1,9 @@
-"""The process groups that one trainer owns, and how to end every wait on them.
+"""The process groups that one trainer owns, and ways to end every wait on them.
 
 With Gloo (observed with torch 2.13), neither ``abort()`` nor ``destroy_process_group`` ends a wait
-of a peer while anything still refers to the group. So a rank that failed but lives on would leave
-its peers waiting until the timeout. A receive that times out, however, closes its connection at
-once, on both ends and for every other operation on it. ``close`` uses that.
+of a peer while an object refers to the group. So a rank that failed but lives on would leave its
+peers waiting until the timeout. A receive that times out, however, closes its connection at once,
+on both ends and for every other operation on it. ``close`` uses that.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def open_connections(
 def await_device(device: torch.device, guard: Guard, timeout: float) -> None:
     """Wait on the host until a GPU has finished its queued work.
 
-    A later read of a number from the device then does not wait: nothing could end such a wait if a
-    message on the device never came.
+    A later read of a number from the device then does not wait. If a message on the device never
+    came, nothing could end a wait of such a read.
 
     Raises:
         LostPeerError: another rank failed, or ``timeout`` seconds passed.
@@ -69,7 +69,8 @@ def await_device(device: torch.device, guard: Guard, timeout: float) -> None:
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     """Abort groups of NCCL, or of another backend with queues, all at once.
 
-    One abort waits for the device, on which a message of another group hangs until that is aborted.
+    They must be aborted together: an abort waits for the device, on which messages of the other
+    groups may hang.
     """
     if groups:
         with ThreadPoolExecutor(len(groups), "autosplit-abort") as pool:
@@ -93,13 +94,13 @@ class Groups(Control):
     NCCL runs the operations of one communicator in the order in which they were enqueued, and may
     not complete a send before its receive is posted. So a receive posted early would block a send
     if two directions, or two peers, shared a communicator. Each direction of each pair therefore
-    has a group of its own, which ``connect`` makes. With Gloo, too: where the default group is
-    bound to a device, a group of all ranks would be a single communicator. Control uses Gloo on
-    every device, as its few numbers are needed on the host.
+    has a group of its own, which ``connect`` makes. Gloo has separate groups, too: if the default
+    group is bound to a device, a group of all ranks would be a single communicator. Control uses
+    Gloo on every device, as its few numbers are needed on the host.
 
-    Where several pipelines train replicas of one model, ranks are numbered within the pipeline
-    (except in ``everybody``), and each pipeline has groups of its own. The groups do not come from
-    the mesh: a rank that fails must be able to end the waits of its peers.
+    If several pipelines train replicas of one model, ranks are numbered within the pipeline (except
+    in ``everybody``), and each pipeline has groups of its own. The groups are not taken from the
+    mesh, because a rank that fails must be able to end the waits of its peers.
 
     Collective: all ranks of the default group must construct it, in the same order. With one rank
     there are no groups and no communication.
@@ -150,11 +151,12 @@ class Groups(Control):
     def connect(self, pairs: Collection[tuple[int, int]], lane: str = "") -> None:
         """Make the groups for messages between pairs of ranks.
 
-        Collective over all ranks, which must pass the same pairs; pairs may be passed again.
+        Collective over all ranks, which must pass the same pairs. Pairs that are connected already
+        may be passed again.
 
         Args:
             pairs: pairs of ranks, the lower one first.
-            lane: the name of a further set of groups; "" for the groups of messages.
+            lane: the name of another set of groups; "" for the groups of messages.
 
         Raises:
             LostPeerError: a rank did not take part.
@@ -197,7 +199,7 @@ class Groups(Control):
         """Make a group of some ranks in each pipeline; collective over all ranks.
 
         Returns:
-            The group of this rank; None if it is not among the ranks.
+            The group of this rank; None if this rank is not among ``ranks``.
         """
         pipelines = self.layout.pipelines
         sets = [[pipeline[rank] for rank in ranks] for pipeline in pipelines]
@@ -210,24 +212,25 @@ class Groups(Control):
 
         Args:
             sets: disjoint sets of ranks, as the default process group numbers them.
-            backend: the backend; None for that of the messages.
+            backend: the backend; None for the backend of the messages.
 
         Returns:
-            The group of this rank; None if it is in no set.
+            The group of this rank; None if this rank is in no set.
         """
         groups = [(self._new(ranks, backend), ranks) for ranks in sets]
         return next((group for group, ranks in groups if self._world_rank in ranks), None)
 
     def root_and_group(self, sets: Sequence[Sequence[int]]) -> tuple[int, dist.ProcessGroup | None]:
-        """Return the first rank and the process group of the set that has this rank; collective.
+        """Return (first rank, process group) of the set that has this rank; collective.
 
-        A rank in no set gets its own number. The group is None if each set has one rank only.
+        For a rank in no set, the first rank is the rank itself. The group is None if each set has
+        one rank only.
         """
         first = next((ranks[0] for ranks in sets if self._world_rank in ranks), self._world_rank)
         return first, self.new_group_of_sets(sets) if len(sets[0]) > 1 else None
 
     def background_control(self) -> Control:
-        """Control of all ranks over a second group, for a thread beside the steps.
+        """Control of all ranks over a second group, for a thread that runs beside the steps.
 
         One task may use it at a time. Collective over all ranks at the first call.
         """
@@ -240,8 +243,8 @@ class Groups(Control):
         return self._background
 
     def add_external_group(self, group: dist.ProcessGroup) -> None:
-        """Let this object, when it ends the waits on its groups, also end the waits on a group of
-        another owner.
+        """Add a group of another owner. When this object ends the waits on its groups, it also ends
+        the waits on that group.
         """
         if group not in self._external:
             self._external.append(group)
@@ -267,7 +270,7 @@ class Groups(Control):
         self._end_waits([*self._owned, *self._external])
 
     def close(self) -> None:
-        """Release the groups and end every wait on them at once, here and on the peers."""
+        """Release the groups, and end every wait on them at once, on this rank and its peers."""
         groups = self._release()
         # External groups, too: a collective that hangs there blocks the device.
         self._end_waits([*groups, *self._external] if dist.is_initialized() else [])
@@ -292,8 +295,8 @@ class Groups(Control):
     def destroy(self) -> None:
         """Destroy the groups after a run without errors.
 
-        The connections close here. Left to the garbage collector, they have delayed a step of the
-        next trainer for a second (eight ranks on two cores).
+        The connections are closed in this call. If the garbage collector closes them, a step of the
+        next trainer may be delayed by a second (seen with eight ranks on two cores).
         """
         for group in self._release():
             dist.destroy_process_group(group)
@@ -312,12 +315,12 @@ class Groups(Control):
 def as_lost_peer(
     during_wait: Callable[[], contextlib.AbstractContextManager[None]], timeout: float, peer: str
 ) -> Iterator[None]:
-    """Raise a failed communication inside the context as a LostPeerError that names ``peer``.
+    """Context that raises a failed communication as a LostPeerError that names ``peer``.
 
     Args:
         during_wait: a context that marks the rank as waiting.
         timeout: seconds after which the backend fails a wait.
-        peer: the awaited rank or ranks, in words.
+        peer: the awaited rank or ranks, as text.
     """
     started = time.perf_counter()
     try:
@@ -328,18 +331,20 @@ def as_lost_peer(
 
 
 def _is_queued(group: dist.ProcessGroup) -> bool:
-    """Whether the backend queues its operations, like NCCL: only ``abort`` ends a wait then."""
+    """Whether the backend queues its operations, as NCCL does. Then only ``abort`` ends a wait."""
     return dist.get_backend(group) != "gloo"
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A view as bytes: no backend supports complex numbers, nor NCCL short integers."""
+    """A tensor's view as bytes, because no backend supports complex numbers, and NCCL no short
+    integers.
+    """
     # A contiguous tensor of one element may have any stride; a view as bytes needs stride 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def disconnect(group: dist.ProcessGroup, peer: int) -> None:
-    """End every wait on a Gloo group between this rank and ``peer``, on both."""
+    """End every wait on a Gloo group between this rank and ``peer``, on both ranks."""
     with contextlib.suppress(RuntimeError):
         work = dist.irecv(torch.empty(1, device="cpu"), src=peer, group=group, tag=_CLOSING_TAG)
         if work is not None:

@@ -43,15 +43,15 @@ class Success:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a rank without a result.
+    """How a rank ended without a result.
 
     Attributes:
         report: the error with its traceback, naming the rank.
         timestamp: seconds since the epoch.
-        consequence: True if the rank failed because another one had.
+        consequence: True if the rank failed because another rank had failed.
         died: the rank, if its process died without a report.
-        blamed: another rank, which died, left or hangs according to this one; None for its own
-            failure.
+        blamed: another rank, of which this rank reports that it died, left or hangs; None for a
+            failure of this rank.
         error: the error that the rank's function raised, if it is typed and can be pickled.
     """
 
@@ -91,7 +91,7 @@ class Failure:
 
 
 def _sendable(error: BaseException) -> AutosplitError | None:
-    """The error, if it is typed and survives pickling."""
+    """The error, if it is typed and survives pickling; else None."""
     if not isinstance(error, AutosplitError):
         return None
     try:
@@ -102,9 +102,9 @@ def _sendable(error: BaseException) -> AutosplitError | None:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The earliest failure that is not a consequence of another one; else the earliest.
+    """The earliest failure that is not a consequence of another failure. If all are, the earliest.
 
-    For a death, another rank's report about it is preferred, as it says more.
+    For a death, another rank's report about the death is preferred, because it says more.
     """
     first = min(failures, key=lambda failure: (failure.consequence, failure.timestamp))
     if first.died is None:
@@ -150,7 +150,7 @@ def work(job: Job, rank: int, pipe: Connection) -> None:
 
 
 def _loaded(call: bytes) -> Any:
-    """The function to call, and its arguments.
+    """Return (function to call, its arguments).
 
     Raises:
         PipelineError: this process cannot import them.
@@ -168,7 +168,7 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
     """The environment variables that torchrun would set.
 
     The restart count and the agent's store make ranks use the existing store. The barrier keeps a
-    rank whose function returns at once from closing connections that others are still making.
+    rank whose function returns at once from closing connections that other ranks are still making.
     """
     return {
         "RANK": str(rank),
@@ -274,7 +274,7 @@ class _Process:
         self.outcome: Success | Failure | None = None
 
     def read(self) -> None:
-        """Read the report; without one, the process is dead."""
+        """Read the rank's report. If there is none, the process is dead."""
         try:
             self.outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -297,7 +297,7 @@ class _Process:
 
 @contextlib.contextmanager
 def _processes(job: Job) -> Iterator[list[_Process]]:
-    """Start the ranks; end all of them at the end, after errors too."""
+    """Context that starts the ranks, and ends all of them at its end, after errors too."""
     context = get_context("spawn")
     started: list[_Process] = []
     try:
@@ -316,10 +316,11 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
 
 @contextlib.contextmanager
 def _no_piped_program() -> Iterator[None]:
-    """Keep processes that start inside the context from importing a piped program, which they
-    cannot do.
+    """Context in which started processes do not import a program that was piped into Python, which
+    they could not.
 
-    They need that program only for a function of it, which ``_check_importable`` refuses.
+    Processes need the program only for a function of the program, which ``_check_importable``
+    refuses.
     """
     main = sys.modules["__main__"]
     path = None if _is_file(main) else vars(main).pop("__file__", None)
@@ -331,7 +332,7 @@ def _no_piped_program() -> Iterator[None]:
 
 
 def _collect(processes: list[_Process], deadline: float, timeout: float) -> list[Any]:
-    """Wait for every report; after the first failure, only a little longer."""
+    """Wait for every rank's report. After the first failure, wait only a little longer."""
     failures: list[Failure] = []
     while waiting := [process for process in processes if process.outcome is None]:
         seconds = deadline - time.monotonic()

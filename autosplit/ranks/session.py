@@ -1,4 +1,6 @@
-"""The session of a trainer's ranks: connected, watched, and ended together by the first error."""
+"""The session of a trainer's ranks: they are connected, watch each other, and the first error ends
+all.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,14 @@ from autosplit.ranks.watch import watch_over
 
 
 class RankSession:
-    """The connections of a rank to the other ranks of its trainer, from its construction to close.
+    """The connections of a rank to the other ranks of its trainer, from the trainer's construction
+    until it is closed.
 
     A fault on any rank closes the connections of all ranks; the next call raises the first cause.
     Collective: all ranks must construct it together.
 
     Args:
-        layout: the ranks.
+        layout: the layout of the ranks.
         mesh: the mesh of the ranks; None without one.
         device: the device of this rank.
         timeout: seconds after which a wait for another rank fails.
@@ -58,12 +61,12 @@ class RankSession:
 
     @contextlib.contextmanager
     def together(self, phase: str) -> Iterator[Groups]:
-        """Run a block of code on all ranks between two steps; yields the process groups.
+        """Context for code that all ranks run between two steps; yields the process groups.
 
         An error inside ends the trainer on every rank.
 
         Args:
-            phase: the phase in words, for errors, such as "saving a checkpoint".
+            phase: what the code does, as text for errors, such as "saving a checkpoint".
 
         Raises:
             PipelineError: an error on any rank, a lost peer, or a timeout.
@@ -75,7 +78,7 @@ class RankSession:
         """Wait for background work, such as an asynchronous save, and raise its errors.
 
         Args:
-            wait: waits for new background work; the next call calls it.
+            wait: a function that waits for new background work; the next ``finish`` calls it.
         """
         waits, self._background_waits = self._background_waits, []
         with contextlib.ExitStack() as stack:  # calls all of them, even if one fails
@@ -130,8 +133,8 @@ def choose_device(device: torch.device | str | None, layout: RankLayout) -> torc
     """The device of this process's stages.
 
     Args:
-        device: the user's choice; None: the mesh's or the process group's device, or torch's
-            default device on one rank.
+        device: the user's choice; None: the device of the mesh or the process group, or torch's
+            default device if there is one rank.
         layout: the layout of the ranks.
 
     Raises:

@@ -1,9 +1,9 @@
-"""The watch of each rank over the others: finds ranks that have died, left or are stuck.
+"""Each rank watches the others, and finds ranks that have died, left or are stuck.
 
 Communication errors say only that a connection is closed, or that a wait timed out; and a rank that
 compiles, or waits for a healthy rank, gets no error at all. So each rank has a thread that, a few
 times a second, writes the rank's activity into the shared store and checks the processes of its
-machine. When there is a fault, the thread ends the waits of its own rank.
+machine. If there is a fault, the thread ends the waits of its rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pulse(NamedTuple):
         beat: the number of the heartbeat.
         time: seconds since the epoch, by the clock of the rank's machine.
         phase: the phase of the rank's activity.
-        activity: the action, or the phase outside of actions, in words.
+        activity: the action, or the phase outside of actions, as text.
         seconds: the time since the activity last changed.
         waiting: whether the rank waits for other ranks.
     """
@@ -56,18 +56,19 @@ class Pulse(NamedTuple):
 
 
 class PeerWatch:
-    """Sends a rank's heartbeat and watches those of the others.
+    """Sends a rank's heartbeat, and watches the heartbeats of the other ranks.
 
     Args:
         rank: this rank.
         ranks: the number of ranks.
-        stores: two connections to the trainer's store, for the training thread and for the watch's.
-        exits: the store in which programs write how they ended, if there is one.
+        stores: two connections to the trainer's store, one for the training thread and one for the
+            watch's thread.
+        exits: the store in which programs write how they ended; None if there is none.
         activity: the present activity of this rank.
-        sever: ends the waits of this rank for others.
+        sever: a function that ends this rank's waits for other ranks.
 
     Attributes:
-        missing: the fault of a rank that no longer takes part; None if all do.
+        missing: the fault of a rank that no longer takes part; None if all ranks take part.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class PeerWatch:
         self.stop()
 
     def stop(self) -> None:
-        """Stop watching the other ranks, and end the thread that does."""
+        """Stop watching the other ranks, and end the watch's thread."""
         self._stopping.set()
         self._activity.announce = lambda: None
         if self._thread is not threading.current_thread():  # which may collect garbage
@@ -158,14 +159,16 @@ class PeerWatch:
             faults.write_entry("pulse", self._rank, json.dumps(pulse))
 
     def _note_endings(self) -> None:
-        """Note a rank that has ended, and post it if it died: a rank that left may be finished."""
+        """Record a rank that has ended. If it died, post its fault; a rank that left may have
+        finished its work.
+        """
         fault = self._ended()
         self.missing = fault if fault is None or fault.left else self._faults.post(fault)
 
     # --- the peers ----------------------------------------------------------------------------
 
     def _ended(self) -> Fault | None:
-        """The fault of a rank that has ended; of several, one that died."""
+        """The fault of a rank that has ended; if several have, of a rank that died."""
         left = None
         for rank in self._peers:
             how, clean = self._ending(rank)
@@ -180,7 +183,9 @@ class PeerWatch:
         return left
 
     def _ending(self, rank: int) -> tuple[str, bool]:
-        """How a rank has ended (empty if it runs), and whether it ended without an error."""
+        """Return (text on how a rank ended, or empty if it runs; whether it ended without an
+        error).
+        """
         ending = "" if self._exits is None else self._exits.get("ending", rank)
         if ending and ending != RETURNED:
             return ending, False
@@ -190,8 +195,8 @@ class PeerWatch:
         return how, how in (RETURNED, CLEAN_EXIT)
 
     def _stuck(self, waited: str) -> Fault | None:
-        """The fault of the rank that others wait for: a silent rank, else the rank that has been in
-        one activity the longest.
+        """The fault of the rank for which others wait: a rank without heartbeats, else the rank
+        that has been in one activity the longest.
         """
         first = self._pulses()
         time.sleep(_SILENCE)
@@ -246,7 +251,7 @@ class PeerWatch:
         return {rank: pulse for rank, pulse in pulses.items() if pulse is not None}
 
     def _pulse(self, rank: int) -> Pulse | None:
-        """The last heartbeat of a rank; None before its first."""
+        """The last heartbeat of a rank; None before the first."""
         text = self._faults.get("pulse", rank)
         return Pulse(*json.loads(text)) if text else None
 
