@@ -30,10 +30,11 @@ def difference(
     """Find the first name for which two ranks (or stages) have different values.
 
     Args:
-        values: by rank, its values by name. A rank may lack names.
+        values: maps each rank to its values by name. A rank may lack names.
 
     Returns:
-        The name, and (rank, value) of the two; None if there is no difference.
+        (name, (rank, value) of the one, (rank, value) of the other); None if there is no
+        difference.
     """
     first: dict[str, tuple[K, T]] = {}
     for rank, named in values.items():
@@ -51,7 +52,7 @@ def check_unanimous(arguments: Mapping[str, Any], layout: RankLayout) -> None:
 
     Args:
         arguments: the values by name; the same names on every rank.
-        layout: the ranks, as this rank's mesh describes them.
+        layout: the layout of the ranks in this rank's mesh.
 
     Raises:
         PipelineError: names the first difference and the ranks.
@@ -70,7 +71,7 @@ def check_unanimous(arguments: Mapping[str, Any], layout: RankLayout) -> None:
 
 
 def _text(value: object) -> str:
-    """A value in words, short and equal on ranks that have equal values."""
+    """A short text for a value; ranks with equal values get equal texts."""
     if isinstance(value, Schedule):
         order = _digest(value.ranks, value.placement)
         return f"{value.name!r} (split_backward={value.split_backward}, order {order})"
@@ -90,9 +91,10 @@ _ROUNDING = 1e-5
 
 
 class StepReduction:
-    """Losses and gradient norm of a step, being summed over all ranks by one all-reduce.
+    """The one all-reduce that sums losses and gradient norm of a step over all ranks.
 
-    The vector has float64 numbers, and each rank fills in its own; the others are 0:
+    The reduced vector has float64 numbers. Each rank fills in its own numbers, and 0 for the
+    others:
 
         losses      one for each pipeline and microbatch, from the rank with the last stage
         parts       one for each named part of the loss, pipeline and microbatch, likewise
@@ -103,23 +105,25 @@ class StepReduction:
         squares     one in all, the sum over all ranks; only if the norm is computed
         windows     two for each rank: the start and the end of its recorded actions
 
-    Once the sum is there, every rank has run the step. Pipelines that share the tensors of their
+    When the sum is complete, every rank has run the step. Pipelines that share the tensors of their
     stages must have equal losses. Collective: the all-reduce starts when this is constructed.
 
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        losses: by microbatch, the loss, its parts and its weight, as far as this rank has them.
+        losses: maps a microbatch to its loss, the parts of the loss and its weight; empty on ranks
+            without the last stage.
         count: the number of microbatches.
-        end: the rank, within each pipeline, that has the last stage.
+        end: the rank, within each pipeline, of the last stage.
         squares: the sum of the squares of this rank's gradients, shape [1]; None without a norm.
-        nonfinite: the last of this rank's stages with a gradient that is not finite, if any.
+        nonfinite: the last of this rank's stages with a gradient that is not finite; None if all
+            are finite.
         dtype: the dtype of the losses.
         part_names: the names of the parts, in order.
         weighted: whether the step has weights.
         aux: the sums of this rank's auxiliary losses over its stages and microbatches, by name.
-        raises: whether gradients that are not finite are an error.
-        window: start of this rank's first recorded action and end of its last one, in seconds of
+        raises: whether a gradient that is not finite is an error.
+        window: (start of this rank's first recorded action, end of its last), in seconds of
             ``time.perf_counter()``; zeros if nothing was recorded.
         batch: a checksum of this rank's microbatches, compared between pipelines that share
             tensors; below 2**40, so that the sum over a pipeline is exact in float64.
@@ -196,9 +200,9 @@ class StepReduction:
         return losses[self._layout.index].to(self._dtype)
 
     def means(self) -> dict[str, float]:
-        """Return the mean ``"loss"`` and the means of its named parts, over the microbatches of all
-        pipelines, by the weights of microbatches; and of auxiliary losses, without weights. Waits
-        as ``wait`` does.
+        """Return the mean ``"loss"`` and the means of its named parts over the microbatches of all
+        pipelines, weighted by the microbatches' weights. Means of auxiliary losses are not
+        weighted. Waits as ``wait`` does.
         """
         numbers = self._await_reduced()
         rows = numbers[: self._batches].view(-1, self._losses)
@@ -240,7 +244,7 @@ class StepReduction:
                 )
 
     def bounds(self) -> tuple[float, float]:
-        """Return the first start and the last end of the actions that this pipeline recorded.
+        """Return (first start, last end) of the actions that this pipeline recorded.
 
         Waits as ``wait`` does. In seconds; zeros if nothing was recorded.
         """
@@ -257,7 +261,7 @@ class StepReduction:
         """Check that this rank's gradients are finite, without waiting for other ranks.
 
         Raises:
-            PipelineError: some are not, with ``raises``.
+            PipelineError: a gradient is not finite, with ``raises``.
         """
         with self._guard.during("the end of a step"):
             self._check_finite(self._unreduced)
@@ -275,8 +279,8 @@ class StepReduction:
         return self._reduced
 
     def _receive(self) -> Tensor:
-        """Wait for the reduced vector, and drop the collective: it keeps connections open, which
-        would hide from other ranks that this one has closed its trainer.
+        """Wait for the reduced vector, and drop the collective. It keeps connections open, which
+        would hide from other ranks that this rank has closed its trainer.
         """
         numbers = self._reduced = self._numbers()
         self._numbers = lambda: numbers
@@ -298,9 +302,9 @@ class StepReduction:
         )
 
     def _causes(self, numbers: Tensor) -> str:
-        """Return a clause for the error about gradients that are not finite: the losses that are
-        infinite or NaN, or that all losses are finite. Empty if the known losses are finite, and
-        this rank does not know the others.
+        """Return a clause for the error about gradients that are not finite. It names the losses
+        that are infinite or NaN, or says that all losses are finite. Empty if the known losses are
+        finite and others are unknown on this rank.
 
         Args:
             numbers: the numbers of the step, see the class.

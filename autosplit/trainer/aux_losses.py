@@ -6,7 +6,7 @@
         totals += aux_loss              for the log
     I   gradient of aux_loss = weight / M, whatever comes back for the outputs
 
-The attributes get their earlier values back in the same call, so that graphs may repeat it.
+The same call restores the attributes' earlier values, so that graphs may repeat it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from autosplit.ranks.control import Control
 
 
 class _WithGradient(torch.autograd.Function):
-    """Its first argument; the second one gets the third as its gradient.
+    """Returns its first argument. In the backward, the third argument becomes the gradient of the
+    second.
 
-    As the scaler of auxiliary losses in Megatron-LM (megatron/core/transformer/moe/moe_utils.py).
+    Source: the scaler of auxiliary losses in Megatron-LM
+    (megatron/core/transformer/moe/moe_utils.py).
     """
 
     @staticmethod
@@ -44,14 +46,15 @@ class WithAuxLosses(Wrapper):
     """A stage that trains the auxiliary losses which its forward leaves on its modules.
 
     Args:
-        module: the stage, with the loss if it is the last.
+        module: the stage's module, with the loss if it is the last stage.
         weights: the weight of each loss, by the name of the attribute.
         device: the device of the stage.
 
     Attributes:
-        weights: see Args.
+        weights: as passed.
         totals: the sum of each loss over modules and calls, in the order of ``weights``.
-        gradient: the gradient of the weighted sum, 1 / M times the scale of the losses.
+        gradient: the gradient of the weighted sum of auxiliary losses: 1 / M times the scale of the
+            losses.
     """
 
     totals: Tensor
@@ -75,11 +78,11 @@ class WithAuxLosses(Wrapper):
 
     @property
     def names(self) -> set[str]:
-        """The names that a module of the stage has as an attribute."""
+        """The names of auxiliary losses that are an attribute of some module of the stage."""
         return {name for name, parts in self._holders.items() if parts}
 
     def forward(self, *args: Tensor) -> Any:
-        """The outputs of the stage."""
+        """Run the stage, and attach the auxiliary losses' gradients to its outputs."""
         outputs = self.module(*args)
         sums = []
         for name, parts in self._holders.items():
@@ -97,11 +100,11 @@ class WithAuxLosses(Wrapper):
 
 
 def start_aux_losses(stages: Iterable[WithAuxLosses], gradient: float) -> None:
-    """Prepare a step.
+    """Prepare the stages for a step: set the gradient, and set the totals to zero.
 
     Args:
         stages: this rank's stages.
-        gradient: the gradient of the weighted sum of each microbatch.
+        gradient: the gradient of each microbatch's weighted sum of auxiliary losses.
     """
     for stage in stages:
         stage.totals.zero_()
@@ -118,7 +121,7 @@ def check_holders(stages: Sequence[WithAuxLosses], names: Iterable[str], ranks: 
     """Check that each auxiliary loss is an attribute of some module; collective.
 
     Raises:
-        PipelineError: names one that is not.
+        PipelineError: names an auxiliary loss that is no attribute.
     """
     rows = ranks.gather([name for stage in stages for name in stage.names])
     missing = [name for name in names if not any(name in row for row in rows)]
@@ -138,7 +141,9 @@ def _sum_of(name: str, values: list[Any]) -> Tensor | None:
 
 
 def _attach(outputs: Any, aux: Any, gradient: Tensor) -> Any:
-    """Let ``aux`` get a gradient when the first output that needs one gets its own."""
+    """Return the outputs, such that ``aux`` gets ``gradient`` when the first output that needs a
+    gradient gets one.
+    """
     if not (torch.is_grad_enabled() and aux.requires_grad):
         return outputs
     row = [outputs] if isinstance(outputs, Tensor) else [*outputs]

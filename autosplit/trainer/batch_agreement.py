@@ -1,7 +1,7 @@
 """Batches of all ranks: ranks agree on shapes and dtypes, and compare values.
 
-Ranks compare the shapes and dtypes of their batches only where a rank has a batch of a signature
-that it has not seen before. Otherwise ``StepPlans`` needs no more than a bit mask of step plans.
+Ranks compare the shapes and dtypes of their batches only if a rank has not seen the signature of
+its batch before. Otherwise a bit mask of step plans in ``StepPlans`` is enough.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ def agree_on_batch(
 ) -> tuple[Metas, frozenset[BatchSlot]]:
     """Agree with all ranks on the shapes of a batch, or raise on all of them; collective.
 
-    Without it, ranks would wait for one that refuses its batch, and a loss of 4 samples' outputs
-    and 8 samples' targets may broadcast. Replicas of the pipeline have different samples, but
-    equally many: so the mean of their gradients is the gradient of the mean over all samples.
+    Without the agreement, ranks would wait for a rank that refuses its batch, and a loss of 4
+    samples' outputs and 8 samples' targets might broadcast. Replicas of the pipeline have different
+    samples, but the same number. So the mean of their gradients is the gradient of the mean over
+    all samples.
 
     Args:
         refusal: why this rank cannot run its batch; empty if it can.
         tensors: the batch on this rank, by path.
-        requiring_grad: the tensors of it that need a gradient.
+        requiring_grad: the tensors of the batch that need a gradient.
         groups: the trainer's process groups.
         weighted: whether this rank passes weights of the microbatches.
 
     Returns:
-        Shapes and dtypes of all tensors that any rank has, and the slots that need a gradient.
+        (shapes and dtypes of all tensors that any rank has, the slots of tensors that need a
+        gradient).
 
     Raises:
         BatchError: on every rank: a rank cannot run its batch, two ranks have different batches,
@@ -104,7 +106,7 @@ def _check_sample_counts(metas_by_rank: Sequence[Metas], advice: str) -> None:
 def _agree_on_grad_slots(
     slots_by_rank: Sequence[Iterable[BatchSlot]], pipelines: Sequence[Sequence[int]]
 ) -> frozenset[BatchSlot]:
-    """Return the tensors of the batch that need a gradient.
+    """Return the slots of the batch's tensors that need a gradient.
 
     Raises:
         BatchError: a tensor needs a gradient on no rank, or on several ranks, of a pipeline.
@@ -125,10 +127,10 @@ def _agree_on_grad_slots(
 
 
 def check_static(metas: Metas, first: Metas) -> None:
-    """Check that a batch has the shapes and dtypes of the first one.
+    """Check that a batch has the shapes and dtypes of the first batch.
 
     Raises:
-        BatchError: names a tensor that has others.
+        BatchError: names a tensor with another shape or dtype.
     """
     if (differing := difference({0: first, 1: metas})) is not None:
         path, (_, first_meta), (_, meta) = differing
@@ -146,9 +148,10 @@ _STEP_DIGEST_BYTES = 2**14
 
 
 def compare_contents(tensors: Mapping[str, Tensor], groups: Groups) -> None:
-    """Warn, on every rank, if ranks of its pipeline have batches of different values; collective.
+    """Warn, on every rank, if ranks of the same pipeline have batches with different values;
+    collective.
 
-    It is no error: a tensor that a rank's stages do not use may be a placeholder.
+    A difference is no error, because a tensor that a rank's stages do not use may be a placeholder.
 
     Args:
         tensors: the batch on this rank, by path.

@@ -1,4 +1,6 @@
-"""Batches of a trainer on one rank: checked, cut into microbatches, and given their gradients."""
+"""Check a trainer's batches on one rank, cut them into microbatches, and deliver gradients to their
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def paired(batch: Any, target: BatchPart | None, named: Mapping[str, Tensor]) ->
     """Return a batch as the pair (inputs, targets).
 
     Args:
-        batch: the pair itself; or the inputs alone, with ``target``; or None, with ``named``.
+        batch: the pair; or only the inputs, with ``target``; or None, with ``named``.
         target: the targets.
         named: the inputs by name.
     """
@@ -44,15 +46,15 @@ def paired(batch: Any, target: BatchPart | None, named: Mapping[str, Tensor]) ->
 class BatchSplitter:
     """Cuts batches into microbatches for one rank.
 
-    Checks also tensors that this rank does not use, so that a bad batch is an error on every rank
-    that passes it.
+    Tensors that this rank does not use are checked too, so that a bad batch is an error on every
+    rank that passes it.
 
     Args:
         microbatches: M, the number of microbatches.
         device: the device of the microbatches.
-        inputs: the numbers of the inputs that this rank's stages use; None for all of them.
+        inputs: positions of the inputs that this rank's stages use; None for all inputs.
         targets: whether this rank has the last stage, which uses the targets.
-        names: the names of the inputs, if they may come as a dictionary.
+        names: the names of the inputs, if they may be passed as a dictionary.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class BatchSplitter:
         self._names = names
 
     def split(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
-        """Return inputs and targets by microbatch, of a batch that ``check_batch`` has accepted.
+        """Cut a batch that ``check_batch`` has accepted; return (inputs by microbatch, targets by
+        microbatch).
 
         Microbatches are views along dimension 0. A part that this rank does not use is an empty
         list.
@@ -93,10 +96,11 @@ class BatchSplitter:
         return [*map(list, zip(*chunks, strict=True))] or [[] for _ in range(self._count)]
 
     def requiring_grad(self, batch: Batch | None) -> dict[BatchSlot, Tensor]:
-        """Return the tensors that need a gradient, of a batch that ``check_batch`` has accepted.
+        """Return the tensors that need a gradient by slot, of a batch that ``check_batch`` has
+        accepted.
 
         Raises:
-            PipelineError: no stage of this rank uses one of them.
+            PipelineError: no stage of this rank uses such a tensor.
         """
         tensors = {}
         for (name, used), part in zip(self._used.items(), batch or (), strict=False):
@@ -164,7 +168,7 @@ class BatchSplitter:
                 )
 
     def _by_path(self, name: str, part: Any) -> Mapping[str, object]:
-        """Return the tensors of a part by path, in order; None for one that was left out."""
+        """Return the tensors of a part by path, in order; None for a tensor that was left out."""
         if name == "inputs" and self._names and isinstance(part, Mapping):
             unknown = [key for key in part if key not in self._names]
             if unknown:
@@ -181,7 +185,7 @@ class BatchSplitter:
         """Return a tensor whose samples make equal microbatches, or that has no dimensions.
 
         Raises:
-            PipelineError: it is another one, or no tensor.
+            PipelineError: the tensor cannot be cut into equal microbatches, or is no tensor.
         """
         if isinstance(tensor, Mapping):
             if name == "targets":
@@ -222,7 +226,7 @@ def _kind(value: object) -> str:
 
 
 def signature(batch: object) -> Hashable:
-    """Return the shapes, dtypes and structure of a batch on this rank, as a dictionary's key."""
+    """Return a hashable key of a batch on this rank: its shapes, dtypes and structure."""
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype, batch.requires_grad
     if isinstance(batch, Mapping):
@@ -242,11 +246,12 @@ def deliver_gradients(
 
     Args:
         tensors: the tensors that need a gradient.
-        gradients: by microbatch, the gradients of the mean over microbatches. Microbatches whose
-            loss does not depend on the tensor are missing, and have a gradient of zeros.
+        gradients: by slot and microbatch, the gradients of the mean loss over microbatches.
+            Microbatches whose loss does not depend on the tensor are missing; zeros stand for their
+            gradient.
         count: the number of microbatches.
-        divisor: the number of shares of the batch, over which the step's loss is the mean, times
-            the scale of the losses.
+        divisor: the number of replicas over which the step's loss is the mean, times the scale of
+            the losses.
     """
     roots, totals = [], []
     for slot, tensor in tensors.items():

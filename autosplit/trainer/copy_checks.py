@@ -1,4 +1,4 @@
-"""Checks of parameters that several ranks hold: that they are built, tied and sharded alike."""
+"""Check that all copies of a parameter on several ranks are built, tied and sharded alike."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def named_tensors(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tenso
 
 
 def forms_of(modules: Mapping[int, nn.Module]) -> list[str]:
-    """Name and form of each parameter and buffer, see ``form_of``."""
+    """Text with name and form of each parameter and buffer, see ``form_of``."""
     return [f"{name}: {form_of(tensor)}" for name, tensor in named_tensors(modules)]
 
 
@@ -85,9 +85,9 @@ def check_built_alike(
     """Check that all ranks of a set have the same tensors.
 
     Args:
-        forms: by rank, its tensors' names and forms.
+        forms: maps each rank to its tensors' names and forms, as texts.
         sets: the sets of ranks.
-        relation: what the ranks of a set hold, for the error.
+        relation: what the ranks of a set have in common, as text for errors.
     """
     for first, *peers in sets:
         for peer in peers:
@@ -124,8 +124,9 @@ def check_sharding(name: str, sharding: Sharding, dimension: str, ranks: tuple[i
 
     Args:
         name: the tensor's name.
-        sharding: its sharding.
-        dimension: the dimension of the trainer's mesh along which DTensors must be, "tp" or "ep".
+        sharding: the tensor's sharding.
+        dimension: the dimension of the trainer's mesh along which DTensors must be sharded, "tp" or
+            "ep".
         ranks: this rank's set along that dimension.
 
     Raises:

@@ -6,11 +6,11 @@
     publish              ``.grad`` is the view
     end of the actions   the other buckets are all-reduced; the rank waits for all
 
-The ranks of a process group start reductions in one order, that of ``GradientBuckets.buckets``: a
-bucket that is complete waits for those before it. So it does not matter which gradients a rank has.
+All ranks of a process group start reductions in the order of ``GradientBuckets.buckets``: a
+complete bucket waits for the buckets before it. So ranks may have different gradients.
 
 Buffers are new in each step and live as long as a ``.grad`` refers to them. Gradients that the user
-kept from earlier steps therefore stay as they are.
+kept from earlier steps are therefore not changed.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ class GradientBucket:
 
         [ gradient of member 0 | gradient of member 1 | ... | one flag for each member ]
 
-    A flag is positive if the member has a gradient on any rank. Without one, ``.grad`` becomes
-    None, as in autograd, so that the optimizer skips the parameter.
+    A flag is positive if the member has a gradient on any rank. If no rank has one, ``.grad``
+    becomes None, as in autograd, so that the optimizer skips the parameter.
 
     Args:
         members: the parameters whose gradients the bucket carries; all of one process group and
             dtype.
         groups: the trainer's process groups.
-        synchronize: waits until the device has finished.
+        synchronize: a function that waits until the device has finished.
 
     Attributes:
-        members: see above.
-        name: the bucket in words, for errors.
+        members: as passed.
+        name: the bucket's name in error texts.
     """
 
     name = "a bucket"
@@ -117,7 +117,9 @@ class GradientBucket:
         return self.view(number)
 
     def release(self) -> None:
-        """Forget the buffer. Gradients that are views of it keep it alive."""
+        """Drop the reference to the buffer. Gradients that are views of the buffer keep it
+        alive.
+        """
         self._views, self._flat = [], torch.empty(0)
         self._written.clear()
 
@@ -125,8 +127,9 @@ class GradientBucket:
         """Start the all-reduce.
 
         Args:
-            is_published: whether gradients are in ``.grad``; those that are not views of the buffer
-                are copied into it. If False, all are sums in the buffer, not yet published.
+            is_published: whether gradients are in ``.grad``; gradients that are not views of the
+                buffer are copied into it. If False, all gradients are sums in the buffer, not yet
+                published.
         """
         fill = self._fill if is_published else self._complete
         has_gradient = [*map(fill, range(len(self.members)))]
@@ -155,13 +158,13 @@ class GradientBucket:
         return wait_for_gradients
 
     def _complete(self, number: int) -> bool:
-        """Return whether W has written a gradient; set it to zero if not."""
+        """Return whether W has written a member's gradient; set it to zero if not."""
         if number not in self._written:
             self.view(number).zero_()
         return number in self._written
 
     def _fill(self, number: int) -> bool:
-        """Copy a member's gradients into the buffer; return whether it has one here."""
+        """Copy a member's gradients into the buffer; return whether this rank has one."""
         view, is_filled = self.view(number), False
         for copy in self.members[number].copies:
             redistribute_gradient(copy)
@@ -188,19 +191,19 @@ class GradientBucket:
 class GradientBuckets:
     """The buckets of all gradients that this rank reduces.
 
-    W writes a gradient into its bucket if the sum and ``.grad`` have one dtype, one stage has the
-    parameter, and the parameter is no DTensor. Other gradients have memory of their own, and are
-    copied into buckets of theirs at the end of the step.
+    W writes a gradient directly into its bucket if the sum and ``.grad`` have one dtype, one stage
+    has the parameter, and the parameter is no DTensor. Other gradients have memory of their own,
+    and are copied into separate buckets at the end of the step.
 
     Args:
         members: the parameters; the order is the same on all ranks of a process group.
         stages: for each stage of this rank, its parameters.
         groups: the trainer's process groups.
-        synchronize: waits until the device has finished.
+        synchronize: a function that waits until the device has finished.
 
     Attributes:
-        buckets: in the order in which their reductions start, which is the same on all ranks of a
-            process group.
+        buckets: the buckets, in the order in which their reductions start, which is the same on all
+            ranks of a process group.
     """
 
     def __init__(
@@ -230,9 +233,9 @@ class GradientBuckets:
         """Cut the buffers into buckets.
 
         Args:
-            order: by ``id`` of a parameter, its place in the order in which gradients are complete;
-                the same on all ranks of a process group.
-            sum_dtype: the dtype of the sums; None for that of each parameter.
+            order: maps the ``id`` of a parameter to its place in the order in which gradients are
+                complete; equal on all ranks of a process group.
+            sum_dtype: the dtype of the sums; None for the dtype of each parameter.
         """
 
         def place(member: LocalCopies) -> tuple[bool, bool, int]:
@@ -270,7 +273,7 @@ class GradientBuckets:
         """Return the buckets into which W writes; other buckets are filled after the last W.
 
         Args:
-            sum_dtype: the dtype of the sums; None for that of each parameter.
+            sum_dtype: the dtype of the sums; None for the dtype of each parameter.
         """
         return [
             bucket
@@ -286,7 +289,7 @@ class GradientBuckets:
         return id(parameter) in self._places
 
     def memory_for(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the place of a parameter's gradient in its buffer, not initialized.
+        """Return the view of the buffer for a parameter's gradient, not initialized.
 
         Args:
             parameter: the parameter.
@@ -301,11 +304,12 @@ class GradientBuckets:
         return bucket.place_sum(number)
 
     def report_for(self, stage: int, module: nn.Module) -> CompletionReport | None:
-        """Return what a stage's last W of a step reports, so that reductions start.
+        """Return the report for a stage's last W of a step, by which reductions start; None if the
+        stage completes no bucket.
 
         Args:
             stage: the stage.
-            module: its module, which names the parameters.
+            module: the stage's module, which names the parameters.
         """
         numbers = {
             id(member.copies[0]): number
@@ -326,23 +330,29 @@ class GradientBuckets:
         return CompletionReport(names, complete) if names else None
 
     def begin(self) -> None:
-        """Forget the last step's buffers, and expect every stage's part of each bucket anew."""
+        """Begin a step: drop the last step's buffers, and expect every stage's part of each bucket
+        again.
+        """
         self.release()
         self._pending = [{*stages} for stages in self._writers]
 
     def _complete(self, stage: int, number: int) -> None:
-        """Note that a stage has completed its part of a bucket; start the next reductions."""
+        """Record that a stage has completed its part of a bucket, and start the reductions that are
+        now possible.
+        """
         self._pending[number].discard(stage)
         while len(self._waits) < len(self._pending) and not self._pending[len(self._waits)]:
             self._waits.append(self.buckets[len(self._waits)].start(is_published=False))
 
     def start(self) -> list[Wait]:
-        """Start the reductions that have not started; return all in order."""
+        """Start the reductions that have not started; return the waits for all reductions, in
+        order.
+        """
         self._waits += [bucket.start() for bucket in self.buckets[len(self._waits) :]]
         return self._waits
 
     def release(self) -> None:
-        """Forget the buffers of a step."""
+        """Drop the references to the buffers of a step."""
         self._waits = []
         for bucket in self.buckets:
             bucket.release()

@@ -1,4 +1,4 @@
-"""Norms of this rank's gradients, for clipping and for finding numbers that are not finite."""
+"""Compute norms of this rank's gradients, for clipping and to find numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GradientNorms:
     synchronized with the device, as it does once at its end: then norms cost no other wait.
 
     Args:
-        parameters: the parameters; those without a gradient are left out.
+        parameters: the parameters; parameters without a gradient are left out.
         squares: whether ``squares`` will be called, which needs norms in float64. Without it, norms
             are in the gradients' dtypes, which on a CPU takes a thirtieth of the time.
     """
@@ -49,7 +49,7 @@ class GradientNorms:
 
 
 def _real_numbers(parameter: nn.Parameter) -> Tensor:
-    """Return a gradient as real numbers; of a sharded one, this rank's part."""
+    """Return a gradient as real numbers; for a sharded gradient, this rank's part."""
     gradient: Any = parameter.grad
     is_special = gradient.is_sparse or gradient.is_complex() or gradient.requires_grad
     if type(gradient) is Tensor and not is_special:  # nearly all are, and this is a step's path

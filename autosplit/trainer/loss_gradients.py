@@ -1,7 +1,7 @@
-"""The gradients of the losses, from which the backward of a step starts: weights and scale.
+"""The gradients of the losses, with which the backward of a step starts: weights and scale.
 
-A step trains the mean by weight over the microbatches of all replicas. With weights w_m and the
-scale s of a ``GradScaler``, the gradient of microbatch m's loss is::
+A step trains the weighted mean of the losses over the microbatches of all replicas. With weights
+w_m and the scale s of a ``GradScaler``, the gradient of microbatch m's loss is::
 
     s * w_m / sum(w)        without weights: s / M
 """
@@ -26,8 +26,8 @@ class StepWeights(NamedTuple):
     """The weights of a step's microbatches.
 
     Attributes:
-        numbers: one for each microbatch.
-        refusal: why they are refused; empty if they are not.
+        numbers: one weight for each microbatch.
+        refusal: the reason why the weights are refused; empty if they are accepted.
     """
 
     numbers: Sequence[float]
@@ -73,7 +73,7 @@ class LossGradients:
 
     Args:
         groups: the trainer's process groups.
-        schedule: its placement says which rank computes the losses.
+        schedule: the schedule, whose placement says which rank computes the losses.
         device: the device of the losses.
         scaler: scales the losses; None: they are not scaled.
 
@@ -119,8 +119,8 @@ class LossGradients:
         return [[gradient, *[None] * len(part_names)] for gradient in gradients]
 
     def _shares_of(self, weights: Sequence[float]) -> list[float]:
-        """Divide weights by their sum over all replicas. These reduce gradients to their mean, so
-        each divides by the mean of the sums.
+        """Divide weights by the mean over replicas of their sums. Replicas reduce gradients to
+        their mean, so this equals dividing by the sum over all replicas.
         """
         layout, total = self._groups.layout, sum(weights)
         if layout.shares > 1:

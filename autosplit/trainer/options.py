@@ -48,19 +48,19 @@ class StageOptions:
         changes: the fields passed by name, without ``options``; they replace those of the plan.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast, and ``torch.float16``
             does with a ``grad_scaler``; None: no autocast.
-        shared_parameters: groups of (stage, name) that are one parameter of the model. Each group
-            starts with the values of its first holder, and each holder gets the sum of the
-            gradients. Parameters that the modules of a list share, or the stages of a model that
-            is cut, are found without this option.
+        shared_parameters: groups of (stage, name) that are one parameter of the model. All members
+            of a group start with the values of the first, and each gets the sum of the gradients.
+            Parameters that the modules of a list share, or the stages of a model that is cut, are
+            found without this option.
         aux_losses: weights of auxiliary losses, by the attribute that a forward leaves on modules
             of any stage, such as ``{"aux_loss": 0.01}`` for the routers of experts: scalar tensors,
             None in ``__init__``. Their weighted sum, averaged over microbatches, is trained with
             the loss; ``metrics()`` has each, without its weight, beside the loss.
-        planning: further arguments of ``autosplit.partition`` for a whole model, such as
-            ``{"costs": "estimate", "cut_at": ["layers.8"]}``. The trainer sets the others.
+        planning: more arguments of ``autosplit.partition`` for a whole model, such as ``{"costs":
+            "estimate", "cut_at": ["layers.8"]}``. The trainer sets the other arguments.
         stage_factory: builds stages in place of ``autosplit.Stage``; excludes ``options``.
-        fullgraph: whether to refuse a stage that one graph cannot contain. If False, such a stage
-            runs in parts, with a warning that names the line.
+        fullgraph: whether to refuse a stage that cannot be captured in one graph. If False, such a
+            stage runs as several graphs, with a warning that names the line.
 
     Raises:
         SplitError: an option has a wrong value.
@@ -107,7 +107,7 @@ class StageOptions:
         return self.options or SplitOptions()
 
     def with_defaults(self, options: SplitOptions, autocast: torch.dtype | None) -> StageOptions:
-        """These options; where the user chose none, those of a plan."""
+        """These options, with the options of a plan for those that the user did not choose."""
         if self.options is None or self.changes:
             options = replace(options, **self.changes)
         else:
@@ -163,7 +163,7 @@ class RunOptions:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of losses; None without one, or if it is disabled."""
+        """The scaler of losses; None if the trainer has no scaler or a disabled one."""
         scaler = self.grad_scaler
         return scaler if scaler is not None and scaler.is_enabled() else None
 
@@ -178,7 +178,7 @@ def _is_path(store: object) -> bool:
 
 
 def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
-    """The errors of all options and combinations that no trainer supports.
+    """Yield an error text for each option or combination of options that no trainer supports.
 
     Args:
         o: the options.
@@ -241,7 +241,7 @@ MemoryLimit: TypeAlias = int | str | Sequence[int | str]
 
 
 def parse_limit(limit: MemoryLimit) -> int | tuple[int, ...]:
-    """The bytes of a memory limit, or of each rank's.
+    """A memory limit in bytes, or a tuple of the limits of all ranks.
 
     Raises:
         PipelineError: the limit is neither a size nor a sequence of sizes.
@@ -325,7 +325,9 @@ class TrainerOptions:
 
     @property
     def optimizer_mesh(self) -> DeviceMesh | None:
-        """The replicas that have a part of the optimizer's state each, if they divide it."""
+        """The mesh of the replicas among which the optimizer's state is divided; None if it is not
+        divided.
+        """
         if self.mesh is None or not self.run.shard_optimizer:
             return None
         replicas = self.mesh[REPLICATE]
@@ -417,9 +419,9 @@ class TrainerOptions:
     def factory(self, *, cut: bool) -> StageFactory:
         """The factory of stages: the user's, or ``autosplit.Stage`` with these options.
 
-        If no stage waits for a stage's input gradient, W is its whole backward. Where Ws fill
-        waits, the step is never longer for that, and forwards come earlier. The placement of 2BP
-        puts most Ws at the end, whatever their times; there each stage has an I, as in the paper.
+        If no stage waits for the input gradient of a stage, W is the stage's whole backward. If Ws
+        fill waits, that never makes the step longer, and forwards come earlier. 2BP puts most Ws at
+        the end, whatever their times; for it each stage has an I, as in the paper.
 
         Args:
             cut: whether the trainer has cut the stages from a whole model, which balances them for
@@ -438,7 +440,9 @@ class TrainerOptions:
 
 @contextlib.contextmanager
 def as_pipeline_error() -> Iterator[None]:
-    """Raise a ScheduleError inside as a PipelineError: the options request the schedule."""
+    """Context that raises a ScheduleError as a PipelineError, because the trainer's options request
+    the schedule.
+    """
     try:
         yield
     except ScheduleError as error:
@@ -448,7 +452,7 @@ def as_pipeline_error() -> Iterator[None]:
 def store_for(
     options: TrainerOptions, schedule: Schedule, device: torch.device
 ) -> OffloadTarget | None:
-    """The host store of a rank; None if the schedule cannot offload.
+    """The offload target of a rank; None if the schedule cannot offload.
 
     Raises:
         OutputError: the folder cannot hold the file.
@@ -469,7 +473,7 @@ def check_record(record: object) -> None:
     """Check a value of ``Record``.
 
     Raises:
-        PipelineError: the value is none; lists the valid ones.
+        PipelineError: the value is not valid; lists the valid values.
     """
     if not isinstance(record, bool) and record != MEMORY:
         raise PipelineError(

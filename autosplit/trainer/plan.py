@@ -71,9 +71,10 @@ class Plan(Partition):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``partition``, as plain values, that make this plan again.
+        """Arguments of ``partition``, as plain values, that reproduce this plan.
 
-        They hold the costs, so nothing is measured, and the schedule is built for the same times.
+        They contain the costs, so nothing is measured, and the schedule is built for the same
+        times.
         """
         dtype = self._autocast
         return {
@@ -99,8 +100,8 @@ class Plan(Partition):
         )
 
     def report(self) -> str:
-        """A table of the stages with times and sizes, and a line on the step, as ``autosplit plan``
-        prints them.
+        """Text with a table of the stages, their times and sizes, and a line on the step, as
+        ``autosplit plan`` prints it.
         """
         line = (
             f"plan: {self.schedule.name}, N={self.stages}, M={self.schedule.microbatches}, a step "
@@ -112,7 +113,7 @@ class Plan(Partition):
         return f"{self._table()}\n\n{line}"
 
     def _table(self) -> str:
-        """One row per stage: its blocks, times, parameters and messages."""
+        """Table with one row per stage: its blocks, times, parameters and messages."""
         mean = sum(map(sum, self.stage_times)) / self.stages
         names = [block.name for block in self.whole.blocks]
         sent: Any = self._solution.costs.transfer.message_bytes
@@ -142,7 +143,7 @@ class Plan(Partition):
         Args:
             loss_fn: see ``PipelineTrainer``.
             optimizer_fn: see ``PipelineTrainer``.
-            options: further arguments of ``PipelineTrainer``, which override those of the plan.
+            options: more arguments of ``PipelineTrainer``; they override the plan's.
 
         Raises:
             PlanError: the number of processes is not the plan's number of ranks.
@@ -197,7 +198,7 @@ def partition(
         print(plan.report())
         trainer = plan.trainer(loss_fn, optimizer_fn)
 
-    With a process group, all ranks must call it (except with ``ranks=1``): they measure at the same
+    With a process group, all ranks must call it, except with ``ranks=1``. They measure at the same
     time, as the stages will run, and all get the same cuts. The model is not changed.
 
     Training and evaluation are captured separately, evaluation at its first use. Everything else
@@ -205,10 +206,10 @@ def partition(
     cut the model again after a change of it.
 
     Args:
-        model: the model; its parameters may be on the meta device. Or a capture of it, by
-            ``WholeModel.capture``, which several plans can share; then without ``args``.
+        model: the model; its parameters may be on the meta device. Or, without ``args``, a capture
+            of the model by ``WholeModel.capture``, which several plans can share.
         args: example positional inputs of one microbatch: a tuple of tensors or one tensor. A
-            dictionary stands for keyword inputs.
+            dictionary is passed as keyword inputs.
         kwargs: example keyword inputs of one microbatch.
         stages: the number of stages; None: one more than ``cut_at`` has names.
         cut_at: the names of the modules that begin the stages after the first, such as
@@ -226,10 +227,10 @@ def partition(
         costs: ``"profile"``: measure the blocks. ``"estimate"``: derive their times from FLOPs and
             bytes. Or known costs, as in ``Plan.arguments``.
         seconds: the time to measure the blocks.
-        memory_limit: the most bytes that a rank may hold, or a text such as ``"12GiB"``. Cuts that
-            keep it are preferred. If no cuts keep it, the cuts with the shortest step are taken,
-            and the plan's ``trainer``, which gets the limit, looks for offloads and recomputation
-            that do. The trainer also counts messages, the batch and the temporary memory of
+        memory_limit: the most bytes that a rank may hold, or a text such as ``"12GiB"``. Cuts
+            within the limit are preferred. If there are none, the cuts with the shortest step are
+            taken. The plan's ``trainer`` gets the limit, and searches offloads and recomputation
+            that keep it. The trainer also counts messages, the batch and the temporary memory of
             operators. It raises before the first step if it finds no schedule within the limit.
 
     Returns:
@@ -270,7 +271,7 @@ def partition(
 
 
 def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of autocast, from the dtype itself or from its name.
+    """The dtype of autocast, from a dtype or its name.
 
     Raises:
         PlanError: no dtype has this name.

@@ -1,4 +1,4 @@
-"""The memory of one rank in a step: predicted for a search, and recorded."""
+"""Predict the memory of one rank in a step, for a search, and record it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autosplit.trainer.step_plans import StepPlan
 
 
 class RankMemory:
-    """The bytes of a rank, fixed and in a step, and the bandwidth of its store.
+    """The bytes of a rank, fixed and in a step, and the speed of its offload target.
 
     Fixed bytes are those of parameters, gradients and optimizer state.
 
@@ -41,8 +41,8 @@ class RankMemory:
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
         device: the device of the stages.
-        store: the host store for offloads; None if the rank has none.
-        grad_dtype: the dtype of summed gradients; None for each parameter's dtype.
+        store: the rank's offload target; None if the rank has none.
+        grad_dtype: the dtype of the sums of gradients; None for each parameter's dtype.
 
     Attributes:
         step: the plan of the last step; None before the first.
@@ -73,7 +73,7 @@ class RankMemory:
 
         Args:
             step: the plan of the step, with its stages built.
-            batch: the tensors of the batch; None for tensors that the rank does not take.
+            batch: the tensors of the batch; None for tensors that the rank does not use.
         """
         self.step = step
         self._schedule = None if step.executor is None else step.executor.schedule
@@ -81,7 +81,7 @@ class RankMemory:
 
     @property
     def _traffic(self) -> tuple[Transport | None, Moves | None]:
-        """The transport of messages and of moves in the last step."""
+        """(transport of messages, moves) of the last step."""
         executor = None if self.step is None else self.step.executor
         return (None, None) if executor is None else (executor.messages, executor.moves)
 
@@ -90,7 +90,7 @@ class RankMemory:
         return sum(self.fixed_by_owner())
 
     def fixed_by_owner(self) -> tuple[int, int, int]:
-        """The bytes of parameters with buffers, of gradients, and of optimizer state."""
+        """(bytes of parameters and buffers, of gradients, of optimizer state)."""
         state = distinct_storage_bytes(state_of(self._model.modules.values()))
         trained = [p for p in self._model.parameters if p.requires_grad]
         gradients = sum(
@@ -110,8 +110,8 @@ class RankMemory:
         """Predict the bytes during each action of this rank's row; collective over the pipeline.
 
         Returns:
-            Per action of the row, the peak in bytes, without fixed bytes and the batch; None if the
-            graphs of a stage are not known.
+            Per action of the row, the peak in bytes, without fixed bytes and the batch; None if a
+            stage has no graphs.
         """
         step, rank, dataflow = self.step, self._groups.rank, self._dataflow
         row, sizes = schedule.ranks[rank], dict[int, StageBytes]()
@@ -146,7 +146,7 @@ class RankMemory:
     def predicted(self) -> int | None:
         """Predict the peak of the set step in bytes, without fixed bytes; collective.
 
-        None if no step is set, or the graphs of a stage are not known.
+        None if no step is set, or if a stage has no graphs.
         """
         if self._schedule is None:
             return None
@@ -165,7 +165,7 @@ class RankMemory:
     def recording(
         self, step: StepPlan, batch: Sequence[Tensor | None], times: Recorder
     ) -> Iterator[MemoryRecorder]:
-        """Record the memory of the step that runs inside the context.
+        """Context that records the memory of the step that runs inside.
 
         Args:
             step: see ``set_step``.
@@ -178,7 +178,7 @@ class RankMemory:
         state = storage_sizes([*state_of(model.modules.values()), *model.optimizer_state])
 
         def holdings() -> tuple[int, int]:
-            """The fixed bytes, and all bytes, that the rank holds now."""
+            """(fixed bytes, all bytes) that the rank holds now."""
             sums = (gradient for stage in stages for gradient in stage.gradients.values())
             gradients = [*(parameter.grad for parameter in model.parameters), *sums]
             kept = [
@@ -200,10 +200,10 @@ class RankMemory:
     # --- the store --------------------------------------------------------------------------------
 
     def host_link(self) -> Link:
-        """Measure the slowest rank's link to its store; collective.
+        """Measure the link of the slowest rank to its offload target; collective.
 
         Raises:
-            PipelineError: no rank has a store.
+            PipelineError: no rank has an offload target.
         """
         measured = None if self._store is None else measure_offload(self._store)
         gathered = self._groups.everybody.gather(measured)

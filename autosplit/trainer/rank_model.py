@@ -1,4 +1,4 @@
-"""One rank's share of the model: its modules, parameters, gradients and optimizer."""
+"""One rank's part of the model: its modules, parameters, gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -48,24 +48,26 @@ class RankModel:
     Args:
         stages: the source of all stages.
         shared: groups of (stage, parameter name); each group is one tied parameter of the model.
-        schedule: its placement says which rank has which stage.
+        schedule: the schedule, whose placement says which rank has which stage.
         groups: the trainer's process groups.
         device: the device of the modules.
-        synchronize: waits until the device has finished.
-        optimizer_mesh: the replicas among which the optimizer's state is divided; None: it is not.
+        synchronize: a function that waits until the device has finished.
+        optimizer_mesh: the mesh of the replicas among which the optimizer's state is divided; None:
+            it is not divided.
 
     Attributes:
         modules: this rank's modules by stage.
         parameters: the parameters that need a gradient, each once.
-        optimizer: updates ``parameters``; None before ``build_optimizer``, and if there are none.
+        optimizer: updates ``parameters``; None before ``build_optimizer``, and on a rank without
+            parameters to train.
         sharded: the stages that ``fully_shard`` has sharded.
         buckets: the buffers of the gradients that are reduced over copies.
-        post_step: the calls after the actions of a step.
+        post_step: functions to call after the actions of a step.
         reduces: whether a step reduces gradients over other copies or other ranks.
 
     Raises:
-        PipelineError: a stage is no module, or sharded stages share parameters; and the errors of
-            ``ShardedStages`` and ``ReplicatedParameters``.
+        PipelineError: a stage is not a module, or sharded stages share parameters; also raises the
+            errors of ``ShardedStages`` and ``ReplicatedParameters``.
     """
 
     def __init__(
@@ -125,7 +127,8 @@ class RankModel:
         self.optimizer: torch.optim.Optimizer | None = None
 
     def arrange_buckets(self, stages: Mapping[int, Stage], schedule: Schedule) -> None:
-        """Order gradients in their buffers as a step completes them; collective over all ranks.
+        """Order gradients in their buffers by the order in which a step completes them; collective
+        over all ranks.
 
         Args:
             stages: this rank's stages with graphs.
@@ -143,7 +146,7 @@ class RankModel:
         self.buckets.arrange({id(p): at for at, p in enumerate(order)}, sum_dtype)
 
     def report_gradients(self, stages: Mapping[int, Stage], schedule: Schedule) -> None:
-        """Let the last W of each stage start the reductions of the buckets that it completes.
+        """Make the last W of each stage start the reductions of the buckets that it completes.
 
         Args:
             stages: this rank's stages with graphs.
@@ -155,8 +158,8 @@ class RankModel:
                 stages[index].report_completion(microbatch, report)
 
     def _last_weights(self, schedule: Schedule) -> dict[int, int]:
-        """Map each stage to the microbatch of its last W (or B) in a step; the stages in the order
-        of these Ws.
+        """Map each stage to the microbatch of its last W (or B) in a step, in the order of these
+        Ws.
         """
         row = schedule.ranks[self._groups.rank]
         backwards = [action for action in row if action.kind in BACKWARDS]
@@ -164,12 +167,13 @@ class RankModel:
         return {a.stage: a.microbatch for a in backwards if a is last[a.stage]}
 
     def build_optimizer(self, optimizer_fn: OptimizerFunction) -> None:
-        """Build the optimizer of the parameters, if any; collective if parameters are tied.
+        """Build the optimizer, if the rank has parameters to train; collective if parameters are
+        tied.
 
         Raises:
-            PipelineError: ``optimizer_fn`` returns no optimizer, an optimizer of other parameters,
-                one that needs a closure, or one with other options for a tied parameter than
-                another rank's.
+            PipelineError: ``optimizer_fn`` does not return an optimizer, or one with other
+                parameters, one that needs a closure, or one whose options for a tied parameter
+                differ from another rank's.
         """
         if self.parameters:
             named = _takes_names(optimizer_fn)
@@ -205,9 +209,9 @@ class RankModel:
         Args:
             max_norm: the norm to which the gradient of the whole model is clipped; None does not
                 clip.
-            norm: the norm of that gradient before.
-            barrier: returns when every rank has called it, and raises if a rank cannot; None does
-                not wait for other ranks.
+            norm: the norm of the whole model's gradient before clipping.
+            barrier: a function that returns when every rank has called it, and raises if a rank
+                cannot; None: do not wait for other ranks.
         """
         if max_norm is not None and norm is not None:
             _clip(self.parameters, max_norm, norm)
@@ -218,9 +222,10 @@ class RankModel:
         self.drop_gradients()
 
     def check_parameters(self) -> None:
-        """Check that no other parameters are trained than when the trainer was built.
+        """Check that the same parameters are trained as when the trainer was built.
 
-        No optimizer would update a new one, no norm count it, and its copies would come to differ.
+        No optimizer would update a newly trained parameter, no norm would count it, and its copies
+        would become different.
 
         Raises:
             PipelineError: names such a parameter.
@@ -238,7 +243,7 @@ class RankModel:
                     )
 
     def restore_process_groups(self) -> None:
-        """Give sharded modules back the process groups that they had before."""
+        """Restore the process groups that sharded modules had before the trainer."""
         self.sharded.restore_process_groups()
 
     def gradient_norms(self, *, squares: bool) -> GradientNorms:
@@ -251,7 +256,9 @@ class RankModel:
         return GradientNorms(self._counted if squares else self.parameters, squares=squares)
 
     def nonfinite_stage(self, norms: GradientNorms) -> int | None:
-        """Return the last of this rank's stages with a gradient that is not finite, if any."""
+        """Return the last of this rank's stages with a gradient that is not finite; None if all are
+        finite.
+        """
         nonfinite = {*map(id, norms.nonfinite())}
         stages = (
             stage
@@ -261,9 +268,9 @@ class RankModel:
         return next(stages, None)
 
     def drop_gradients(self) -> None:
-        """Drop all gradients, of parameters that are not in the optimizer too.
+        """Drop all gradients, including gradients of parameters that are not in the optimizer.
 
-        These would otherwise grow with every step, and count in the norm.
+        Such gradients would otherwise grow with every step, and count in the norm.
         """
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -272,8 +279,8 @@ class RankModel:
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Compute other gradients inside the context, without those of earlier steps; restore these
-        and all buffers afterwards.
+        """Context for computing other gradients. Gradients of earlier steps are set aside, and
+        restored at its end together with all buffers.
         """
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         buffers = [buffer for module in self.modules.values() for buffer in module.buffers()]
@@ -290,15 +297,15 @@ class RankModel:
 
     @contextlib.contextmanager
     def reducing_gradients(self, scale: float = 1.0) -> Iterator[None]:
-        """Reduce the gradients that are computed inside the context.
+        """Context that reduces the gradients that are computed inside.
 
         Afterwards each copy of a tied parameter has the sum of the gradients of all copies, and
         each replica of the pipeline has the mean over replicas, divided by the scale. Gradients of
         earlier steps are added once, after the reduction, so that steps can accumulate. After an
-        error only these remain.
+        error, only gradients of earlier steps remain.
 
-        The reduction of a bucket starts in the last W that adds to it, others after the rank's last
-        action.
+        The reduction of a bucket starts in the last W that adds to it. Other reductions start after
+        the rank's last action.
 
         Args:
             scale: the scale of the losses.
@@ -333,7 +340,9 @@ class RankModel:
 
     @torch.no_grad()
     def _add_earlier(self, parameter: nn.Parameter, earlier: Tensor) -> Tensor:
-        """Return the sum of a step's gradient and that of earlier steps, which stays as it is."""
+        """Return the sum of a step's gradient and the gradient of earlier steps, which is not
+        changed.
+        """
         new = parameter.grad
         if new is None:
             return earlier
@@ -341,10 +350,10 @@ class RankModel:
 
 
 def _check_tied(index: int, module: nn.Module, shared: Sequence[Sequence[Holder]]) -> None:
-    """Check that the stage's tied parameters are in ``shared``, so that they are trained as one.
+    """Check that parameters which a stage's modules tie to other stages are in ``shared``.
 
     Raises:
-        PipelineError: names one that is not.
+        PipelineError: names a parameter that is missing in ``shared``.
     """
     named = {holder for group in shared for holder in group}
     for name in getattr(module, "tied_elsewhere", ()):
@@ -383,7 +392,7 @@ def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
 
 
 class _NormTerm(NamedTuple):
-    """A gradient in the form that torch's clipping expects of a parameter."""
+    """An object with ``.grad``, as torch's clipping expects a parameter."""
 
     grad: Tensor
 

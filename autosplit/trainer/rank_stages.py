@@ -1,4 +1,4 @@
-"""Builds this rank's stages from its modules, when a batch of a new shape arrives."""
+"""Build this rank's stages from its modules, for each new shape of a batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankStages:
         loss_fn: the loss, which runs at the end of the last stage.
         schedule: its placement says which rank has which stage.
         options: the trainer's options.
-        factory: makes a stage of a module.
+        factory: makes a stage from a module.
         model: this rank's modules and parameters.
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
@@ -57,8 +57,8 @@ class RankStages:
         device: the device of the stages.
 
     Attributes:
-        observer: is called with the arguments of the loss in evaluation, on the rank that computes
-            it; None if nobody asks.
+        observer: a function that is called with the arguments of the loss in evaluation, on the
+            rank that computes the loss; None if there is none.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class RankStages:
         """Build and compile the stages of a training step from its first batch; collective.
 
         Args:
-            plan: gets the stages and their graphs, the boundaries between them and the dtype of
-                the losses.
+            plan: the step plan; the stages and their graphs, their boundaries and the dtype of the
+                losses are set in it.
             schedule: the schedule of training.
             batch: this rank's batch; None on a rank whose stages use none of it.
-            inputs: its inputs, by microbatch.
-            targets: its targets, by microbatch.
+            inputs: the batch's inputs, by microbatch.
+            targets: the batch's targets, by microbatch.
         """
         activity, modules = self._groups.activity, self.complete(batch)
         plan.aux = self._with_aux_losses(modules)
@@ -146,7 +146,7 @@ class RankStages:
         """Return the stages of an evaluation, which call the modules themselves.
 
         Args:
-            plan: gets the stages with auxiliary losses.
+            plan: the step plan; the stages with auxiliary losses are set in it.
             batch: this rank's batch; None on a rank whose stages use none of it.
         """
         modules = self.complete(batch, evaluates=True)
@@ -159,8 +159,8 @@ class RankStages:
     def _stage_for(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
         """Return a stage that runs ``module(*args)``.
 
-        The module's earlier stage is used again if it accepts the arguments: its graphs may be
-        valid for these sizes, too.
+        The module's earlier stage is used again if it accepts the arguments, because its graphs may
+        be valid for these sizes.
         """
         stage = self._reusable_stages.get(module)
         with self._model.sharded.gathered(index):
@@ -190,12 +190,12 @@ class RankStages:
     def _check_buffers(self, index: int, module: nn.Module, written: Container[str]) -> None:
         """Refuse a forward that writes into a buffer of which another rank has a copy.
 
-        The copies would come to differ, as each rank writes only its own.
+        The copies would become different, because each rank writes only its own copy.
 
         Args:
             index: the index of the stage.
-            module: its module, complete.
-            written: names of the buffers that its forward writes.
+            module: the stage's module, as ``complete`` returns it.
+            written: names of the buffers that the forward writes.
 
         Raises:
             PipelineError: names the buffer.
@@ -213,10 +213,10 @@ class RankStages:
                 )
 
     def complete(self, batch: Batch | None, *, evaluates: bool = False) -> Mapping[int, nn.Module]:
-        """Return this rank's modules by stage, with autocast and auxiliary losses, and the loss in
-        the last stage's.
+        """Return this rank's modules by stage, with autocast and auxiliary losses; the last stage's
+        module computes the loss.
 
-        The batch says whether the loss takes one target or a tuple, and of how many.
+        The batch tells whether the loss gets one target or a tuple of targets, and how many.
         """
         targets = None if batch is None else batch[1]
         count = None if isinstance(targets, Tensor) else len(targets or ())
@@ -255,7 +255,7 @@ class RankStages:
         return stages
 
     def _observe(self, output: Any, targets: Any) -> None:
-        """Pass the arguments of the loss to the observer of this call, if any."""
+        """Pass the arguments of the loss to the observer, if there is one."""
         if self.observer is not None:
             self.observer(output, targets)
 

@@ -1,7 +1,7 @@
 """Parameters and buffers of which several ranks have copies.
 
-Copies come from replicas of the pipeline, from tied parameters, and from ranks along "tp" that all
-have the whole of a parameter. They are built alike, start with equal values, and have the same
+Replicas of the pipeline have copies, as have stages with tied parameters, and ranks along "tp" for
+parameters that are not sharded. Copies are built alike, start with equal values, and have the same
 gradient at the end of a step.
 """
 
@@ -64,12 +64,12 @@ class ReplicatedParameters:
         shared: groups of (stage, parameter name); each group is one tied parameter of the model.
         schedule: its placement says which ranks have which stage.
         groups: the trainer's process groups.
-        gathered_shardings: by ``id``, the parameters of ``fully_shard``, each with its sharding
-            while it is gathered; None if the rank has the whole parameter then.
+        gathered_shardings: maps the ``id`` of a parameter of ``fully_shard`` to (parameter, its
+            sharding while it is gathered, or None if the rank then has the whole parameter).
 
     Attributes:
-        reduced: the parameters whose gradients must be reduced; the order is the same on all ranks
-            that have copies.
+        reduced: the parameters whose gradients must be reduced, in the same order on all ranks that
+            have copies.
 
     Raises:
         PipelineError: a shared parameter does not exist, is in two groups, or differs between its
@@ -120,13 +120,13 @@ class ReplicatedParameters:
         Collective over all ranks.
 
         Args:
-            pipeline_ranks: the ranks within a pipeline that have copies, the source of values
-                first.
+            pipeline_ranks: the ranks within a pipeline that have copies; the first is the source of
+                values.
             along: the fields of ``Place`` along which pipelines have copies.
 
         Returns:
-            The first of the ranks, as the default process group numbers them, and the process
-            group; None if this rank is the only one.
+            (first of the ranks, by its number in the default process group; process group, or None
+            if this rank is the only one).
         """
         sets: dict[Place, list[int]] = defaultdict(list)
         equal_fields = dict.fromkeys(along, 0)
@@ -142,8 +142,8 @@ class ReplicatedParameters:
         """Give all copies of each tensor the values of the first; collective over all ranks.
 
         Args:
-            tied_ranks: for each tied parameter the ranks of the pipeline that have it, the first
-                holder's first, and its holders.
+            tied_ranks: for each tied parameter, (ranks of the pipeline that have it, the first
+                holder's rank first; its holders).
 
         Returns:
             The copies whose gradients must be reduced.
@@ -167,7 +167,7 @@ class ReplicatedParameters:
         """Give all copies of one tensor the values of the first; collective over their ranks.
 
         Returns:
-            The copies, if their gradient must be reduced; else nothing.
+            The copies if their gradient must be reduced; else an empty list.
         """
         first, *duplicates = copies
         source, process_group = self._copy_groups[ranks, is_expert(sharding_of(first))]
@@ -183,11 +183,13 @@ class ReplicatedParameters:
         return [LocalCopies(copies, process_group, is_tied)]
 
     def _sharding(self, tensor: Tensor) -> Sharding | None:
-        """Return a tensor's sharding; of a parameter of ``fully_shard``, while it is gathered."""
+        """Return a tensor's sharding; for a parameter of ``fully_shard``, its sharding while it is
+        gathered.
+        """
         return self._gathered_shardings.get(id(tensor), sharding_of(tensor))
 
     def _check_layouts(self, shared: Sequence[Sequence[Holder]]) -> list[Tensor]:
-        """Check that names, shapes, dtypes and shardings fit those of other ranks; collective.
+        """Check that names, shapes, dtypes and shardings fit those on other ranks; collective.
 
         Returns:
             The parameters of which each rank along "tp" has the whole.
@@ -228,10 +230,10 @@ class ReplicatedParameters:
     def check_optimizers(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Check that all optimizers have the same options for a tied parameter.
 
-        Otherwise its copies would come to differ. Collective over all ranks.
+        Otherwise its copies would become different. Collective over all ranks.
 
         Args:
-            optimizer: this rank's; None if it has no parameters.
+            optimizer: this rank's optimizer; None if the rank has no parameters.
 
         Raises:
             PipelineError: names a tied parameter, and the option that differs.
@@ -260,7 +262,7 @@ class ReplicatedParameters:
     def is_counted(self, parameter: Tensor) -> bool:
         """Whether this rank counts its part of a parameter in sums over the whole model.
 
-        Each element of the model counts once: of several copies only the first rank's.
+        Each element of the model counts once: of several copies, the first rank's counts.
         """
         sharding = self._sharding(parameter)
         is_fsdp = id(parameter) in self._gathered_shardings
@@ -279,7 +281,8 @@ class ReplicatedParameters:
     def check_hooks(self) -> None:
         """Refuse hooks on tied parameters.
 
-        Autograd calls a hook with the sum of the gradients of all stages, which no stage has.
+        Autograd would call a hook with the sum of the gradients of all stages, which no single
+        stage has.
 
         Raises:
             PipelineError: names a parameter that has a hook.
@@ -294,7 +297,7 @@ class ReplicatedParameters:
                 )
 
     def broadcast_buffers(self) -> None:
-        """Give all replicas the buffers of the first replica; collective over the replicas.
+        """Copy the first replica's buffers to all replicas; collective over the replicas.
 
         Raises:
             LostPeerError: a rank that has a replica did not take part.
@@ -314,9 +317,10 @@ def broadcast_from(
     """Overwrite tensors with the values that one rank has; collective over a process group.
 
     Args:
-        tensors: of equal shapes and dtypes on all ranks; of DTensors, this rank's part.
-        source: the rank with the values, as the default process group numbers it.
-        process_group: the ranks; with None nothing happens.
+        tensors: the tensors, with equal shapes and dtypes on all ranks; of a DTensor, this rank's
+            part is overwritten.
+        source: the rank with the values, by its number in the default process group.
+        process_group: the process group of the ranks; None: nothing is done.
         groups: the trainer's process groups.
 
     Raises:

@@ -1,4 +1,6 @@
-"""A page about a trainer: the stages and the bytes of each rank, and what it waits for."""
+"""The report page of a trainer: the stages and the bytes of each rank, and what the rank waits
+for.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ _LARGEST = 5
 
 
 class LargeTensor(NamedTuple):
-    """A tensor of the table of the largest.
+    """A row of the table of largest tensors.
 
     Attributes:
         owner: ``"parameter"``, ``"saved"`` or ``"deferred"``.
-        stage: the stage that has it.
-        name: its name in the stage.
-        shape: its dtype and shape.
-        bytes: the bytes of its storage.
+        stage: the stage that has the tensor.
+        name: the tensor's name in the stage.
+        shape: the tensor's dtype and shape, as text.
+        bytes: the bytes of the tensor's storage.
     """
 
     owner: str
@@ -40,17 +42,17 @@ class LargeTensor(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """A rank's part of the page.
+    """One rank's part of the page.
 
     Attributes:
-        stages: its stages, with the classes of their modules.
+        stages: the rank's stages with the classes of their modules, as text.
         state: bytes of parameters and buffers.
         gradients: bytes of the parameters' gradients.
         optimizer: bytes of the optimizer's state.
-        saved: bytes of one microbatch on all its stages, from F to the backward.
-        deferred: bytes of one microbatch on all its stages, from I to W.
-        peak: the most bytes of the last step, if they were recorded.
-        largest: its largest tensors.
+        saved: bytes of one microbatch on all the rank's stages, from F to the backward.
+        deferred: bytes of one microbatch on all the rank's stages, from I to W.
+        peak: the most bytes in the last step; None if they were not recorded.
+        largest: the rank's largest tensors.
         spans: the recorded actions of the last step.
     """
 
@@ -71,14 +73,16 @@ def stages_text(modules: Iterable[tuple[int, nn.Module]]) -> str:
 
 
 def parameter_rows(stage: int, module: nn.Module) -> Iterator[LargeTensor]:
-    """Yield the parameters of a stage; of a DTensor, this rank's part."""
+    """Yield a row for each parameter of a stage; for a DTensor, of this rank's part."""
     for name, parameter in module.named_parameters():
         local = local_tensor(parameter)
         yield LargeTensor("parameter", stage, name, value_text(local), local.nbytes)
 
 
 def boundary_rows(stage: int, functions: SplitFunctions) -> Iterator[LargeTensor]:
-    """Yield what a stage keeps of one microbatch: saved and deferred tensors."""
+    """Yield a row for each tensor that a stage keeps for one microbatch: saved and deferred
+    tensors.
+    """
     for kind, rows in boundaries(functions.graphs).items():
         for row in rows:
             yield LargeTensor(kind.value, stage, row.name, row.shape, row.bytes)
@@ -95,7 +99,7 @@ def page(
     rows: Sequence[RankReport],
     limits: Sequence[int] = (),
 ) -> str:
-    """Return the tables of all ranks of a pipeline."""
+    """Return the page: the tables of all ranks of a pipeline."""
     form = "split backward" if schedule.split_backward else "fused backward"
     title = (
         f"{schedule.stages} stages on {len(rows)} rank{'s' * (len(rows) > 1)}, "
@@ -165,7 +169,7 @@ def _largest_table(rows: Sequence[RankReport]) -> str:
 
 
 def _waits_table(timeline: Timeline, dataflow: StageDataflow) -> str:
-    """One row per rank: its longest wait, and the action whose result ended it."""
+    """Table with one row per rank: its longest wait, and the action whose result ended the wait."""
     # Needs are named by results: I stands for the gradient of a B.
     ends = {result_of(s.action): (s.end, str(s.action)) for s in timeline.spans}
     first, _ = window_of(timeline.spans)

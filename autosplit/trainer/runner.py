@@ -90,19 +90,19 @@ class Runner:
         groups: the trainer's process groups.
         guard: the trainer's guard.
         device: the device of the stages.
-        store: the store that this rank offloads to, if any.
+        store: the offload target of this rank; None if there is none.
 
     Attributes:
         dataflow: the dataflow between stages.
         schedule: the schedule of training; ``"auto"`` replaces it after the measured steps.
         stages: this rank's stages of the last training step; empty before the first.
-        last_step: the plan of that step; None before the first.
-        spans: the recorded actions of that step.
+        last_step: the plan of the last training step; None before the first.
+        spans: the recorded actions of the last training step.
         memory: this rank's memory, predicted and recorded.
         record: whether to record ``spans``, and with ``"memory"`` also memory. Steps that
             ``"auto"`` measures always record ``spans``.
         clips: whether to compute the norm of the gradient.
-        losses: the gradients of the losses, with their scale.
+        losses: computes the gradients of the losses, with weights and scale.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class Runner:
 
         Args:
             batch: see ``PipelineTrainer.step``.
-            weight: see there.
-            waits: whether to wait for the other ranks first, so that a batch that one rank
-                refuses runs on none.
+            weight: see ``PipelineTrainer.step``.
+            waits: whether to wait for the other ranks first, so that a batch that one rank refuses
+                runs on no rank.
 
         Returns:
-            Losses and norm, being reduced over all ranks.
+            The started all-reduce of losses and norm over all ranks.
         """
         weights = None if weight is None else microbatch_weights(weight, self._count)
         plan, executor, inputs, targets = self._prepare_batch(batch, weights, waits=waits)
@@ -238,7 +238,8 @@ class Runner:
         """Run the actions of a step, and add their gradients, reduced over copies, to ``.grad``.
 
         Returns:
-            The losses by microbatch; and the parameters whose hooks wait for their gradients.
+            (losses by microbatch, parameters whose hooks must be called when their gradients are
+            complete).
         """
         model, scale, hooked = self._model, self.losses.scale, list[Tensor]()
         reduces = model.reduces or self._scales
@@ -286,7 +287,9 @@ class Runner:
     def _prepare_batch(
         self, batch: Batch | None, weights: StepWeights | None, *, waits: bool = True
     ) -> tuple[StepPlan, Executor, Microbatches, Microbatches]:
-        """Return the plan and the executor of a training step, its inputs and its targets."""
+        """Return (plan of a training step, its executor, inputs by microbatch, targets by
+        microbatch).
+        """
         self._model.check_parameters()
         plan, inputs, targets = self._plans.agree_on_plan(
             batch, weights, evaluates=False, waits=waits
@@ -307,7 +310,7 @@ class Runner:
     def _build_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
-        """Build a plan's executor, which runs stages by a schedule; collective over all ranks."""
+        """Build the executor that runs a plan's stages by a schedule; collective over all ranks."""
         groups, sharded = self._groups, self._model.sharded
         if schedule not in self._prepared:
             with_gathers = add_gathers(schedule, sharded.indices)
@@ -332,9 +335,10 @@ class Runner:
         return plan.executor
 
     def _batch_arguments(self, plan: StepPlan) -> dict[int, dict[int, BatchSlot]]:
-        """Return the arguments of stages that need a gradient and come from the batch.
+        """Return the slots of the stages' arguments that come from the batch and need a gradient.
 
-        By stage of this rank, then by the argument's place among the stage's arguments.
+        They are mapped by stage of this rank, then by the argument's position among the stage's
+        arguments.
         """
         arguments: dict[int, dict[int, BatchSlot]] = {stage: {} for stage in self._model.modules}
         targets = sum(path.startswith("targets") for path in plan.metas)
@@ -348,11 +352,11 @@ class Runner:
         return arguments
 
     def compare_gradients(self, batch: Batch | None, weight: Weight | None = None) -> Verification:
-        """Compare the gradients of a step with those of a reference; the state is left as it is.
+        """Compare the gradients of a step with the gradients of a reference; no state changes.
 
         Args:
             batch: see ``PipelineTrainer.step``.
-            weight: see there.
+            weight: see ``PipelineTrainer.step``.
         """
         weights = None if weight is None else microbatch_weights(weight, self._count)
         step, model = (self.stages, self.memory.step), self._model
@@ -391,10 +395,11 @@ class Runner:
         Args:
             batch: see ``PipelineTrainer.step``.
             weight: see ``PipelineTrainer.evaluate``.
-            observer: is called with the arguments of the loss, on the rank that computes it.
+            observer: a function that is called with the arguments of the loss, on the rank that
+                computes the loss.
 
         Returns:
-            Losses, being reduced over all ranks.
+            The started all-reduce of the losses over all ranks.
         """
         weights = None if weight is None else microbatch_weights(weight, self._count)
         plan, inputs, targets = self._plans.agree_on_plan(batch, weights, evaluates=True)

@@ -1,11 +1,11 @@
-"""ZeRO-1: each replica of a stage has the optimizer state of a part of its parameters only.
+"""ZeRO-1: each replica of a stage has the optimizer state of only a part of the parameters.
 
     F, I, W        a stage's parameters are gathered once a step, as with ``dp_shard``
     end of a step  gradients are reduce-scattered; the optimizer updates this rank's part
     next step      the updated parts are gathered, one action ahead of the stage's first
 
 The trainer calls FSDP2's ``fully_shard(reshard_after_forward=False)`` for its stages, over the
-ranks along "dp_replicate", which are then the ranks along "dp_shard" to all that follows. Frozen
+ranks along "dp_replicate". All other code then treats these as ranks along "dp_shard". Frozen
 parameters, scalars and parameters that several stages share stay whole on each replica.
 """
 
@@ -93,7 +93,9 @@ def shard_stages(
 
 
 def _check_built_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
-    """Check that replicas can take each other's parameters; collective."""
+    """Check that replicas have equal parameters, so that they can gather them from each other;
+    collective.
+    """
     everybody = groups.everybody
     rows = dict(zip(everybody.members, everybody.gather(forms_of(modules)), strict=True))
     check_built_alike(rows, groups.layout.peers, "replicas of the same stages")

@@ -1,4 +1,5 @@
-"""Stages that ``fully_shard`` has sharded: gathered, freed and reduced where the schedule says.
+"""Stages that ``fully_shard`` has sharded. They are gathered, freed and reduced at the schedule's
+actions.
 
 UNSHARD        starts the all-gather of parameters that a forward leaves gathered
 F, I, W, B     the first of the stage waits for it; parameters with ``reshard_after_forward`` are
@@ -53,14 +54,14 @@ class ShardedStages:
     Args:
         modules: this rank's stages by index.
         groups: the trainer's process groups.
-        synchronize: waits until the device has finished.
-        whole: the ``id`` of trained parameters that each rank has whole.
+        synchronize: a function that waits until the device has finished.
+        whole: the ``id`` of each trained parameter that is not sharded.
 
     Attributes:
         parameters: all sharded parameters.
-        indices: the sharded stages of all ranks.
-        gathered_shardings: by ``id``, each sharded parameter with its sharding while it is
-            gathered; None if this rank has the whole parameter then.
+        indices: the indices of the sharded stages of all ranks.
+        gathered_shardings: maps the ``id`` of a sharded parameter to (parameter, its sharding while
+            it is gathered, or None if this rank then has the whole parameter).
 
     Raises:
         ShardedError: a stage is sharded over other ranks than those along "dp_shard", or in an
@@ -125,13 +126,13 @@ class ShardedStages:
             broadcast_from(group.sharded_parameters, first, replicas, self._groups)
 
     def connect(self, sharding: ShardedModule) -> None:
-        """Let a module's failed waits raise LostPeerError, and its blocks be gathered ahead."""
+        """Make a module's failed waits raise LostPeerError, and gather its blocks ahead."""
         sharding.waiting = partial(self._groups.as_lost_peer, _SHARD_PEERS)
         if sharding.gathering is not None:
             sharding.gathering.order = self._order
 
     def restore_process_groups(self) -> None:
-        """Give the modules back the process groups that they had before."""
+        """Restore the process groups that the modules had before the trainer."""
         self._restore.close()
 
     def __contains__(self, stage: int) -> bool:
@@ -149,7 +150,7 @@ class ShardedStages:
         self._stages[stage].start_unshard()
 
     def finish_gather(self, stage: int) -> None:
-        """Wait for that all-gather.
+        """Wait for the all-gather that ``start_gather`` started.
 
         Raises:
             LostPeerError: a rank that has a shard did not take part.
@@ -171,7 +172,7 @@ class ShardedStages:
         self._stages[stage].start_reduce()
 
     def check_reduction(self) -> None:
-        """Check that FSDP is to reduce all gradients; the optimizer would get none otherwise.
+        """Check that FSDP will reduce all gradients. Otherwise, the optimizer would get none.
 
         Raises:
             PipelineError: names a parameter group whose reduction is switched off.
@@ -194,7 +195,7 @@ class ShardedStages:
 
     @contextlib.contextmanager
     def gathered(self, stage: int) -> Iterator[None]:
-        """Gather a stage's parameters inside the context, and free them after it."""
+        """Context in which a stage's parameters are gathered; it frees them at its end."""
         sharded = self._stages.get(stage)
         if sharded is not None:
             sharded.unshard(whole=True)
@@ -206,8 +207,8 @@ class ShardedStages:
 
     def levels(self, schedule: Schedule) -> list[int]:
         """Return the most bytes of gathered parameters and unreduced gradients during each action
-        of this rank's row. UNSHARD, RESHARD and REDUCE_GRAD that the schedule lacks are in the
-        action before.
+        of this rank's row. If the schedule lists no UNSHARD, RESHARD and REDUCE_GRAD, they count in
+        the action before their place.
         """
         rank = self._groups.rank
         row = add_gathers(schedule, self.indices).ranks[rank]
@@ -225,7 +226,7 @@ class ShardedStages:
     def _row_levels(self, row: Sequence[Action]) -> list[int]:
         """Return the levels of a row with all its actions.
 
-        A group that is being gathered or reduced has a flat copy besides.
+        While a group is being gathered or reduced, a flat copy counts as well.
         """
         freed = sorted(
             group.gathered_bytes
@@ -294,7 +295,8 @@ def _has_experts(group: ParameterGroup) -> bool:
 
 
 def _check_shard_ranks(stage: int, group: ParameterGroup, groups: Groups) -> None:
-    """Check that a parameter group is sharded over the ranks that the trainer's mesh says.
+    """Check that a parameter group is sharded over the ranks along "dp_shard" of the trainer's
+    mesh.
 
     Raises:
         ShardedError: the group is sharded over other ranks; the text says how to call
@@ -331,7 +333,9 @@ def _check_shard_ranks(stage: int, group: ParameterGroup, groups: Groups) -> Non
 
 
 def _fully_shard_advice(layout: RankLayout, *, experts: bool) -> str:
-    """Say how to call ``fully_shard`` for experts, or for other parameters, on a layout."""
+    """Return advice on how to call ``fully_shard`` for experts, or for other parameters, on a
+    layout.
+    """
     shard = EXPERT_SHARD if layout.experts else SHARD
     is_flat = bool(layout.inner) and not experts
     dimensions = [*([REPLICATE] if layout.replicas > 1 else []), "fsdp" if is_flat else shard]
@@ -350,7 +354,7 @@ def _check_all_sharded(modules: Mapping[int, nn.Module], sharded: Collection[int
     parameter groups, and in which precision.
 
     Raises:
-        PipelineError: names a parameter.
+        PipelineError: names a parameter that is not sharded.
     """
     for stage, module in modules.items():
         for name, parameter in module.named_parameters():

@@ -84,7 +84,7 @@ class StageSource:
 
     @classmethod
     def of(cls, model: StageList, count: int | None = None) -> StageSource:
-        """The stages of a list, a function or a model that is cut.
+        """The source of the stages of a list, a function or a model that is cut.
 
         Raises:
             PipelineError: the number of stages is missing, less than one, or not ``count``.
@@ -112,7 +112,7 @@ def _stages_of(model: Any, count: int | None) -> StageSource:
 def _tied(
     modules: Sequence[Any], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 ) -> Sequence[Sequence[Holder]]:
-    """Groups of (stage, name) that are one tensor; its modules may be on different ranks."""
+    """Groups of (stage, name) that are one tensor; the stages may be on different ranks."""
     holders: dict[int, list[Holder]] = {}
     for stage, module in enumerate(modules):
         if isinstance(module, nn.Module):
@@ -132,7 +132,8 @@ def union_of_groups(
 
 
 def check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
-    """Refuse a loss with parameters that ``module`` does not have: no optimizer would train them.
+    """Refuse a loss with trained parameters that ``module`` does not have, because no optimizer
+    would train them.
 
     Raises:
         PipelineError: names such a parameter.
@@ -156,7 +157,7 @@ class WithLoss(Wrapper):
         module: the last stage.
         loss_fn: ``loss_fn(output, targets)`` returns the loss.
         targets: the number of arguments that are targets; None for a single target, which
-            ``loss_fn`` gets as a tensor rather than in a tuple.
+            ``loss_fn`` gets as a tensor instead of a tuple.
         observer: ``observer(output, targets)`` is called before each call of ``loss_fn``.
     """
 
@@ -175,7 +176,7 @@ class WithLoss(Wrapper):
         self._observer = observer
 
     def loss_inputs(self, args: Sequence[Tensor]) -> tuple[Any, Any]:
-        """The arguments of the loss: the module's output, and the targets."""
+        """The arguments of the loss: (module's output, targets)."""
         targets = args[len(args) - self._targets :]
         return self.module(*self.module_inputs(args)), targets[0] if self._plain else targets
 
@@ -184,7 +185,7 @@ class WithLoss(Wrapper):
         return args[: len(args) - self._targets]
 
     def forward(self, *args: Tensor) -> Any:
-        """The loss; () in a capture if the loss is no tensor."""
+        """Return the loss and any parts of it; in a capture, () if the loss is not a tensor."""
         output, targets = self.loss_inputs(args)
         if self._observer is not None:
             self._observer(output, targets)
@@ -203,7 +204,7 @@ class WithLoss(Wrapper):
         )
 
     def _whole(self, value: Any) -> Any:
-        """The value; of a DTensor, as a loss under loss_parallel is one, the whole tensor."""
+        """The value; for a DTensor, such as a loss under loss_parallel, the whole tensor."""
         is_dtensor = self._dtensor is not None and isinstance(value, self._dtensor)
         return value.full_tensor() if is_dtensor else value
 
@@ -217,7 +218,7 @@ def _check_parts(parts: Mapping[Any, object]) -> None:
     """Check that the parts of a loss are named tensors.
 
     Raises:
-        PipelineError: names a part that is not.
+        PipelineError: names a part that is not a tensor.
     """
     for name, part in parts.items():
         if not isinstance(name, str) or not isinstance(part, Tensor):

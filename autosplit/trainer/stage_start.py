@@ -26,16 +26,16 @@ def build_seeded_modules(
 ) -> tuple[dict[int, nn.Module], bool]:
     """Build the modules of stages, each under its own seed, and restore the random generators.
 
-    With one seed on all ranks, stages start with different weights, and a stage starts with the
-    same weights on whichever rank it is.
+    If all ranks use one seed, stages nevertheless start with different weights, and a stage starts
+    with the same weights on any rank.
 
     Args:
         build: builds the module of a stage.
         stages: the stages to build.
-        device: the device whose generator is seeded, beside the CPU's.
+        device: the device whose generator is seeded, together with the CPU's.
 
     Returns:
-        The modules by stage, and whether building them drew random numbers.
+        (modules by stage, whether building them drew random numbers).
     """
     modules, drew, number = dict[int, nn.Module](), False, next_number()
     with generators_kept():
@@ -62,7 +62,7 @@ def agree_on_start(
 
     Args:
         modules: this rank's stages.
-        shared: parameters that several stages share, and which are equal on purpose.
+        shared: parameters that several stages share, which are equal on purpose.
         groups: the trainer's process groups.
         drew: whether building this rank's stages drew random numbers.
     """
@@ -90,7 +90,7 @@ def agree_on_start(
 
 
 def _sample(index: int, module: nn.Module, tied: set[Holder]) -> str:
-    """Return a digest of a stage's weights that are not tied; empty if each is constant."""
+    """Return a digest of a stage's untied weights; empty if each is constant."""
     named = module.named_parameters()
     values = [(name, _numbers(p)) for name, p in named if (index, name) not in tied]
     if all(len({*numbers}) < 2 for _, numbers in values):
@@ -99,7 +99,7 @@ def _sample(index: int, module: nn.Module, tied: set[Holder]) -> str:
 
 
 def _numbers(parameter: Tensor) -> list[complex]:
-    """Return the first numbers of a parameter; of a DTensor, of this rank's part."""
+    """Return the first numbers of a parameter; for a DTensor, of this rank's part."""
     if parameter.is_meta:
         return []
     numbers: list[complex] = local_tensor(parameter).detach().flatten()[:_SAMPLES].tolist()

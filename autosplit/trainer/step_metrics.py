@@ -19,11 +19,11 @@ class StepFigures:
     """The figures of a trainer's last step.
 
     Attributes:
-        means: returns the mean loss, ``"loss"``, and the means of its parts, by name; None before
-            the first step, and if the step did not wait for them.
+        means: a function that returns the mean ``"loss"`` and the means of its parts, by name; None
+            before the first step, and if the step did not wait for losses.
         norm: the norm of the model's gradient; None if it is not computed.
         seconds: the time of the step.
-        bounds: the first start and the last end of the actions that the pipeline recorded.
+        bounds: (first start, last end) of the actions that the pipeline recorded, in seconds.
         skipped: the number of steps whose gradients were dropped so far.
     """
 
@@ -51,10 +51,10 @@ _NAMES = (
 
 
 def check_part_names(names: Iterable[str]) -> None:
-    """Check that auxiliary losses and the parts of a loss have names of their own in metrics.
+    """Check that no auxiliary loss or part of a loss has the name of another metric.
 
     Raises:
-        PipelineError: names a part that has not.
+        PipelineError: names a loss or part whose name is taken.
     """
     seen = {*_NAMES}
     for name in names:
@@ -67,7 +67,7 @@ def check_part_names(names: Iterable[str]) -> None:
 
 
 def batch_counts(metas: Metas, tokens: int | None = None) -> dict[str, int]:
-    """Count a batch's ``"samples"`` and ``"tokens"``, as far as it has them.
+    """Count the ``"samples"`` and ``"tokens"`` of a batch; a count that is unknown is left out.
 
     Args:
         metas: shapes and dtypes of the batch's tensors, by path.
@@ -98,7 +98,7 @@ def peak_rate(device: float | str) -> float:
     """Peak floating-point operations per second.
 
     Args:
-        device: the number, or the name of a device in ``mesh.costs.DATA_SHEETS``.
+        device: the peak rate, or the name of a device in ``mesh.costs.DATA_SHEETS``.
 
     Raises:
         PipelineError: an unknown name, or no positive number.
@@ -111,7 +111,9 @@ def peak_rate(device: float | str) -> float:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
-    """``"lr"``, or ``"lr/0"``, ``"lr/1"`` ... for an optimizer with several parameter groups."""
+    """The learning rates by metric name: ``"lr"``, or ``"lr/0"``, ``"lr/1"`` ... if parameter
+    groups have different rates.
+    """
     rates = [float(g["lr"]) for g in (optimizer.param_groups if optimizer else ()) if "lr" in g]
     if len({*rates}) == 1:
         return {"lr": rates[0]}
@@ -119,7 +121,9 @@ def learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
 
 
 def device_peak(device: torch.device) -> dict[str, float]:
-    """``"device_peak_memory"``: the most bytes that an accelerator's allocator has held."""
+    """The metric ``"device_peak_memory"``, the most bytes that an accelerator's allocator has held;
+    empty on the CPU.
+    """
     if device.type == "cpu":
         return {}
     statistic = getattr(torch.get_device_module(device), "max_memory_allocated", None)

@@ -1,6 +1,6 @@
 """Step plans: ranks agree on the stages and the executor that run a batch.
 
-Each rank numbers its plans by bits, the same plan by the same bit on all ranks:
+Each rank numbers its plans by bits. A plan has the same bit on all ranks:
 
     batch -> signature -> bits of the plans that may fit -> AND over all ranks
                                                               |            |
@@ -42,7 +42,7 @@ _MAX_PLANS = 63  # the bits of an int64 that is not negative
 
 @dataclass
 class StepPlan:
-    """The stages and the executor for batches of one shape on this rank.
+    """This rank's stages and executor for batches of one shape.
 
     Attributes:
         metas: shapes and dtypes of the batch's tensors, by path.
@@ -50,12 +50,12 @@ class StepPlan:
         weighted: whether the step has weights of its microbatches.
         grad_slots: the tensors of the batch that need a gradient, on any rank.
         boundaries: shapes and dtypes of the tensors between stages.
-        dtype: the dtype of the losses; valid once the first such batch has run.
-        stages: this rank's stages, in training; empty until the first such batch.
-        functions: the graphs of these stages for such batches; empty if a stage has none.
-        executor: runs them; None until the first such batch.
+        dtype: the dtype of the losses; valid after the first batch of this shape.
+        stages: this rank's stages, in training; empty until the first batch of this shape.
+        functions: the stages' graphs for batches of this shape; empty if a stage has no graph.
+        executor: runs the stages; None until the first batch of this shape.
         loss_grads: by microbatch, the gradients of the last stage's outputs, in training.
-        aux: this rank's stages, if there are auxiliary losses.
+        aux: this rank's stages with auxiliary losses; empty if there are none.
     """
 
     metas: Metas
@@ -76,12 +76,12 @@ class StepPlans:
 
     Args:
         splitter: cuts this rank's batches.
-        seeds: the seeds of the step, on which ranks agree by the same message.
+        seeds: the seeds of steps; ranks agree on them by the same message.
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
         modules: this rank's modules by stage.
-        source: the rank of the pipeline that decides alone where a step does not wait.
-        static: whether all batches must have the shapes of the first one.
+        source: the rank of the pipeline that decides alone if a step does not wait.
+        static: whether all batches must have the shapes of the first batch.
     """
 
     def __init__(
@@ -116,19 +116,20 @@ class StepPlans:
         evaluates: bool,
         waits: bool = True,
     ) -> tuple[StepPlan, Microbatches, Microbatches]:
-        """Return the step plan that all ranks agreed on, and the inputs and targets, cut.
+        """Return (step plan that all ranks agreed on, inputs by microbatch, targets by microbatch).
 
         If any rank refuses the batch, nothing has changed. Collective.
 
         Args:
             batch: this rank's batch.
-            weights: the weights of its microbatches, if any.
+            weights: the weights of the batch's microbatches; None if there are none.
             evaluates: whether the step is an evaluation.
             waits: whether to wait for the other ranks first.
 
         Raises:
             BatchError: a rank refuses the batch.
-            PipelineError: this rank has not waited, and has another batch than the other ranks.
+            PipelineError: without ``waits``, this rank has a batch of another shape than the other
+                ranks.
         """
         refusal = "" if weights is None else weights.refusal
         key = evaluates, weights is not None, signature(batch)
@@ -164,8 +165,8 @@ class StepPlans:
                 the first input of the batch is used.
 
         Returns:
-            The bit mask of the plans that fit on all ranks, and the numbers that
-            ``StageSeeds.offer`` returned.
+            [bit mask of the plans that fit on all ranks, then the two numbers of
+            ``StageSeeds.offer``, reduced over all ranks].
         """
         groups, numbers = self._groups, (fitting, *self._seeds.offer(evaluates=evaluates))
         if waits or len(groups.layout.pipelines) > 1:
@@ -179,7 +180,7 @@ class StepPlans:
         refuses; collective.
 
         Returns:
-            The plan's bit, the inputs and the targets.
+            (the plan's bit, inputs by microbatch, targets by microbatch).
 
         Raises:
             BatchError: a rank refuses the batch.
@@ -211,9 +212,9 @@ class StepPlans:
         return bit, inputs, targets
 
     def _free_bit(self) -> int:
-        """Return a bit without a plan; if all have one, drop the least recently used plan.
+        """Return a bit without a plan. If all bits have one, drop the least recently used plan.
 
-        All ranks drop the same plan, as all have used their plans in the same order.
+        All ranks drop the same plan, because all have used their plans in the same order.
         """
         free = next((1 << n for n in range(_MAX_PLANS) if 1 << n not in self._plans), 0)
         if not free:

@@ -1,4 +1,4 @@
-"""The reports of a trainer: its schedule, and figures, timeline and memory of its last step."""
+"""Reports of a trainer: its schedule, and metrics, timeline and memory of its last step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class StepReports(RankSession):
-    """A session of ranks that run steps, and what a user may ask between two steps.
+    """The part of a trainer that reports on steps; users may call it between two steps.
 
     Args:
         layout: the ranks.
@@ -106,21 +106,21 @@ class StepReports(RankSession):
         """Metrics of the last ``step`` (or ``forward_backward``), for a logger.
 
         One rank may call it alone, unless ``mesh`` is set. It adds no cost to a step. A
-        ``step_async`` has metrics with ``max_grad_norm`` or ``nonfinite="skip"``, which know its
-        losses before its optimizer moves; ``seconds`` is then the time of the call.
+        ``step_async`` has metrics only with ``max_grad_norm`` or ``nonfinite="skip"``, which wait
+        for its losses before the optimizer moves; ``seconds`` is then the time of the call.
 
         Args:
             tokens: the number of tokens in this pipeline's batch; None: the elements of the first
                 tensor of integers among its inputs.
             peak_flops: the peak FLOP/s of a device, or its name, such as ``"h100"``, for ``"mfu"``.
-            mesh: whether to combine the metrics of all ranks: rates are summed, times and bytes are
-                the largest, others are means. Then the call is collective.
+            mesh: whether to combine the metrics of all ranks: rates are summed, of times and bytes
+                the largest is taken, and other metrics are means. The call is then collective.
 
         Returns:
-            Numbers by name; of this rank and its pipeline, unless ``mesh`` is set:
+            Numbers by name, of this rank and its pipeline unless ``mesh`` is set:
 
-            - ``"loss"``: the mean over the batches of all replicas, and the named parts of the loss
-              likewise, by name.
+            - ``"loss"`` and the names of the loss's parts: the means over the batches of all
+              replicas.
             - ``"seconds"``: the time of the step, with the optimizer.
             - ``"samples_per_s"``, ``"tokens_per_s"``: of this pipeline's batch.
             - ``"flops_per_s"``: floating-point operations of this rank's stages, forward and
@@ -138,7 +138,7 @@ class StepReports(RankSession):
             - ``"device_peak_memory"``: the most bytes that an accelerator's allocator has held.
 
         Raises:
-            PipelineError: there was no step yet, the last one was a ``step_async`` that did not
+            PipelineError: there was no step yet, the last step was a ``step_async`` that did not
                 wait for the losses, or ``peak_flops`` is unknown.
         """
         peak = None if peak_flops is None else peak_rate(peak_flops)
@@ -200,7 +200,7 @@ class StepReports(RankSession):
                 progress.advance(self._note)
 
     def _note(self) -> str:
-        """Return the loss and the rate of the last step in words, as far as they are known."""
+        """Return text on the loss and the rate of the last step, as far as they are known."""
         step = self._runner.last_step
         if self._figures.means is None or step is None:
             return ""
@@ -213,9 +213,9 @@ class StepReports(RankSession):
     def report(self) -> str:
         """A page about the trainer and its last step; collective over the pipeline.
 
-        It has the stages of each rank; who holds how many bytes: parameters, gradients, optimizer,
-        and what a microbatch keeps between F, I and W; the largest tensors by name; and after a
-        recorded step what each rank waited for.
+        The page has the stages of each rank; the bytes of parameters, gradients, optimizer, and of
+        a microbatch between F, I and W; the largest tensors by name; and, after a recorded step,
+        what each rank waited for.
 
         Raises:
             PipelineError: there was no step yet.
@@ -242,7 +242,7 @@ class StepReports(RankSession):
     def timeline(self) -> Timeline:
         """The timeline of all ranks' actions in the last step; collective.
 
-        The times of different ranks are comparable only if the ranks run on one machine.
+        Times of different ranks can be compared only if the ranks run on one machine.
 
         Raises:
             PipelineError: the step was not recorded.
@@ -256,12 +256,13 @@ class StepReports(RankSession):
         return Timeline(len(rows), tuple(span for row in rows for span in row))
 
     def store_link(self) -> Link:
-        """Measure the link of each rank to its store, and return the slowest; collective.
+        """Measure the link of each rank to its offload target, and return the slowest link;
+        collective.
 
-        Call it between steps. A simulation takes the result as ``Transfer.host``.
+        Call it between steps. A simulation accepts the result as ``Transfer.host``.
 
         Raises:
-            PipelineError: no rank has a store.
+            PipelineError: no rank has an offload target.
         """
         with self._guard.during("measuring stores"):
             return self._runner.memory.host_link()
@@ -270,8 +271,8 @@ class StepReports(RankSession):
         """The bytes that each rank held in the last step, and its predicted peak; collective.
 
         The step must have run with ``record="memory"``. It counts the forward and the backward.
-        ``limit_kept`` of the result says whether every rank kept to ``memory_limit``, and ``str``
-        of it has a line for each rank.
+        ``limit_kept`` of the result says whether every rank kept within ``memory_limit``; ``str()``
+        of the result has a line for each rank.
 
         Raises:
             PipelineError: the memory was not recorded.
@@ -289,8 +290,8 @@ class StepReports(RankSession):
     def predict_memory(self, batch: Batch | None) -> StepMemory:
         """Predict the bytes that each rank holds in a step with this batch; collective.
 
-        The stages for the batch are built and kept, as by a first step with it; the model does not
-        run. Nothing is measured: ``peak_activations`` and ``bands`` are empty.
+        The stages for the batch are built and kept, as in a first step with the batch; the model
+        does not run. Nothing is measured: ``peak_activations`` and ``bands`` are empty.
 
         Args:
             batch: as for ``step``.

@@ -61,8 +61,8 @@ class PipelineTrainer(StepReports):
                 losses = trainer.step((inputs, targets))  # shape [8], the same on every rank
 
     If one rank refuses a batch, all ranks raise ``BatchError``, and the next step may follow. Any
-    other error on one rank ends the trainer on all ranks, with the first cause as the message;
-    build a new trainer then.
+    other error on one rank ends the trainer on all ranks, with the first cause as the message. A
+    new trainer is needed then.
 
     Args:
         model: the stages, or a model to cut into stages. One of:
@@ -84,16 +84,16 @@ class PipelineTrainer(StepReports):
         microbatches: M, the number of equal parts into which a batch is cut along dimension 0.
         stages: the number of stages; required for a function and for a whole model.
         example: the inputs of one microbatch: a tensor, a tuple of tensors, or a dictionary of
-            keyword arguments. Required for a whole model, and for nothing else.
+            keyword arguments. Required for a whole model; not allowed for other models.
         schedule: a name from ``autosplit.pipeline.SCHEDULES``, a Schedule, or ``"auto"``. With
             ``"auto"`` the first three steps are measured; later steps run the shortest schedule
             that ``search`` finds for these times, with the same placement and no more memory.
-        max_grad_norm: the largest norm of the whole model's gradient; a larger one is scaled down
-            to it. None: gradients are not clipped.
+        max_grad_norm: the largest norm of the whole model's gradient; a gradient with a larger norm
+            is scaled down to it. None: gradients are not clipped.
         device: the device of this process's stages. None: the current CUDA device if the default
             process group has NCCL; on one rank, torch's default device; else the CPU.
-        ranks: the number of processes; None: all of the default process group. 1 keeps all stages
-            in this process and needs no process group.
+        ranks: the number of processes; None: all processes of the default process group. 1: all
+            stages are in this process, and no process group is needed.
         mesh: a mesh with these dimensions, in any order. ``"pp"``: the ranks of one pipeline.
             ``"dp_replicate"``: replicas of the pipeline. ``"dp_shard"``: replicas that shard their
             parameters. ``"tp"``: ranks that share the tensors of a stage. None: one pipeline.
@@ -108,10 +108,10 @@ class PipelineTrainer(StepReports):
             sequence of these, one for each rank of the pipeline. It counts parameters, gradients,
             optimizer state, the batch, microbatches, messages and the temporary memory of
             operators. The trainer searches the shortest step within the limit, with the placement
-            of ``schedule``: before the first step by usual times, after three steps by measured
-            ones. The schedule may offload microbatches to the host, move them to a partner rank,
+            of ``schedule``: before the first step for usual times, after three steps for measured
+            times. The schedule may offload microbatches to the host, move them to a partner rank,
             or recompute forwards. If no schedule is found, a step raises a PipelineError with the
-            least limit that was found to work. ``memory()`` says whether it was kept.
+            smallest limit for which one was found. ``memory()`` says whether the limit was kept.
         stage_options: how stages are built and compiled.
         run_options: how steps run.
 
@@ -121,9 +121,9 @@ class PipelineTrainer(StepReports):
             on a rank without parameters to train.
         shared_parameters: groups of (stage, name) that are one parameter of the model.
         planning: how a whole model was cut: options for ``StageOptions(planning=...)`` that cut it
-            again without measuring; None if the stages were given. Checkpoints have it.
+            again without measuring; None if the model was passed as stages. Checkpoints contain it.
         device: the device of this process's stages.
-        mesh: see Args.
+        mesh: as passed.
         evaluation: the mean ``"loss"`` of the last ``evaluate`` or ``measure``, and the means of
             the loss's named parts, over all microbatches of all replicas.
 
@@ -244,7 +244,8 @@ class PipelineTrainer(StepReports):
         weight: Weight | None = None,
         **named: Tensor,
     ) -> Tensor:
-        """Run one training step: all microbatches, clipping, the optimizer, and clear gradients.
+        """Run one training step: run all microbatches, clip gradients, call the optimizer, and
+        clear gradients.
 
         No optimizer moves before every rank has all its gradients. If a rank fails, the trainer
         ends on all ranks.
@@ -253,29 +254,29 @@ class PipelineTrainer(StepReports):
             batch: (inputs, targets), each a tensor or a tuple of tensors with the samples along
                 dimension 0; a replica of the pipeline passes its own share. For a model that was
                 cut with keyword inputs, the inputs are a dictionary. ``()`` stands for no targets.
-                With ``target``, ``batch`` is the inputs alone.
-                The inputs are used on the ranks whose stages take them (in a chain, the first
-                stage's rank), the targets on the last stage's rank; other ranks may pass None.
-                An input that requires a gradient gets the gradient of the step's loss, as from
-                ``backward()``, on the one rank whose stage takes it. Other ranks pass it detached,
-                or None.
+                With ``target``, ``batch`` is only the inputs. The inputs are used on the ranks
+                whose stages read them (in a chain, the first stage's rank), the targets on the last
+                stage's rank; other ranks may pass None. An input that requires a gradient gets the
+                gradient of the step's loss, as from ``backward()``, on the one rank whose stage
+                reads it. Other ranks must pass it detached, or None.
             target: the targets, as in torch's pipelines: ``step(x, target=y)``.
-            weight: the weights of the microbatches, M positive numbers such as counts of tokens;
-                or one number for the batch. The loss of the step is then the mean by weight over
-                the microbatches of all replicas. Every rank passes the weights of its pipeline.
-                None: all are equal.
+            weight: the weights of the microbatches, M positive numbers such as counts of tokens; or
+                one number for the batch. The loss of the step is then the weighted mean over the
+                microbatches of all replicas. Every rank passes the weights of its pipeline. None:
+                equal weights.
             named: keyword inputs, for a model that was cut with them: ``step(input_ids=ids,
                 target=y)``.
 
         Returns:
             The loss of each microbatch, shape [M], on the CPU, the same on every rank of the
-            pipeline. The loss of the step, to which the gradients belong, is their mean by
-            ``weight``, over the replicas of the pipeline, too.
+            pipeline. The loss of the step, to which the gradients belong, is their mean, weighted
+            by ``weight``, over all replicas of the pipeline.
 
         Raises:
             BatchError: a rank refuses the batch: it cannot be cut into M parts, its tensors have
-                different numbers of samples, ranks passed different ones, or a weight is not a
-                positive finite number. Nothing has run on any rank; the next step may follow.
+                different numbers of samples, ranks passed batches of different shapes, or a weight
+                is not a positive finite number. Nothing has run on any rank; the next step may
+                follow.
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
         start = perf_counter()
@@ -296,15 +297,15 @@ class PipelineTrainer(StepReports):
     ) -> StepReduction:
         """Run one training step without waiting for the other ranks at its end.
 
-        A rank that is done begins the next step, whose start fills the idle end of this step.
+        A rank that has finished begins the next step, whose start fills the idle end of this step.
         Losses and weights equal those of ``step`` bit for bit. But an optimizer moves as soon as
-        its own rank has its gradients. So after a failure, ranks may be one step apart; load a
-        checkpoint then.
+        its own rank has all gradients. So after a failure, ranks may be one step apart, and a
+        checkpoint must be loaded.
 
         With ``max_grad_norm``, or with ``RunOptions(nonfinite="skip")``, a rank waits until all
-        ranks have their gradients, but not for the optimizers of others. With ``"raise"`` and no
-        norm, a rank checks its own gradients before its optimizer moves, and ``wait()`` raises if
-        gradients of other ranks are not finite.
+        ranks have their gradients, but not for other ranks' optimizers. With ``nonfinite="raise"``
+        and without ``max_grad_norm``, a rank checks its own gradients before its optimizer moves,
+        and ``wait()`` raises if gradients of other ranks are not finite.
 
         Args:
             batch: as for ``step``.
@@ -313,12 +314,12 @@ class PipelineTrainer(StepReports):
             named: as for ``step``.
 
         Returns:
-            The pending losses; ``wait()`` returns what ``step`` returns.
+            The pending losses; their ``wait()`` returns the result of ``step``.
 
         Raises:
             BatchError: as for ``step``, if the inputs have a new shape.
             PipelineError: as for ``step``. If the inputs have a known shape, a refused batch raises
-                it, too, because other ranks have not waited.
+                it too, because other ranks have already begun.
         """
         start = perf_counter()
         with self._guard.during("the forward and backward of step_async"):
@@ -355,8 +356,8 @@ class PipelineTrainer(StepReports):
         return losses
 
     def _finish_reduction(self, agreement: StepReduction) -> Tensor:
-        """Wait for the losses of a step, and decide whether optimizers may move; all ranks decide
-        the same. Returns the losses.
+        """Wait for the losses of a step and return them. Also decide whether optimizers may move,
+        the same on all ranks.
         """
         figures, losses = self._figures, agreement.wait()
         figures.means = agreement.means
@@ -384,12 +385,12 @@ class PipelineTrainer(StepReports):
 
         The same step runs twice: as in ``step``, and with each rank's modules under plain autograd,
         one microbatch after another. No optimizer moves, and parameters, buffers, gradients, random
-        generators and counts of steps stay as they are. Where ranks share or shard parameters, the
-        reference is the same graphs in that order, with I and W as one. Messages and reductions
-        are the trainer's own in both runs: a link that always changes the same bits stays unseen.
+        generators and counts of steps do not change. If ranks share or shard parameters, the
+        reference is the same graphs in that order, with full backwards. Both runs use the trainer's
+        messages and reductions, so a link that always changes the same bits is not detected.
 
-        Arguments and errors are those of ``step``. A difference raises no error: Inductor's kernels
-        round otherwise than autograd's. Returns the comparison, the same on all ranks.
+        Arguments and errors are those of ``step``. A difference raises no error, because Inductor's
+        kernels round differently from autograd's. Returns the comparison, the same on all ranks.
         """
         with self._guard.during("the verification"):
             return self._runner.compare_gradients(paired(batch, target, named), weight)
@@ -404,9 +405,9 @@ class PipelineTrainer(StepReports):
     ) -> Tensor:
         """Return the loss of each microbatch in eval mode, shape [M], without gradients.
 
-        Batches may have another shape than in training, unless the trainer has cut the model. A
-        model that it has cut is captured for evaluation by the first call.
-        Arguments, result and errors are those of ``step``. ``evaluation`` has the means.
+        Batches may have another shape than in training, unless the trainer has cut the model. The
+        first call captures such a cut model for evaluation. Arguments, result and errors are those
+        of ``step``. ``evaluation`` has the means.
         """
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(paired(batch, target, named), weight)

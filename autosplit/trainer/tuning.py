@@ -1,4 +1,4 @@
-"""The search for a trainer's schedule: for measured times, or within a memory limit.
+"""Search for a trainer's schedule: for measured times, or within a memory limit.
 
 schedule="auto"   measure steps 2 and 3, then search the shortest step for their times
 memory_limit=     search for usual times before step 1, and for measured times after step 3
@@ -32,7 +32,9 @@ _TRIES = 6  # searches, each with the further bytes that the previous schedule n
 
 
 def usual_times(stages: int) -> list[StageTimes]:
-    """Times with F = I = W. The first stage's inputs are data: it has no I, and a W of 2."""
+    """Per stage, (F, I, W) = (1, 1, 1). The inputs of the first stage are data, so it has no I and
+    a W of 2.
+    """
     return [(1.0, 0.0, 2.0), *[(1.0, 1.0, 1.0)] * (stages - 1)]
 
 
@@ -47,12 +49,12 @@ def first_schedule(stages: int, microbatches: int, ranks: int) -> Schedule:
 
 
 class Tuner:
-    """Measures the first steps, and searches a schedule for their times; with a memory limit also
-    before the first step, for usual times. Every rank gets the same schedule.
+    """Measures the first steps, and searches a schedule for their times. With a memory limit it
+    also searches before the first step, for usual times. Every rank gets the same schedule.
 
-    A search counts the state of microbatches. The further bytes of a rank, such as messages, are
-    known only for a complete schedule. So within a limit each search reserves, on each rank, the
-    further bytes of the schedule that the previous search returned.
+    A search counts the bytes of microbatches. Other bytes of a rank, such as messages, are known
+    only for a complete schedule. So within a limit each search reserves, on each rank, the other
+    bytes of the schedule that the previous search returned.
 
     Args:
         schedule: the schedule of the measured steps, whose placement is kept. Without a limit, the
@@ -61,8 +63,6 @@ class Tuner:
         dataflow: the dataflow between stages.
         memory: the memory of this rank.
         limits: the most bytes that each rank may hold; empty: no limit.
-
-    Attributes:
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Tuner:
         """Search the schedule with the shortest step, for measured or usual times; collective.
 
         Raises:
-            PipelineError: no schedule within the limit was found. The message has the least limit
-                that was found to work, and the bytes that it is needed for.
+            PipelineError: no schedule within the limit was found. The message has the smallest
+                limit for which one was found, and the bytes that need it.
         """
         costs = self._costs(stages)
         if self._limits:
@@ -162,8 +162,8 @@ class Tuner:
         )
 
     def _peaks(self, schedule: Schedule, costs: Costs) -> list[int]:
-        """Predicted peak memory of each rank in bytes, from its graphs and messages if these are
-        known, else from the costs of its stages; collective.
+        """Predict the peak memory of each rank in bytes; collective. It is computed from graphs and
+        messages if all stages have graphs, else from the costs of stages.
         """
         levels = self._memory.levels(schedule)
         peak = peak_memory(schedule, costs.memory)[self._groups.rank]
@@ -172,7 +172,7 @@ class Tuner:
         return self._maxima(self._memory.fixed_bytes() + self._memory.batch_bytes + math.ceil(peak))
 
     def _maxima(self, number: int) -> list[int]:
-        """The greatest number over all replicas, of each rank of the pipeline; collective."""
+        """For each rank of the pipeline, the largest ``number`` over all replicas; collective."""
         gathered = self._groups.everybody.gather(number)
         return [max(gathered[rank] for rank in ranks) for ranks in self._groups.layout.columns]
 
@@ -183,7 +183,9 @@ class Tuner:
         fixed: Sequence[float],
         reserved: Sequence[float],
     ) -> Schedule:
-        """The schedule that the search finds within the limit, or the one closest to it."""
+        """The schedule that the search finds within the limit, or else the schedule closest to the
+        limit.
+        """
         schedule = self._schedule
         try:
             result: Schedule | None = search_within(
@@ -199,10 +201,11 @@ class Tuner:
         return replace(result or schedule, crosses_step=False)
 
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
-        """The costs of a step, by the measured times of all ranks or usual ones; collective.
+        """The costs of a step, from the measured times of all ranks or from usual times;
+        collective.
 
-        Messages cost nothing, which hardly ever changes the order of actions. A move to a partner
-        takes the time of a move to the store.
+        Messages take no time in these costs, which hardly ever changes the order of actions. A move
+        to a partner takes the time of a move to the offload target.
         """
         links = Transfer()
         if self._limits:
@@ -229,7 +232,7 @@ class Tuner:
 
 
 def _limit_text(limits: Sequence[int]) -> str:
-    """``12,000``; ``12,000 / 8,000`` if ranks have different limits."""
+    """A memory limit as text: ``12,000``, or ``12,000 / 8,000`` if ranks have different limits."""
     return " / ".join(f"{limit:,}" for limit in (limits if len({*limits}) > 1 else limits[:1]))
 
 

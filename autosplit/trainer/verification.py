@@ -1,4 +1,4 @@
-"""``Verification``: the gradients of one step beside those of a reference."""
+"""``Verification``: the result of comparing the gradients of one step with a reference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Difference: TypeAlias = tuple[float, int, str]
 
 @dataclass(frozen=True)
 class Verification:
-    """The comparison of one step's gradients with a reference.
+    """The differences between one step's gradients and a reference.
 
     Attributes:
-        plain: whether the reference is plain autograd; else it is the same stages with full
+        plain: whether the reference is plain autograd; otherwise it is the same stages with full
             backwards.
-        differences: the gradients that have other bits, the largest difference first: the largest
-            absolute difference, the stage, and the name of the parameter within it. A difference is
-            infinite if numbers that are not finite differ, or one of the gradients is missing.
+        differences: (largest absolute difference, stage, name of the parameter within it) of each
+            gradient with other bits, the largest difference first. A difference is infinite if
+            numbers that are not finite differ, or if one of the two gradients is missing.
     """
 
     plain: bool
@@ -48,7 +48,7 @@ class Verification:
 
 
 def gradients_of(modules: Mapping[int, nn.Module]) -> Gradients:
-    """The ``.grad`` of these stages' parameters."""
+    """The ``.grad`` of the stages' parameters, by stage and name."""
     return {
         (stage, name): parameter.grad
         for stage, module in modules.items()
@@ -57,7 +57,7 @@ def gradients_of(modules: Mapping[int, nn.Module]) -> Gradients:
 
 
 def differences(gradients: Gradients, reference: Gradients) -> Iterator[Difference]:
-    """Yield the gradients that have other bits than the reference."""
+    """Yield a difference for each gradient that has other bits than the reference."""
     for holder, gradient in gradients.items():
         expected = reference[holder]
         if gradient is None or expected is None:

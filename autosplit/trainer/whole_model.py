@@ -1,4 +1,4 @@
-"""A whole model that a trainer cuts into stages for its schedule."""
+"""Cut a whole model into stages for a trainer's schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_whole(model: Model) -> TypeGuard[nn.Module]:
 
 
 def refuse_whole_model_options(model: Model, **options: object) -> None:
-    """Refuse options of a whole model for a model that is not one.
+    """Refuse options that only a whole model has, for a model that is already cut into stages.
 
     Raises:
         PipelineError: an option is not None; names it.
@@ -60,7 +60,7 @@ def cut_whole_model(
         options: the trainer's options.
 
     Returns:
-        The stages, and the schedule for which they were cut.
+        (source of the stages, schedule for which they were cut).
 
     Raises:
         PipelineError: ``count`` or ``example`` is missing, an option of ``planning`` is unknown, or
@@ -124,7 +124,8 @@ def cut_whole_model(
 
 
 def _request_for_cut(request: ScheduleRequest, first: Schedule) -> ScheduleRequest:
-    """The schedule for which the stages are cut; a named one is built again for their times.
+    """The schedule request with which the planner cuts the stages. A named schedule is built again
+    for the stages' times.
 
     Args:
         request: the user's request.
