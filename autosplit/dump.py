@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -252,14 +252,14 @@ def dump(
         calling = functions.calling.graphs()
         kinds = _kinds(calling.values())
         for name, module in calling.items():
-            text = _source(name, module, title, kinds, fold_views=fold_views)
+            text = program(name, module, title, fold_views=fold_views)
             (root / f"{name}.py").write_text(text)
         for name, code in functions.generated.items():
             (root / f"{name}.generated.py").write_text(code)
         for kind, halves in kinds.items():
             (root / kind).mkdir(exist_ok=True)
             for half, module in halves.items():
-                text = _source(half, module, kind, {}, fold_views=fold_views)
+                text = program(half, module, kind, fold_views=fold_views)
                 (root / kind / f"{half}.py").write_text(text)
             draw_graphs(halves, root / kind / "graphs.svg", kind)
         draw_graphs(calling, root / "graphs.svg", title)
@@ -298,14 +298,10 @@ _HERE = pathlib.Path(__file__).parent
 """
 
 
-def _source(
-    name: str,
-    module: fx.GraphModule,
-    title: str,
-    kinds: Mapping[str, Mapping[str, fx.GraphModule]],
-    *,
-    fold_views: bool,
-) -> str:
+def program(name: str, module: fx.GraphModule, title: str, *, fold_views: bool = False) -> str:
+    """A graph as Python that runs: ``def name(args, constants)``, see ``codegen.generate``. Graphs
+    that it calls are read from folders beside its file.
+    """
     text = f'"""{name} of {title}, written by autosplit."""\n\n{codegen.HEADER}\n\n'
     constants = ", ".join(codegen.constants(module))
     note = f"# constants: {constants}\n" if constants else ""

@@ -190,5 +190,11 @@ class CheckpointError(AutosplitError):
     page = "docs/checkpoints.md"
 
 
+class ReplayError(AutosplitError):
+    """A bundle of the flight recorder cannot be read, or an action of it cannot be run again."""
+
+    page = "docs/flight-recorder.md"
+
+
 class OutputError(AutosplitError):
     """An output file or folder cannot be written."""

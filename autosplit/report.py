@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.routes import StageDataflow, needs_of, result_of
-from autosplit.pipeline.schedule.schedule import ActionKind
+from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span, Timeline
 from autosplit.text.files import write_text, writing
 
@@ -180,8 +180,10 @@ _SIZE = 7.5  # of the font in bars, in points: a letter takes up to two thirds o
 _MARGINS = 1.8  # inches beside the panels
 
 
-def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) -> None:
-    """Draw ``timeline_figure(rows, title=title)`` into a file; its suffix names the format.
+def draw_timelines(
+    rows: Rows, path: str | Path, *, title: str | None = None, marked: Collection[Action] = ()
+) -> None:
+    """Draw ``timeline_figure(rows, ...)`` into a file; its suffix names the format.
 
     Raises:
         AutosplitError: a suffix other than .pdf, .png and .svg, nothing to draw, or no
@@ -193,18 +195,21 @@ def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) ->
             f"cannot draw timelines into {str(path)!r}: expected a name that ends in "
             f"{', '.join(_FORMATS)}"
         )
-    figure = timeline_figure(rows, title=title)
+    figure = timeline_figure(rows, title=title, marked=marked)
     with writing(path):
         figure.savefig(path, dpi=150)
 
 
-def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
+def timeline_figure(
+    rows: Rows, *, title: str | None = None, marked: Collection[Action] = ()
+) -> Figure:
     """Draw one panel per timeline, each from 0 ms and all with one time scale.
 
     A bar is one action; its gid in the file is PANEL/RANK/ACTION, as in "0/1/1F0". If there is
     room, it is labelled with its kind and microbatch, or with the whole action if a rank has
     several stages. Later stages of a rank are lighter than its first. The end of each row shows the
     rank's idle share of the makespan. Moves and reductions are in traces only.
+    Actions that are ``marked`` have a red frame.
 
     Raises:
         AutosplitError: no timeline, a timeline without computation, or no matplotlib.
@@ -231,7 +236,7 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
     panels[0].set_xlim(0.0, end)
     for index, (axes, (name, timeline)) in enumerate(zip(panels, rows, strict=True)):
         _draw_panel(axes, f"{index}", name, timeline)
-        _draw_bars(axes, f"{index}", timeline, 72.0 * (width - _MARGINS) / end)
+        _draw_bars(axes, f"{index}", timeline, 72.0 * (width - _MARGINS) / end, marked)
     panels[-1].set_xlabel("milliseconds", color=_MUTED)
     _draw_legend(figure, rows)
     if title is not None:
@@ -272,7 +277,13 @@ def _draw_panel(axes: Axes, index: str, name: str, timeline: Timeline) -> None:
         )
 
 
-def _draw_bars(axes: Axes, index: str, timeline: Timeline, points_per_ms: float) -> None:
+def _draw_bars(
+    axes: Axes,
+    index: str,
+    timeline: Timeline,
+    points_per_ms: float,
+    marked: Collection[Action],
+) -> None:
     origin = min(span.start for span in timeline.spans)
     spans = [span for span in timeline.spans if span.action.kind.is_compute]
     chunks = _chunks(timeline)
@@ -288,6 +299,8 @@ def _draw_bars(axes: Axes, index: str, timeline: Timeline, points_per_ms: float)
             span.rank, width, 0.82, start, color=fill, edgecolor="white", linewidth=edge
         )
         bar.set_gid(f"{index}/{span.rank}/{span.action}")
+        if span.action in marked:
+            bar.set(edgecolor="red", linewidth=2.5, zorder=3)
         text = str(span.action)
         text = text if several else text.removeprefix(str(span.action.stage))
         if width * points_per_ms >= 2.0 + 0.7 * _SIZE * len(text):

@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from autosplit.errors import CheckpointError
 from autosplit.ranks.control import Control
+from autosplit.text.files import sync_folder
 
 from . import run_state
 from .naming import Names, Naming
@@ -256,11 +257,11 @@ class _StagedWriter(FileSystemWriter):
             file.write(hashlib.sha256(content).digest())
             file.flush()
             os.fsync(file.fileno())
-        _sync(self._folder)
+        sync_folder(self._folder)
         written.replace(self._home / METADATA)
         with contextlib.suppress(OSError):  # the save is committed; removing the old one may fail
             for folder in (self._home, self._home.absolute().parent):
-                _sync(folder)
+                sync_folder(folder)
             for old in {*self._home.glob(SAVED)} - {self._folder}:
                 if all(_is_ours(file) for file in old.glob("*")):
                     shutil.rmtree(old, ignore_errors=True)
@@ -273,17 +274,6 @@ def _is_ours(file: Path) -> bool:
     if file.name == METADATA:
         return f"{file.parent.name}/__".encode() in file.read_bytes()
     return any(map(file.match, ("__*_*.distcp", f"{METADATA}.tmp")))
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder's entries to disk."""
-    if os.name != "posix":
-        return  # Windows cannot open a folder
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import cast
 
 import click
 
-_COMMANDS = ("check", "compare", "inspect", "plan", "simulate")
+_COMMANDS = ("check", "compare", "inspect", "plan", "replay", "simulate")
 
 
 class _Commands(click.Group):

@@ -19,6 +19,7 @@ from autosplit.ranks.default_group import process_group
 from autosplit.ranks.launch import launch
 
 if TYPE_CHECKING:
+    from autosplit.recorder.options import Recorder
     from autosplit.trainer.options import RunOptions, StageOptions
     from autosplit.trainer.trainer import PipelineTrainer
 
@@ -29,6 +30,7 @@ __all__ = [
     "Costs",
     "LimitError",
     "PipelineTrainer",
+    "Recorder",
     "RunOptions",
     "Schedule",
     "Span",
@@ -53,6 +55,7 @@ __all__ = [
 
 _OF_TRAINER = {
     "PipelineTrainer": "autosplit.trainer.trainer",
+    "Recorder": "autosplit.recorder.options",
     "RunOptions": "autosplit.trainer.options",
     "StageOptions": "autosplit.trainer.options",
 }

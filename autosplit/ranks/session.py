@@ -42,7 +42,7 @@ class RankSession:
     ) -> None:
         self._background_waits: list[Callable[[], None]] = []
         # Called before connections are closed, after a fault too.
-        self._releases: list[Callable[[], None]] = []
+        self._releases: list[Callable[[], object]] = []
         self._groups = Groups(layout, device, timeout)
         if mesh is not None and layout.inner:
             self._groups.add_external_group(mesh.get_group(layout.inner))

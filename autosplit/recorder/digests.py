@@ -1,16 +1,17 @@
-"""Digests of tensors: numbers that show whether bits are equal, and hold none of the values.
+"""Digests of tensors: they show whether bits are equal, and hold none of the values.
 
 ::
 
     words         the tensor's memory in logical order, as integers of up to 8 bytes
     bits          sum of all words modulo 2**64: one flipped bit always changes it
     fingerprint   sum of about 64 words, weighted by place: exchanged parts change it
-    finite        whether no number is infinite or NaN
+    mark          a hash of both, which does not show the values of a tensor of few words
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +29,13 @@ class Digest(NamedTuple):
     Attributes:
         shape: the sizes.
         dtype: the element type, such as ``"float32"``.
-        bits: see the module.
-        fingerprint: see the module.
-        finite: see the module; True for integers.
+        mark: see the module.
+        finite: whether no number is infinite or NaN; True for integers.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    bits: int
-    fingerprint: int
+    mark: str
     finite: bool
 
 
@@ -71,8 +70,8 @@ def digest(tensor: Tensor) -> Digest:
 
 
 def _digest(form: tuple[tuple[int, ...], str], numbers: Sequence[int]) -> Digest:
-    bits, fingerprint, finite = numbers
-    return Digest(*form, bits, fingerprint, bool(finite))
+    *sums, finite = numbers
+    return Digest(*form, sha256(repr(sums).encode()).hexdigest()[:16], bool(finite))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -335,6 +335,11 @@ class SplitFunctions:
         return any(map(may_draw, inner_calls(self._graphs.joint.graph)))
 
     @property
+    def exact(self) -> bool:
+        """Whether gradients have the bits of plain autograd: eager kernels, sums in its order."""
+        return not self._backend.compiles and self._accumulation == ACCUMULATION["exact"]
+
+    @property
     def generated(self) -> Mapping[str, str]:
         """Maps the name of each graph compiled so far to the source that the backend generated."""
         return self._backend.generated

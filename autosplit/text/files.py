@@ -69,6 +69,17 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk."""
+    if os.name != "posix":
+        return  # Windows cannot open a folder
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def check_file(path: str | os.PathLike[str]) -> None:
     """Refuse a file that cannot be written, before its content is computed. The check leaves no new
     file, and does not change an existing file.

@@ -257,6 +257,11 @@ STATE = (
     ),
     GlobalState("torch.cuda.set_device", _GROUP, "each rank uses its local device"),
     GlobalState("os.environ.update", _LAUNCH, "rank, world size and address of the group"),
+    GlobalState(
+        "signal.signal",
+        "autosplit/recorder/flight.py",
+        "lets SIGUSR1 write a step of the run; close() restores the earlier handler",
+    ),
     GlobalState("signal.signal", _LAUNCH, "the parent process ends its ranks on Ctrl-C"),
     GlobalState("torch.set_num_threads", _LAUNCH, "the threads that the job asks for"),
 )

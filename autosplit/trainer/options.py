@@ -22,6 +22,7 @@ from autosplit.pipeline.preparation import prepare_schedule
 from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.default_group import is_positive, process_count, wait_limit
+from autosplit.recorder.options import Recorder
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
 from autosplit.text.figures import parse_size
 from autosplit.trainer.sharded_optimizer import check_mesh
@@ -145,6 +146,9 @@ class RunOptions:
             with ``nonfinite="skip"``. Gradients are unscaled after their reduction, before norm and
             clipping. Each step and each ``forward_backward`` updates the scale, equally on all
             ranks.
+        recorder: the flight recorder, see ``autosplit.pipeline.Recorder``; None: nothing is
+            recorded. Give all ranks equal options. ``step_async`` then waits for the other ranks at
+            its end.
     """
 
     split_backward: bool = True
@@ -155,6 +159,7 @@ class RunOptions:
     nonfinite: NonFinite = "raise"
     shard_optimizer: bool = False
     grad_scaler: torch.amp.GradScaler | None = None
+    recorder: Recorder | None = None
 
     @property
     def scales(self) -> bool:
@@ -407,6 +412,7 @@ class TrainerOptions:
             "max_grad_norm": self.max_grad_norm,
             "shard_optimizer": self.run.shard_optimizer,
             "nonfinite": self.run.on_nonfinite,
+            "recorder": self.run.recorder and (self.run.recorder.steps, *self.run.recorder.names),
             "grad_scaler": self.run.grad_scaler.state_dict() if self.run.grad_scaler else None,
             "aux_losses": self.stages.aux_losses,
             "shared_parameters": [*map(list, shared_parameters)],

@@ -15,7 +15,7 @@ from autosplit.pipeline.engine.executor import joined_weights
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget, measure_offload
 from autosplit.pipeline.engine.stage_builder import traced
-from autosplit.pipeline.engine.timing import Recorder
+from autosplit.pipeline.engine.timing import SpanRecorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import MemoryRecorder, state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
@@ -163,7 +163,7 @@ class RankMemory:
 
     @contextlib.contextmanager
     def recording(
-        self, step: StepPlan, batch: Sequence[Tensor | None], times: Recorder
+        self, step: StepPlan, batch: Sequence[Tensor | None], times: SpanRecorder
     ) -> Iterator[MemoryRecorder]:
         """Context that records the memory of the step that runs inside.
 

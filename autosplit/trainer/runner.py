@@ -35,7 +35,7 @@ from autosplit.pipeline.engine.offload_target import OffloadTarget
 from autosplit.pipeline.engine.stage_builder import check_loss, compile_stages, traced
 from autosplit.pipeline.engine.stage_protocols import ForwardStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
-from autosplit.pipeline.engine.timing import Recorder, recorder_on
+from autosplit.pipeline.engine.timing import SpanRecorder, recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.routes import StageDataflow
@@ -44,6 +44,7 @@ from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.pipeline.simulation.simulate import Span, window_of
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
+from autosplit.recorder.flight import FlightRecorder
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.trainer.agreement import StepReduction
 from autosplit.trainer.aux_losses import WithAuxLosses, aux_sums, start_aux_losses
@@ -66,7 +67,7 @@ from autosplit.trainer.options import MEMORY, TrainerOptions
 from autosplit.trainer.rank_memory import RankMemory
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.rank_stages import RankStages
-from autosplit.trainer.stage_modules import LossFunction, Observer, StageSource
+from autosplit.trainer.stage_modules import Holder, LossFunction, Observer, StageSource
 from autosplit.trainer.step_metrics import check_part_names
 from autosplit.trainer.step_plans import StepPlan, StepPlans
 from autosplit.trainer.tuning import Tuner
@@ -91,6 +92,7 @@ class Runner:
         guard: the trainer's guard.
         device: the device of the stages.
         store: the offload target of this rank; None if there is none.
+        shared: groups of (stage, parameter name), each one parameter of the model.
 
     Attributes:
         dataflow: the dataflow between stages.
@@ -103,6 +105,7 @@ class Runner:
             ``"auto"`` measures always record ``spans``.
         clips: whether to compute the norm of the gradient.
         losses: computes the gradients of the losses, with weights and scale.
+        flight: the flight recorder; None without one.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Runner:
         guard: Guard,
         device: torch.device,
         store: OffloadTarget | None,
+        shared: Sequence[Sequence[Holder]] = (),
     ) -> None:
         self.record, self.clips = options.run.record, options.max_grad_norm is not None
         self._raises = options.run.on_nonfinite == "raise"
@@ -170,6 +174,18 @@ class Runner:
             self._seeds,
             device,
         )
+        self.flight: FlightRecorder | None = None
+        if options.run.recorder is not None:
+            self.flight = FlightRecorder(
+                options.run.recorder,
+                model.modules,
+                shared,
+                groups,
+                guard,
+                self._seeds,
+                device,
+                scales=self._scales,
+            )
         self._grad_tensors: Mapping[BatchSlot, Tensor] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.last_step: StepPlan | None = None
@@ -205,7 +221,12 @@ class Runner:
         self._grad_tensors = self._splitter.requiring_grad(batch) if plan.grad_slots else {}
         self._batch_gradients = executor.batch_gradients
         model, memory, microbatches = self._model, self.memory, inputs + targets
-        recorder = self._recorder if self.record or self._tuner is not None else None
+        flight = self.flight
+        is_timed = self.record or self._tuner is not None or flight is not None
+        recorder = self._recorder if is_timed else None
+        if flight is not None:
+            reduces = model.reduces or self._scales
+            flight.start_step(executor, self.stages, _tensors(microbatches), reduces=reduces)
         memory.recorder = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._seeds.restoring())
@@ -222,6 +243,8 @@ class Runner:
             call()
         self.spans = recorder.spans() if recorder is not None else []
         self.last_step = plan
+        if flight is not None:
+            flight.end_actions(self.spans)
         self._tune()
         return self._start_reduction(plan, losses, microbatches, weights, norms)
 
@@ -233,7 +256,7 @@ class Runner:
         inputs: Microbatches,
         targets: Microbatches,
         loss_grads: Sequence[list[Any]],
-        recorder: Recorder | None = None,
+        recorder: SpanRecorder | None = None,
     ) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
         """Run the actions of a step, and add their gradients, reduced over copies, to ``.grad``.
 
@@ -331,6 +354,7 @@ class Runner:
             batch_arguments=self._batch_arguments(plan),
             seeds=self._seeds,
             sharding=sharded if sharded.indices else None,
+            watch=None if self.flight is None or plan.evaluates else self.flight.watch,
         )
         return plan.executor
 

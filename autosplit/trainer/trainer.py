@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -226,7 +227,12 @@ class PipelineTrainer(StepReports):
             self._guard,
             self.device,
             store,
+            self.shared_parameters,
         )
+        self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        if (flight := self._runner.flight) is not None:
+            self._releases.append(flight.release)
+            self._around_step = partial(flight.recording, self.metrics)
 
     def __repr__(self) -> str:
         """The rank, its stages and the schedule, in one line."""
@@ -322,14 +328,17 @@ class PipelineTrainer(StepReports):
                 it too, because other ranks have already begun.
         """
         start = perf_counter()
-        with self._guard.during("the forward and backward of step_async"):
-            self._figures.means = None
-            agreement = self._runner.train(paired(batch, target, named), weight, waits=False)
-        if self._max_norm is None and not self._drops_nonfinite:
-            agreement.check_local()
-            self._runner.backward_batch()
-        else:
-            self._finish_reduction(agreement)
+        with self._around_step():
+            with self._guard.during("the forward and backward of step_async"):
+                self._figures.means = None
+                agreement = self._runner.train(paired(batch, target, named), weight, waits=False)
+            waits = self._max_norm is not None or self._runner.flight is not None
+            if waits or self._drops_nonfinite:
+                self._finish_reduction(agreement)
+                self._figures.seconds = perf_counter() - start
+            else:
+                agreement.check_local()
+                self._runner.backward_batch()
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
                 self._model.step(self._max_norm, self._figures.norm)
@@ -349,10 +358,11 @@ class PipelineTrainer(StepReports):
         Arguments, result and errors are those of ``step``. Returns when all ranks are done.
         """
         start = perf_counter()
-        with self._guard.during("the forward and backward"):
-            agreement = self._runner.train(paired(batch, target, named), weight)
-        losses = self._finish_reduction(agreement)
-        self._figures.seconds = perf_counter() - start
+        with self._around_step():
+            with self._guard.during("the forward and backward"):
+                agreement = self._runner.train(paired(batch, target, named), weight)
+            losses = self._finish_reduction(agreement)
+            self._figures.seconds = perf_counter() - start
         return losses
 
     def _finish_reduction(self, agreement: StepReduction) -> Tensor:

@@ -93,7 +93,7 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
     reused = reusable_operands(graph)
 
     def name_of(node: fx.Node) -> str:
-        return _call(node, name_of) if node in products else _name(node)
+        return _call(node, name_of) if node in products else node_name(node)
 
     lines = [f"def {name}(args, constants={{}}):"]
     lines += _unpack(placeholders(graph), last_use)
@@ -110,7 +110,7 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
         if line and line != source:
             lines.append(f"    # {_without_folder(line)}")
             source = line
-        lines += stride_check(node, _name)
+        lines += stride_check(node, node_name)
         lines.append(_statement(node, last_use.get(node, []), reused.get(node), name_of))
     return "\n".join(lines) + "\n"
 
@@ -160,11 +160,11 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
         role = role_of(node)
         is_named = re.sub(r"\W", "_", role.name).strip("_") == node.name.strip("_")
         text = f"{role.kind.value if is_named else role}{', for its shape' * _gives_shape(node)}"
-        lines.append(f"        {_name(node)},  # {text}: {shape}")
+        lines.append(f"        {node_name(node)},  # {text}: {shape}")
     lines += ["    ) = args", "    args.clear()"]
     used = {node for dead in last_use.values() for node in dead}
     used |= {operand for node in nodes for user in node.users for operand in user.all_input_nodes}
-    unused = [_name(node) for node in nodes if node not in used]
+    unused = [node_name(node) for node in nodes if node not in used]
     if unused:
         lines.append(f"    del {', '.join(unused)}")
     return lines
@@ -193,9 +193,9 @@ def _statement(
     if SUBGRAPH in node.meta:
         return _subgraph_call(node, dead)
     call = _call(node, name_of) if reused is None else _call_in_place(node, reused)
-    text = f"    {_name(node)} = {call}"
+    text = f"    {node_name(node)} = {call}"
     if dead:
-        text += f"; del {', '.join(_name(item) for item in dead)}"
+        text += f"; del {', '.join(node_name(item) for item in dead)}"
     return f"{text}  # {value_text(node.meta.get('val'))}"
 
 
@@ -203,8 +203,8 @@ def _subgraph_call(node: fx.Node, dead: list[fx.Node]) -> str:
     """Source of the call of a subgraph. The called function empties its argument list, so tensors
     are freed inside the call.
     """
-    name, gone = _name(node), [_name(item) for item in dead if item is not node]
-    text = f"    {name} = [{', '.join(map(_name, operands(node)))}]"
+    name, gone = node_name(node), [node_name(item) for item in dead if item is not node]
+    text = f"    {name} = [{', '.join(map(node_name, operands(node)))}]"
     text += f"; del {', '.join(gone)}" if gone else ""
     text += f"; {name} = constants[{node.meta[SUBGRAPH].name!r}]({name})"
     return text + (f"; del {name}" if node in dead else "")
@@ -248,11 +248,12 @@ def _callee(node: fx.Node) -> str:
     raise PassError(f"{node.name} calls {target!r}, which has no source form")
 
 
-def _name(node: fx.Node) -> str:
+def node_name(node: fx.Node) -> str:
+    """The name of a node's value in the source."""
     return f"{node.name}_" if keyword.iskeyword(node.name) else node.name
 
 
-def _text(value: object, name_of: Callable[[fx.Node], str] = _name) -> str:
+def _text(value: object, name_of: Callable[[fx.Node], str] = node_name) -> str:
     """Source of an argument."""
     match value:
         case fx.Node():

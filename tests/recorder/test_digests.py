@@ -17,7 +17,7 @@ def test_every_bit_of_a_tensor_counts(dtype, shape):
     for place in range(raw.numel()):
         for bit in (1, 16, 128) if dtype is not torch.bool else (1,):
             raw[place] ^= bit
-            assert digest(tensor).bits != before.bits
+            assert digest(tensor).mark != before.mark
             raw[place] ^= bit
     assert digest(tensor) == before
 
@@ -28,8 +28,7 @@ def test_a_digest_depends_on_logical_order_and_not_on_strides():
     unaligned = torch.cat([torch.zeros(1), tensor.view(-1)])[1:].view(6, 4)
     assert digest(unaligned) == digest(tensor)
     exchanged = tensor.flip(0)
-    assert digest(exchanged).bits == digest(tensor).bits
-    assert digest(exchanged).fingerprint != digest(tensor).fingerprint
+    assert digest(exchanged) != digest(tensor)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -52,10 +51,10 @@ def test_pending_digests_keep_no_tensor_and_skip_missing_ones():
     tensor.zero_()
     first, second, third = pending.read()
     assert (first, second) == (None, expected)
-    assert third == ((0,), "float32", 0, 0, True)
+    assert third == digest(empty)
     assert PendingDigests([]).read() == []
 
 
 def test_a_sparse_tensor_has_a_digest_of_its_values():
     sparse = torch.eye(3).to_sparse()
-    assert digest(sparse).bits == digest(torch.ones(3)).bits
+    assert digest(sparse).mark == digest(torch.ones(3)).mark

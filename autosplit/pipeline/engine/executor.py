@@ -16,7 +16,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage, StageSharding
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
-from autosplit.pipeline.engine.timing import Recorder, run_in_range
+from autosplit.pipeline.engine.timing import SpanRecorder, run_in_range
 from autosplit.pipeline.engine.transport import Transport, added, bind_arguments, output_gradients
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import incoming_messages, result_of
@@ -73,6 +73,8 @@ class Executor:
             a ``Stage`` seeds them itself.
         sharding: gathers and reduces sharded stages at the schedule's actions for it; None: no
             stage is sharded.
+        watch: returns an action of kind F, I or B with calls that also record its arguments and
+            results; None: nothing is recorded.
 
     Attributes:
         batch_gradients: gradients of the batch's inputs in the last run, by name and microbatch.
@@ -98,7 +100,9 @@ class Executor:
         batch_arguments: Mapping[int, Mapping[int, Hashable]] = MappingProxyType({}),
         seeds: StageSeeds | None = None,
         sharding: StageSharding | None = None,
+        watch: Callable[[BoundAction], BoundAction] | None = None,
     ) -> None:
+        self._watch = watch
         self._stages, self._batch_arguments = stages, batch_arguments
         self._seeds, self._sharding = seeds, sharding
         self._gathering: set[int] = set()
@@ -111,7 +115,7 @@ class Executor:
         self._inputs: list[Values] = [[] for _ in range(schedule.microbatches)]
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, list[Tensor]] = {}
-        self._recorder: Recorder | None = None
+        self._recorder: SpanRecorder | None = None
         self._activity = RankActivity() if activity is None else activity
         self.moves = moves
         row = schedule.ranks[rank]
@@ -149,7 +153,7 @@ class Executor:
         self,
         inputs: Sequence[Sequence[Tensor]],
         targets: Sequence[Sequence[Tensor]],
-        recorder: Recorder | None = None,
+        recorder: SpanRecorder | None = None,
         loss_grads: Sequence[Values] = (),
     ) -> dict[int, list[Tensor]]:
         """Run the schedule once.
@@ -247,6 +251,8 @@ class Executor:
         bound = self._bind_compute(action)
         if self._seeds is not None and not isinstance(self._stages[action.stage], Stage):
             bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
+        if self._watch is not None and bound.fetch is not None:
+            bound = self._watch(bound)
         return bound._replace(waits=tuple(waits), recorded=(action,))
 
     def _joined(self, row: Iterable[BoundAction]) -> list[BoundAction]:

@@ -130,12 +130,16 @@ class StageSeeds:
         self._drew[self._evaluates] = True
         self._seed(stage, microbatch, call)
 
+    def seed_of(self, stage: int, microbatch: int, call: str = "F") -> int:
+        """The seed of an action of this step, if its stage draws."""
+        place = (self._first + stage) * self._microbatches + microbatch
+        place = place * len(_CALLS) + max(_CALLS.find(call), 0)  # a recomputed F draws as F
+        return seed_at(self._number, place)
+
     def _seed(self, stage: int, microbatch: int, call: str) -> None:
         if self._states is None:
             self._states = GeneratorStates.on(self._device)
-        place = (self._first + stage) * self._microbatches + microbatch
-        place = place * len(_CALLS) + max(_CALLS.find(call), 0)  # a recomputed F draws as F
-        seed_generators(self._device, seed_at(self._number, place))
+        seed_generators(self._device, self.seed_of(stage, microbatch, call))
 
     def run(self, action: Action, compute: Callable[..., Any], *inputs: Any) -> Any:
         """Seed the generators for an action of a stage without graphs, and run it."""

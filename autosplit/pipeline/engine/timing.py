@@ -14,7 +14,7 @@ from autosplit.pipeline.simulation.simulate import Span
 T = TypeVar("T")
 
 
-class Recorder:
+class SpanRecorder:
     """Records when actions ran, one step at a time, for stages whose calls return when the work is
     done.
     """
@@ -60,7 +60,7 @@ class Recorder:
         return float(mark)
 
 
-class DeviceRecorder(Recorder):
+class DeviceSpanRecorder(SpanRecorder):
     """Records by CUDA events, for stages whose calls only enqueue kernels.
 
     Within a step, a rank must not wait for the whole device. A receive that was posted ahead
@@ -94,6 +94,6 @@ def run_in_range(name: str, compute: Callable[[], T]) -> T:
         return compute()
 
 
-def recorder_on(rank: int, device: torch.device) -> Recorder:
+def recorder_on(rank: int, device: torch.device) -> SpanRecorder:
     """The recorder of a rank whose stages are on ``device``."""
-    return DeviceRecorder(rank, device) if device.type == "cuda" else Recorder(rank)
+    return DeviceSpanRecorder(rank, device) if device.type == "cuda" else SpanRecorder(rank)

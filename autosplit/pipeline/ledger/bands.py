@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from autosplit.pipeline.engine.timing import Recorder
+from autosplit.pipeline.engine.timing import SpanRecorder
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.text.figures import size_text
@@ -140,7 +140,7 @@ class _Moment:
     beside: int  # the most that other threads held since the moment before, above their start
 
 
-class MemoryRecorder(Recorder):
+class MemoryRecorder(SpanRecorder):
     """Records times and memory of one step.
 
     Args:
@@ -157,7 +157,7 @@ class MemoryRecorder(Recorder):
 
     def __init__(
         self,
-        times: Recorder,
+        times: SpanRecorder,
         holdings: Holdings,
         device: torch.device,
         *,

@@ -14,7 +14,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import Boundaries
 from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.timing import Recorder
+from autosplit.pipeline.engine.timing import SpanRecorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.ranks.first_error import LostPeerError
@@ -100,7 +100,7 @@ def test_weight_gradients_that_follow_each_other_are_one_call_of_a_stage_that_jo
     gradients = {}
     for accumulation in ("exact", "auto"):
         stage = Stage(model, [*inputs[0], *targets[0]], accumulation=accumulation)
-        recorder = Recorder(0)
+        recorder = SpanRecorder(0)
         run = executor({0: stage}, 1, microbatches=count, weights="2bp").run
         loss_grads: list[Any] = [[torch.ones((), dtype=torch.float64)]] * count
         losses = run(inputs, targets, recorder, loss_grads)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.pipeline.engine.timing import DeviceRecorder, Recorder, recorder_on
+from autosplit.pipeline.engine.timing import DeviceSpanRecorder, SpanRecorder, recorder_on
 from autosplit.pipeline.schedule.schedule import Action
 
 F0, W0 = Action.parse("0F0"), Action.parse("0W0")
@@ -60,7 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 def test_spans_are_when_the_device_ran_what_it_was_given(gpu: Gpu) -> None:
     recorder = recorder_on(3, torch.device("cuda"))
-    assert isinstance(recorder, DeviceRecorder)
+    assert isinstance(recorder, DeviceSpanRecorder)
 
     def compute(pieces: int) -> str:
         gpu.given += pieces
@@ -85,4 +85,4 @@ def test_spans_are_when_the_device_ran_what_it_was_given(gpu: Gpu) -> None:
 
 def test_the_host_is_clock_enough_for_a_cpu() -> None:
     recorder = recorder_on(0, torch.device("cpu"))
-    assert type(recorder) is Recorder
+    assert type(recorder) is SpanRecorder

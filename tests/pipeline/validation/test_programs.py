@@ -15,7 +15,7 @@ from torch import Tensor
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.timing import Recorder
+from autosplit.pipeline.engine.timing import SpanRecorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import StageDataflow, routes_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 META = TensorMeta(torch.Size([1]), torch.float32, True)
 
 
-class Log(Recorder):
+class Log(SpanRecorder):
     """One rank's end of messages that are always there, and what it is asked: to compute; to send
     and receive, with whom; and which of these to wait for.
     """

@@ -1,0 +1,72 @@
+"""``autosplit replay``: run a recorded step again, and find what went wrong first."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import click
+
+from autosplit.cli.options import FILE, Read, json_option, typed_errors
+from autosplit.pipeline.schedule.schedule import Action
+from autosplit.recorder.bundle import read_parts
+from autosplit.recorder.replay import StepReplay
+from autosplit.report import draw_timelines
+from autosplit.text.files import write_text
+
+_ACTION = Read("ACTION", Action.parse)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--action", type=_ACTION, help="Run this action only, such as 1F2.")
+@click.option("--from", "first", type=_ACTION, help="Run only what depends on this action.")
+@click.option("--to", "last", type=_ACTION, help="Run only what this action depends on.")
+@click.option("--bound", default=math.inf, help="The largest magnitude that is right.")
+@click.option("--pipeline", default=0, help="The number of the pipeline among its replicas.")
+@click.option("--python", type=FILE, help="Write the action, with its tensors, to this file.")
+@click.option("--no-tensors", is_flag=True, help="Write zeros in place of tensors.")
+@click.option("--picture", type=FILE, help="Draw the step's timeline, the faulty action marked.")
+@json_option
+@typed_errors
+def replay(
+    folder: Path,
+    action: Action | None,
+    first: Action | None,
+    last: Action | None,
+    bound: float,
+    pipeline: int,
+    python: Path | None,
+    no_tensors: bool,
+    picture: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Run the step of a bundle again, action by action, and stop at the first that is wrong.
+
+    A bundle has programs, which this command runs: replay only folders that you trust.
+    """
+    parts = read_parts(folder)
+    step = StepReplay(parts, pipeline, bound)
+    facts = step.facts
+    click.echo(f"step {facts['steps'][-1]['step']}, {facts['alarm']}: {facts['text']}")
+    if missing := sorted({*range(facts["ranks"])} - parts.keys()):
+        click.echo(f"no part of the ranks {missing}, which were not alive to write one")
+    actions = [action] if action is not None else step.actions(first, last)
+    shown, fault = action, None
+    for shown, fault in step.findings(actions):
+        if fault is not None:
+            break
+        if first or last:
+            click.echo(f"{shown}: as recorded")
+    click.echo(str(fault) if fault else f"{len(actions)} actions have no fault")
+    if json_file:
+        row = fault and {"action": str(fault.action), "rank": fault.rank, "text": fault.text}
+        write_text(json_file, json.dumps({"actions": len(actions), "fault": row}) + "\n")
+    if picture:
+        title = f"step {facts['steps'][-1]['step']}"
+        draw_timelines([(title, step.timeline)], picture, marked=[fault.action] if fault else [])
+    if python and shown is not None:
+        write_text(python, step.reproducer(shown, tensors=not no_tensors))
+    if fault:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,120 @@
+"""Bundles: what all ranks wrote of one step.
+
+::
+
+    FOLDER/NAME.part/rank-0.tmp/   a rank writes its files, and flushes them
+    FOLDER/NAME.part/rank-0/       its part is whole
+    FOLDER/NAME/                   the parts of all ranks are there
+
+Every rename is atomic, and ranks do not communicate: some may have failed. A bundle that ends in
+``.part`` lacks ranks, and can be replayed for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosplit.errors import ReplayError
+from autosplit.text.files import sync_folder
+
+_RECORD, _TENSORS = "record.json", "tensors.pt"
+
+
+@dataclass(frozen=True)
+class BundlePart:
+    """One rank's part of a bundle.
+
+    Attributes:
+        path: its folder.
+        facts: the record of the last steps, the schedule, and facts about each stage.
+        tensors: ``"state"`` by stage and name, ``"kept"`` by action, and ``"constants"`` by stage
+            and program; empty without tensors.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+
+def write_part(
+    bundle: Path,
+    rank: int,
+    ranks: int,
+    facts: Mapping[str, Any],
+    sources: Mapping[str, str],
+    tensors: Mapping[str, Any],
+) -> None:
+    """Write the part of a rank, whole or not at all.
+
+    Args:
+        bundle: the folder of the bundle.
+        rank: this rank.
+        ranks: the number of ranks.
+        facts: see ``BundlePart``.
+        sources: programs by path.
+        tensors: see ``BundlePart``; empty: none are written.
+
+    Raises:
+        OSError: the part cannot be written; nothing of it is left.
+    """
+    home = bundle.with_name(f"{bundle.name}.part")
+    staged = home / f"rank-{rank}.tmp"
+    try:
+        staged.mkdir(parents=True)
+        for name, text in {_RECORD: json.dumps(facts), **sources}.items():
+            (staged / name).parent.mkdir(exist_ok=True)
+            (staged / name).write_text(text)
+        if tensors:
+            torch.save(tensors, staged / _TENSORS)
+        for path in staged.rglob("*.*"):
+            _flush(path)
+        sync_folder(staged)
+        staged.replace(home / f"rank-{rank}")
+        sync_folder(home)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            home.rmdir()
+        raise
+    if all((home / f"rank-{number}").is_dir() for number in range(ranks)):
+        with contextlib.suppress(OSError):  # another rank has renamed it
+            home.replace(bundle)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def read_parts(folder: Path) -> dict[int, BundlePart]:
+    """The parts of a bundle by rank.
+
+    Raises:
+        ReplayError: the folder is no bundle, or a file of it cannot be read.
+    """
+    parts = {}
+    for path in sorted(folder.glob("rank-*")):
+        if path.suffix == ".tmp":
+            continue
+        try:
+            facts, tensors = json.loads((path / _RECORD).read_text()), {}
+            if (path / _TENSORS).exists():
+                tensors = torch.load(path / _TENSORS, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ReplayError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+        parts[facts["rank"]] = BundlePart(path, facts, tensors)
+    if not parts:
+        raise ReplayError(
+            f"{folder} is no bundle of the flight recorder: expected folders rank-0, rank-1 ... in "
+            "it. Pass one of the folders inside Recorder(folder=...)"
+        )
+    return parts

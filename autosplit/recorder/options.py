@@ -1,0 +1,77 @@
+"""The user's options of the flight recorder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autosplit.errors import PipelineError
+from autosplit.text.figures import nearest, parse_size
+
+ALARMS = ("nonfinite", "error", "replicas", "signal")
+"""Names of the alarms that the recorder raises by itself."""
+
+Predicate: TypeAlias = "Callable[[Mapping[str, float]], bool]"
+"""Called with the metrics of a step; True raises the alarm."""
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Options of the flight recorder: its memory, its alarms and its files.
+
+    An alarm on one rank has every rank write its part of the same step. Nothing is written without
+    an alarm, except for ``log``.
+
+    Attributes:
+        folder: where bundles are written; all ranks must see it.
+        keep: the most bytes of activations and gradients between stages that a rank keeps of its
+            last step, or a text such as ``"1GiB"``. The batch is kept by reference, and does not
+            count. A replay computes what was not kept.
+        alarms: names of ``ALARMS``, and functions of a step's ``metrics()`` that return whether to
+            write it. ``"nonfinite"``: an output that gets a gradient, a gradient or a loss is
+            infinite or NaN. ``"error"``: a step raises, which includes an ``AnomalyError``.
+            ``"replicas"``: parameters or gradients differ where their bits must be equal.
+            ``"signal"``: the process gets SIGUSR1. Each but the signal is written once a run.
+        steps: the number of steps whose digests are kept.
+        log: a folder for one file a rank, with a line of JSON a step; None: no file.
+        tensors: whether bundles have tensors and programs. Without, they cannot be run again, and
+            hold shapes and digests only.
+
+    Raises:
+        PipelineError: an unknown alarm, or a wrong size or count.
+    """
+
+    folder: str | os.PathLike[str] = "flight-recorder"
+    keep: int | str = "1GiB"
+    alarms: Sequence[str | Predicate] = ALARMS
+    steps: int = 16
+    log: str | os.PathLike[str] | None = None
+    tensors: bool = True
+
+    def __post_init__(self) -> None:
+        parse_size(self.keep, "keep", PipelineError)
+        if self.steps < 1:
+            raise PipelineError(f"Recorder: steps must be at least 1; got {self.steps}")
+        for alarm in self.alarms:
+            if not callable(alarm) and alarm not in ALARMS:
+                raise PipelineError(
+                    f"Recorder: unknown alarm {alarm!r}; expected a function of metrics(), or one "
+                    f"of {', '.join(map(repr, ALARMS))}{nearest(str(alarm), ALARMS)}"
+                )
+
+    @property
+    def kept_bytes(self) -> int:
+        """``keep`` in bytes."""
+        return parse_size(self.keep, "keep", PipelineError)
+
+    @property
+    def names(self) -> list[str]:
+        """The alarms by name; functions are ``"metrics"``."""
+        return ["metrics" if callable(alarm) else alarm for alarm in self.alarms]
+
+    @property
+    def predicates(self) -> list[Predicate]:
+        """The alarms that are functions."""
+        return [alarm for alarm in self.alarms if callable(alarm)]

@@ -1,0 +1,183 @@
+"""A written program, run operator by operator, to find the operator that made a value first."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Fault = Callable[[Any], str]
+"""Returns what is wrong with a value, in words; empty if nothing is."""
+Names = dict[str, Any]
+
+_FILLS = ("full", "scalar_tensor", "masked_fill", "where")
+"""Operators that make infinite values on purpose, as masks do."""
+
+
+class Statement(NamedTuple):
+    """One statement of a program.
+
+    Attributes:
+        name: the value that it computes; empty if it computes none.
+        operator: the function that it calls.
+        operands: the names that it reads.
+        code: the statement, compiled.
+    """
+
+    name: str
+    operator: str
+    operands: Sequence[str]
+    code: CodeType
+
+    @classmethod
+    def of(cls, node: ast.stmt) -> Statement:
+        """Compile a statement."""
+        code = compile(ast.Module([node], []), "<program>", "exec")
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+            return cls("", "", (), code)
+        call, value = getattr(node.value, "func", node.value), node.value
+        names = [name.id for name in ast.walk(value) if isinstance(name, ast.Name)]
+        reads = [name for name in names if not hasattr(builtins, name)]
+        return cls(node.targets[0].id, ast.unparse(call), reads, code)
+
+
+class FaultOrigin(NamedTuple):
+    """The operator that made a wrong value first.
+
+    Attributes:
+        statement: its statement.
+        reason: what is wrong.
+        values: the tensors that it read and made, by name; as far as it ran.
+        samples: the samples of the microbatch with which it goes wrong; empty if all do.
+    """
+
+    statement: Statement
+    reason: str
+    values: Mapping[str, Tensor]
+    samples: Sequence[int]
+
+
+class Program:
+    """F, I, W or B of a stage, as a bundle has it.
+
+    Args:
+        path: the file.
+        facts: roles of arguments and results, and the user's lines.
+        constants: tensors that it reads besides its arguments.
+    """
+
+    def __init__(
+        self, path: Path, facts: Mapping[str, Any], constants: Mapping[str, Tensor]
+    ) -> None:
+        self.source, self.facts, self.constants = path.read_text(), facts, constants
+        self._globals: Names = {}
+        exec(self.source, self._globals)
+        (function,) = [n for n in ast.parse(self.source).body if isinstance(n, ast.FunctionDef)]
+        self._statements = [*map(Statement.of, function.body[:-1])]
+        values: Any = function.body[-1]
+        self._outputs = [ast.unparse(value) for value in values.value.elts]
+
+    def run(self, arguments: Sequence[Any]) -> list[Any]:
+        """The results for these arguments."""
+        names: Names = {}
+        for _ in self._play(arguments, names):
+            pass
+        return [eval(output, names) for output in self._outputs]
+
+    def _play(self, arguments: Sequence[Any], names: Names) -> Iterator[Statement]:
+        """Yield each statement, and run it afterwards on ``names``."""
+        names |= {**self._globals, "args": [*arguments], "constants": self.constants}
+        for statement in self._statements:
+            yield statement
+            exec(statement.code, names)
+
+    def origin(
+        self, arguments: Sequence[Any], result: int | None, fault: Fault, rows: int
+    ) -> FaultOrigin:
+        """The first operator on the way to a wrong result, or the one that raises. If an argument
+        is wrong, it is the first operator that reads it.
+
+        Args:
+            arguments: the arguments.
+            result: the position of the wrong result; None if the program raises.
+            fault: what is wrong with a value.
+            rows: the number of samples of the microbatch.
+        """
+        faults: dict[str, str] = {}
+        makers: dict[str, Statement] = {}
+        names: Names = {}
+        try:
+            for statement in self._play(arguments, names):
+                faults |= {n: fault(names[n]) for n in statement.operands if n not in faults}
+                makers[statement.name] = statement
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return self._examine(arguments, statement, text, fault, rows)
+        wrong = self._outputs[result or 0]
+        faults[wrong] = fault(names[wrong])
+        first = _first(wrong, makers, faults)
+        for operand in makers[first].operands if first in makers else ():
+            # NaN out of infinity: name what made that, unless it is a mask.
+            root = _first(operand, makers, faults)
+            if (
+                faults[operand]
+                and root in makers
+                and not any(fill in makers[root].operator for fill in _FILLS)
+            ):
+                first = root
+        reader = next(s for s in makers.values() if first in (s.name, *s.operands))
+        return self._examine(arguments, reader, faults[first], fault, rows)
+
+    def _examine(
+        self, arguments: Sequence[Any], statement: Statement, reason: str, fault: Fault, rows: int
+    ) -> FaultOrigin:
+        """Run up to a statement again, and then the statement for each sample alone."""
+        names: Names = {}
+        for following in self._play(arguments, names):
+            if following is statement:
+                break
+        tensors = ((name, names[name]) for name in statement.operands)
+        values = {name: t.clone() for name, t in tensors if isinstance(t, Tensor)}
+        samples = []
+        for sample in range(rows):
+            trial = {name: _alone(tensor, sample, rows) for name, tensor in values.items()}
+            result = _result(statement, {**names, **trial})
+            if result is None or fault(result):
+                samples.append(sample)
+        result = _result(statement, names)
+        if isinstance(result, Tensor):
+            values[statement.name] = result
+        return FaultOrigin(statement, reason, values, samples if len(samples) < rows else ())
+
+
+def _first(name: str, makers: Mapping[str, Statement], faults: Mapping[str, str]) -> str:
+    """The value from which a fault comes: none of the operands of its maker has the same."""
+    while name in makers:
+        operands = makers[name].operands
+        culprit = next((n for n in operands if faults[n] == faults[name]), None)
+        if culprit is None:
+            break
+        name = culprit
+    return name
+
+
+def _result(statement: Statement, names: Names) -> Any:
+    """The result of a statement; None if it raises."""
+    try:
+        exec(statement.code, names)
+    except Exception:
+        return None
+    return names[statement.name]
+
+
+def _alone(tensor: Tensor, sample: int, rows: int) -> Tensor:
+    """The tensor with one sample in place of all, if its first dimension is that of samples."""
+    if not tensor.dim() or not tensor.shape[0] or tensor.shape[0] % rows:
+        return tensor
+    by_sample: Tensor = tensor.unflatten(0, (rows, -1))
+    return by_sample[sample : sample + 1].expand_as(by_sample).flatten(0, 1)

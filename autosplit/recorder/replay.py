@@ -1,0 +1,374 @@
+"""Run recorded actions again, on one machine without the model, and find what went wrong first.
+
+::
+
+    F  takes  batch or outputs of earlier stages   kept, or computed by a replay of those
+    I  takes  saved of F, gradients of outputs     saved are computed by a replay of F
+    W  takes  deferred of I
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import ReplayError
+from autosplit.passes.graph import value_text
+from autosplit.pipeline.engine.transport import bind_arguments, gradients_for, output_gradients
+from autosplit.pipeline.schedule.routes import Source, StageDataflow, Wiring, needs_of
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
+from autosplit.pipeline.simulation.simulate import Span, Timeline
+from autosplit.recorder.bundle import BundlePart
+from autosplit.recorder.digests import digest
+from autosplit.recorder.program import Program
+
+_F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
+_CALLS = {_F: "forward", **BACKWARDS}
+Role = tuple[str, str]
+_GRADIENTS = ("input_grad", "parameter_grad")
+
+
+class Finding(NamedTuple):
+    """A fault of a step.
+
+    Attributes:
+        action: the first action that shows it.
+        rank: the rank of the action.
+        text: the fault, in lines.
+    """
+
+    action: Action
+    rank: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.action} on rank {self.rank}: {self.text}"
+
+
+class StepReplay:
+    """The recorded step of one pipeline.
+
+    Args:
+        parts: the parts of the bundle, by rank.
+        pipeline: the number of the pipeline among its replicas.
+        bound: the largest magnitude of a right value.
+
+    Attributes:
+        facts: facts about the step, see ``bundle.BundlePart``.
+    """
+
+    def __init__(
+        self, parts: Mapping[int, BundlePart], pipeline: int = 0, bound: float = math.inf
+    ) -> None:
+        parts = {rank: p for rank, p in parts.items() if p.facts["pipeline"] == pipeline}
+        self.facts, self._bound = next(iter(parts.values())).facts, bound
+        wiring = self.facts["wiring"]
+        if wiring is not None:
+            rows = [tuple([Source(**source) for source in row]) for row in wiring["inputs"]]
+            wiring = Wiring(tuple(rows), tuple(wiring["outputs"]), tuple(wiring["names"]))
+        self._dataflow = StageDataflow(len(self.facts["placement"]), wiring)
+        self._records: dict[Action, Mapping[str, Any]] = {}
+        self._homes: dict[int, BundlePart] = {}
+        for part in parts.values():
+            step = part.facts["steps"][-1]
+            self._records |= {Action.parse(name): row for name, row in step["actions"].items()}
+            self._homes |= {int(stage): part for stage in step["state"]}
+        self._programs: dict[tuple[int, str], Program] = {}
+        self._results: dict[Action, dict[tuple[str, str], Any]] = {}
+        self._sums: dict[int, dict[str, Tensor]] = defaultdict(dict)
+
+    def actions(self, first: Action | None = None, last: Action | None = None) -> list[Action]:
+        """The recorded F, I, W and B, each after those that it needs.
+
+        Args:
+            first: leave out actions that do not depend on it.
+            last: leave out actions on which it does not depend.
+        """
+        wanted = self._records.keys() if last is None else self._records.keys() & self._needs(last)
+        order = sorted(
+            (a for a in wanted if a.kind in _CALLS),
+            key=lambda a: (
+                a.microbatch,
+                [*_CALLS].index(a.kind),
+                a.stage if a.kind is _F else -a.stage,
+            ),
+        )
+        return [a for a in order if first is None or first in self._needs(a)]
+
+    def _needs(self, action: Action) -> set[Action]:
+        """An action and all that it depends on."""
+        needs = (self._needs(need) for need in needs_of(action, self._dataflow))
+        return {action}.union(*needs)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The times of the step's actions."""
+        placement = self.facts["placement"]
+        spans = [
+            Span(placement[a.stage], a, row["start"], row["end"])
+            for a, row in self._records.items()
+            if "start" in row
+        ]
+        return Timeline(max(placement) + 1, tuple(spans))
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def findings(self, actions: Sequence[Action]) -> Iterator[tuple[Action, Finding | None]]:
+        """Run each action again, and yield it with its fault; None if it has none."""
+        for at, action in enumerate(actions):
+            text = self._fault_of(action)
+            last = all(a.stage != action.stage for a in actions[at + 1 :])
+            text = text or (self._sum_fault(action.stage) if last else "")
+            rank = self._homes[action.stage].facts["rank"]
+            yield action, Finding(action, rank, text) if text else None
+
+    def _fault_of(self, action: Action) -> str:
+        """The fault of an action, in words; empty if it has none."""
+        self._stage(action.stage)
+        if text := self._state_fault(action.stage) or self._message_fault(action):
+            return text
+        try:
+            results = self._results_of(action)
+        except ReplayError:
+            raise
+        except Exception:
+            return self._origin(action, None)
+        for at, (role, value) in enumerate(results.items()):
+            if self._is_checked(action.stage, role) and self._fault(value):
+                return self._origin(action, at)
+        pairs = zip(self._gave(action), self._records[action].get("gave", ()), strict=False)
+        for at, (value, recorded) in enumerate(pairs):
+            if self._is_exact(action.stage) and _differs(value, recorded):
+                return f"result {at}, {_described(value)}, has other bits than in the run"
+        return ""
+
+    def _fault(self, value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return next(filter(None, map(self._fault, value)), "")
+        if not isinstance(value, Tensor) or not value.numel():
+            return ""
+        largest = float(value.abs().max()) if value.is_floating_point() else 0.0
+        if math.isnan(largest):
+            return "NaN"
+        if math.isinf(largest):
+            return "infinity"
+        return f"a magnitude above {self._bound:g}" if largest > self._bound else ""
+
+    def _is_checked(self, stage: int, role: Role) -> bool:
+        """Whether a result must be right: gradients, and outputs that get one. Masks may be
+        infinite.
+        """
+        return role[0] in _GRADIENTS or (
+            role[0] == "output" and role[1] in self._stage(stage)["tangents"]
+        )
+
+    def _is_exact(self, stage: int) -> bool:
+        """Whether a replay has the bits of the run, because the same kernels run."""
+        facts = self.facts
+        same = facts["device"] == "cpu" and facts["torch"] == torch.__version__
+        return bool(same and self._stage(stage)["exact"])
+
+    def _state_fault(self, stage: int) -> str:
+        """Which parameter or buffer has other bits than when the step began, in words."""
+        part = self._homes[stage]
+        for name, recorded in part.facts["steps"][-1]["state"][str(stage)].items():
+            if _differs(part.tensors["state"][stage][name], recorded):
+                return f"{name} has other bits than when the step began"
+        return ""
+
+    def _message_fault(self, action: Action) -> str:
+        """Which tensor changed on its way to an action, in words."""
+        took = self._records[action].get("took", ())
+        sent = self._upstream(action, lambda need: self._records.get(need, {}).get("gave"))
+        for at, (sent_row, taken_row) in enumerate(zip(sent, took, strict=False)):
+            if sent_row and taken_row and len(sent_row) == 4 and sent_row[2] != taken_row[2]:
+                return f"argument {at} has other bits than its sender computed"
+        return ""
+
+    def _sum_fault(self, stage: int) -> str:
+        """Which sum of weight gradients has other bits than in the run, in words."""
+        record = self._homes[stage].facts["steps"][-1]
+        if record["comparable"] and self._is_exact(stage):
+            for name, total in self._sums[stage].items():
+                if _differs(total, record["gradients"][str(stage)].get(name)):
+                    return f"the gradient of {name}, summed over microbatches, has other bits"
+        return ""
+
+    def _origin(self, action: Action, result: int | None) -> str:
+        """The operator that made a wrong result first, in lines."""
+        program = self.program(action)
+        shape = self._records[Action(action.stage, _F, action.microbatch)]["took"][0][0]
+        rows = shape[0] if shape else 0
+        self._seed(action)
+        origin = program.origin(self.program_arguments(action), result, self._fault, rows)
+        module, line = program.facts["lines"].get(origin.statement.name, ["", ""])
+        lines = [
+            f"{origin.reason} in {origin.statement.operator}",
+            f"module    {module or 'the loss, or the stage itself'}",
+            f"line      {line or 'unknown'}",
+        ]
+        if origin.samples:
+            first = action.microbatch * rows
+            numbers = ", ".join(str(first + sample) for sample in origin.samples)
+            lines.append(f"samples   {numbers} of the batch, in microbatch {action.microbatch}")
+        lines += [f"{name:9} {_described(value)}" for name, value in origin.values.items()]
+        return "\n  ".join(lines)
+
+    # --- running an action ------------------------------------------------------------------------
+
+    def program(self, action: Action) -> Program:
+        """The program of an action.
+
+        Raises:
+            ReplayError: its stage cannot run alone, or the bundle has no tensors.
+        """
+        key, part = (action.stage, _CALLS[action.kind]), self._homes[action.stage]
+        if key not in self._programs:
+            facts = self._stage(action.stage)["programs"][key[1]]
+            constants = part.tensors["constants"][key[0]][key[1]]
+            path = part.path / f"stage-{key[0]}" / f"{key[1]}.py"
+            self._programs[key] = Program(path, facts, constants)
+        return self._programs[key]
+
+    def _stage(self, stage: int) -> Mapping[str, Any]:
+        part = self._homes.get(stage)
+        facts: Mapping[str, Any] = {} if part is None else part.facts["stages"].get(str(stage), {})
+        if "programs" not in facts:
+            reason = facts.get("reason") or "the bundle has no tensors of it"
+            raise ReplayError(f"stage {stage} cannot be run again: {reason}")
+        return facts
+
+    def _results_of(self, action: Action) -> dict[Role, Any]:
+        """The results of an action by role; each action runs once."""
+        if action not in self._results:
+            program, arguments = self.program(action), self.program_arguments(action)
+            self._seed(action)
+            roles = [(kind, name) for kind, name in program.facts["outputs"]]
+            results = dict(zip(roles, program.run(arguments), strict=True))
+            self._results[action] = results
+            for (kind, name), value in results.items():
+                if kind == "parameter_grad":
+                    self._add(action.stage, name, value)
+        return self._results[action]
+
+    def _add(self, stage: int, name: str, gradient: Tensor) -> None:
+        """Add a weight gradient as the run did."""
+        sums, dtype = self._sums[stage], self._stage(stage)["grad_dtype"]
+        if name in sums:
+            sums[name].add_(gradient)
+        else:
+            sums[name] = gradient.to(getattr(torch, dtype) if dtype else gradient.dtype, copy=True)
+
+    def _seed(self, action: Action) -> None:
+        if action.kind is _F:
+            torch.default_generator.manual_seed(self._records[action]["seed"])
+
+    def program_arguments(self, action: Action) -> list[Any]:
+        """The arguments of an action's program, in order."""
+        return [self._argument(action, *role) for role in self.program(action).facts["inputs"]]
+
+    def _argument(self, action: Action, kind: str, name: str) -> Any:
+        stage, facts = action.stage, self._stage(action.stage)
+        forward = Action(stage, _F, action.microbatch)
+        if kind in ("parameter", "buffer"):
+            if action.microbatch and name in facts["updates"]:
+                earlier = Action(stage, _F, action.microbatch - 1)
+                return self._results_of(earlier)["update", name]
+            return self._homes[stage].tensors["state"][stage][name]
+        if kind == "input":
+            return self._took(forward)[facts["inputs"].index(name)]
+        if kind == "saved":
+            return self._results_of(forward)[kind, name]
+        if kind == "deferred":
+            return self._results_of(Action(stage, _I, action.microbatch))[kind, name]
+        gradient = self._took(action)[facts["outputs"].index(name)]
+        stride = facts["tangents"][name]
+        return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype).copy_(gradient)
+
+    def _took(self, action: Action) -> list[Any]:
+        """The arguments that an action took; those that were not kept are computed."""
+        kept, digests = self._kept(action), self._records[action]["took"]
+        if any(value is None and row for value, row in zip(kept, digests, strict=True)):
+            sent = self._upstream(action, self._gave)
+            sent += [None] * (len(kept) - len(sent))
+            kept = [b if a is None else a for a, b in zip(kept, sent, strict=False)]
+        return kept
+
+    def _kept(self, action: Action) -> list[Any]:
+        kept: list[Any] = self._homes[action.stage].tensors["kept"][str(action)]
+        return kept
+
+    def _gave(self, action: Action) -> list[Any]:
+        """The tensors that an action gave to other stages."""
+        facts, results = self._stage(action.stage), self._results_of(action)
+        kind, names = ("output", "outputs") if action.kind is _F else ("input_grad", "inputs")
+        return [results.get((kind, name)) for name in facts[names]]
+
+    def _upstream(self, action: Action, gave: Callable[[Action], Any]) -> list[Any]:
+        """The tensors that other stages sent to an action, by the results of their actions."""
+        flow, stage = self._dataflow, action.stage
+
+        def sent(need: Action) -> list[Any]:
+            values = gave(need) or [None] * 64
+            if need.kind is _F:
+                return [*flow.select(values, need.stage, stage)]
+            choose = gradients_for(stage, need.stage, flow)
+            return [*(values if choose is None else choose(values))]
+
+        needs = [partial(sent, n) for n in needs_of(action, flow) if n.stage != stage]
+        if action.kind is _F:
+            return bind_arguments(stage, flow, needs, lambda: [None] * 64)()
+        return output_gradients(stage, flow, needs)() if needs else []
+
+    def reproducer(self, action: Action, *, tensors: bool = True) -> str:
+        """One file of Python that runs an action: its program with its arguments.
+
+        Args:
+            action: the action.
+            tensors: whether the file has the values of tensors; else they are zeros.
+        """
+        program, arguments = self.program(action), self.program_arguments(action)
+        if not tensors:
+            arguments = [torch.zeros_like(a) if isinstance(a, Tensor) else a for a in arguments]
+        file = io.BytesIO()
+        torch.save([arguments, dict(program.constants), self._records[action].get("seed", 0)], file)
+        text = base64.b64encode(file.getvalue()).decode()
+        return _REPRODUCER.format(program.source, text, _CALLS[action.kind])
+
+
+_REPRODUCER = """{0}
+
+import base64
+import io
+
+SAVED = "{1}"
+
+if __name__ == "__main__":
+    arguments, constants, seed = torch.load(io.BytesIO(base64.b64decode(SAVED)))
+    torch.manual_seed(seed)
+    for number, value in enumerate({2}(arguments, constants)):
+        print(number, value)
+"""
+
+
+def _differs(value: Any, recorded: Sequence[Any] | None) -> bool:
+    return isinstance(value, Tensor) and recorded is not None and digest(value).mark != recorded[2]
+
+
+def _described(tensor: Tensor) -> str:
+    """Form and range of a tensor."""
+    text = value_text(tensor)
+    if not tensor.is_floating_point() or not tensor.numel():
+        return text
+    finite = tensor[tensor.isfinite()]
+    bounds = f" in [{finite.min():.4g}, {finite.max():.4g}]" if finite.numel() else ""
+    wrong = tensor.numel() - finite.numel()
+    return text + bounds + (f", {wrong} of {tensor.numel()} numbers not finite" if wrong else "")

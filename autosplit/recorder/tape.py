@@ -1,0 +1,165 @@
+"""The tape of one step on one rank: digests of what its actions took and gave, and kept tensors.
+
+::
+
+    before the actions   digests and versions of parameters, copies of buffers that F writes
+    each F, I and B      digests of what it took and gave; what it took is kept, within a limit
+    after the actions    digests of gradients; all numbers are read, which makes the record
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.device import settle
+from autosplit.pipeline.engine.stage_protocols import TrainableStage
+from autosplit.pipeline.engine.stage_seeds import StageSeeds
+from autosplit.pipeline.schedule.schedule import Action, ActionKind
+from autosplit.pipeline.simulation.simulate import Span
+from autosplit.recorder.digests import Digest, PendingDigests
+from autosplit.runtime.residuals import is_plain, storage_of
+from autosplit.stage import Stage
+from autosplit.torch_internals.state import StateReader, versions
+
+Record: TypeAlias = "dict[str, Any]"
+"""The record of a step, as JSON has it; digests are lists."""
+
+
+class StepTape:
+    """Records one step.
+
+    Args:
+        step: the number of the step.
+        stages: this rank's stages.
+        modules: their modules, for stages without graphs.
+        batch: the tensors of the batch, which the caller keeps alive.
+        keep: the most bytes of other tensors that the tape keeps.
+        seeds: the seeds of the step.
+        reduces: whether gradients are reduced over ranks or scaled after they were summed.
+
+    Attributes:
+        kept: by action, what it took; None for what does not exist or is over the limit.
+        state: by stage, its parameters and buffers by name; copies of buffers that F writes.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        stages: Mapping[int, TrainableStage],
+        modules: Mapping[int, nn.Module],
+        batch: Iterable[Tensor | None],
+        keep: int,
+        seeds: StageSeeds,
+        *,
+        reduces: bool,
+    ) -> None:
+        self._step, self._stages, self._left, self._seeds = step, stages, keep, seeds
+        self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
+        self._pending: dict[Action, dict[str, PendingDigests]] = {}
+        self.kept: dict[Action, list[Tensor | None]] = {}
+        self.state = {index: _state_of(stage, modules[index]) for index, stage in stages.items()}
+        self._digests = {
+            index: PendingDigests(state.values()) for index, state in self.state.items()
+        }
+        self._versions = {index: versions(state.values()) for index, state in self.state.items()}
+        tensors = (tensor for state in self.state.values() for tensor in state.values())
+        self._comparable = not reduces and all(tensor.grad is None for tensor in tensors)
+
+    def note_arguments(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
+        """Record what an action takes, before it runs."""
+        self._pending[action] = {"took": PendingDigests(tensors)}
+        self.kept[action] = [*map(self._keep, tensors)]
+
+    def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
+        """Record what an action has computed."""
+        self._pending[action]["gave"] = PendingDigests(tensors)
+
+    def _keep(self, tensor: Tensor | None) -> Tensor | None:
+        """The tensor, or a copy in the host's memory; None if that is over the limit."""
+        if tensor is None or (is_plain(tensor) and storage_of(tensor) in self._batch):
+            return tensor
+        if tensor.dim() and tensor.nbytes > self._left:  # the loss's gradient cannot be computed
+            return None
+        self._left -= tensor.nbytes
+        if tensor.device.type != "cpu":
+            return tensor.to("cpu", non_blocking=True)
+        return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
+
+    def record(self, spans: Iterable[Span], device: torch.device) -> Record:
+        """Read all numbers, and return the record of the step; after an error, of its part that
+        ran.
+
+        Args:
+            spans: the times of actions.
+            device: the device of the stages, which this waits for.
+        """
+        gradients = {
+            index: {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
+            for index, state in self.state.items()
+        }
+        pending = {index: PendingDigests(named.values()) for index, named in gradients.items()}
+        settle(device)
+        actions: dict[str, Record] = {}
+        for action, parts in self._pending.items():
+            row = actions[str(action)] = {name: part.read() for name, part in parts.items()}
+            if action.kind is ActionKind.FORWARD:
+                row["seed"] = self._seeds.seed_of(action.stage, action.microbatch)
+        for span in spans:
+            actions.setdefault(str(span.action), {}).update(start=span.start, end=span.end)
+        return {
+            "step": self._step,
+            "actions": actions,
+            "state": _named(self.state, self._digests),
+            "versions": {str(index): row for index, row in self._versions.items()},
+            "gradients": _named(gradients, pending),
+            "comparable": self._comparable,
+        }
+
+    def nonfinite(self, record: Record, *, gradients: bool) -> str:
+        """The first result of the step that is not finite, in words; empty if all are.
+
+        Outputs count if they get a gradient: masks may be infinite.
+
+        Args:
+            record: the record of the step.
+            gradients: whether gradients must be finite; with loss scaling they need not be.
+        """
+        for action in self._pending:
+            forward = action.kind is ActionKind.FORWARD
+            specs = self._stages[action.stage].output_specs if forward else ()
+            counts = [gets_gradient for _, _, gets_gradient in specs]
+            for at, digest in enumerate(record["actions"][str(action)].get("gave", ())):
+                if (
+                    digest is not None
+                    and not digest.finite
+                    and (counts[at] if forward else gradients)
+                ):
+                    return f"{'output' if forward else 'input gradient'} {at} of {action}"
+        for index, named in record["gradients"].items() if gradients else ():
+            for name, digest in named.items():
+                if not digest.finite:
+                    return f"the gradient of {name} in stage {index}"
+        return ""
+
+
+def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by the names that the stage's graphs use; of buffers that F writes,
+    copies.
+    """
+    if not isinstance(stage, Stage):
+        return StateReader(module).read()
+    state = {**StateReader(stage.module).read()}
+    return state | {name: state[name].clone() for name in stage.functions.updated_state}
+
+
+def _named(
+    tensors: Mapping[int, Mapping[str, Tensor]], pending: Mapping[int, PendingDigests]
+) -> dict[str, dict[str, Digest | None]]:
+    return {
+        str(index): dict(zip(named, pending[index].read(), strict=True))
+        for index, named in tensors.items()
+    }

@@ -1,0 +1,172 @@
+"""Alarms: one on any rank has all ranks write the same step, once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from autosplit.errors import PipelineError
+from autosplit.pipeline import PipelineTrainer, Recorder
+from autosplit.recorder import bundle
+from tests.kept_ranks import ranks
+from tests.pipeline import workers
+
+pytestmark = pytest.mark.filterwarnings("ignore:the flight recorder wrote")
+
+
+def folder() -> Path:
+    """A folder of all ranks."""
+    names = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names, 0)
+    return Path(names[0])
+
+
+def bundles(home: Path) -> list[str]:
+    """The bundles after all ranks have written."""
+    dist.barrier()
+    found = sorted(path.name.partition("-step-")[2] for path in home.iterdir())
+    dist.barrier()
+    return found
+
+
+def trainer(home: Path, **options: Any) -> PipelineTrainer:
+    mesh = options.pop("mesh", None)
+    more = {} if mesh is None else {"mesh": mesh}
+    return workers.trainer(
+        stage_factory=None, recorder=Recorder(home, **options), nonfinite="skip", **more
+    )
+
+
+@ranks(2)
+def test_an_alarm_of_one_rank_is_written_by_all_once() -> None:
+    home = folder()
+
+    def loud(metrics: Any) -> bool:
+        return dist.get_rank() == 1
+
+    with trainer(home, alarms=[loud], log=home / "log") as stages:
+        for _ in range(3):
+            stages.step(workers.data(8))
+    assert bundles(home) == ["", "1"]
+    (path,) = [path for path in home.iterdir() if "-step-" in path.name]
+    assert sorted(part.name for part in path.iterdir()) == ["rank-0", "rank-1"]
+    facts = json.loads((path / f"rank-{dist.get_rank()}" / "record.json").read_text())
+    assert facts["alarm"] == "metrics"
+    assert [step["step"] for step in facts["steps"]] == [1]
+    lines = (home / "log" / f"rank-{dist.get_rank()}.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert "loss" in json.loads(lines[0])["metrics"]
+
+
+@ranks(2)
+def test_a_step_without_alarms_writes_nothing() -> None:
+    home = folder()
+    with trainer(home) as stages:
+        for seed in range(3):
+            stages.step(workers.data(8, seed=seed))
+            stages.step_async(workers.data(8, seed=seed)).wait()
+    assert bundles(home) == []
+
+
+@ranks(2)
+def test_a_signal_to_one_rank_writes_the_next_step() -> None:
+    home, before = folder(), signal.getsignal(signal.SIGUSR1)
+    with trainer(home) as stages:
+        stages.step(workers.data(8))
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        stages.step(workers.data(8))
+        stages.step(workers.data(8))
+    assert bundles(home) == ["2"]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@ranks(2)
+def test_an_error_on_one_rank_writes_the_step_of_all() -> None:
+    home = folder()
+    with trainer(home) as stages:
+        stages.step(workers.data(8))
+        if dist.get_rank() == 1:
+            stages.modules[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(PipelineError):
+            stages.step(workers.data(8))
+    assert bundles(home) == ["2"]
+
+
+@ranks(2)
+def test_parameters_of_replicas_that_differ_are_an_alarm() -> None:
+    home = folder()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    with trainer(home, mesh=mesh) as stages:
+        stages.step(workers.data(8))
+        if dist.get_rank() == 1:
+            weight = next(stages.modules[1].parameters())
+            weight.detach().view(-1).view(torch.int32)[3] ^= 1
+        stages.step(workers.data(8))
+    assert bundles(home) == ["2"]
+    (path,) = home.iterdir()
+    text = json.loads((path / "rank-0" / "record.json").read_text())["text"]
+    assert text == "parameters or gradients of replicas differ between the ranks [0, 1]"
+
+
+@ranks(2)
+def test_shared_parameters_that_differ_are_an_alarm() -> None:
+    home = folder()
+    with workers.trainer(
+        workers.Tied,
+        stage_factory=None,
+        recorder=Recorder(home),
+        shared_parameters=[[(0, "tied"), (1, "tied")]],
+    ) as stages:
+        stages.step(workers.data(8))
+        if dist.get_rank() == 1:
+            stages.modules[1].tied.detach().view(torch.int32)[0, 0] ^= 1
+        stages.step(workers.data(8))
+    assert bundles(home) == ["2"]
+
+
+@ranks(2)
+def test_a_full_disk_ends_nothing_and_leaves_nothing() -> None:
+    home = folder()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with trainer(home, alarms=[lambda metrics: True]) as stages:
+        with (
+            mock.patch.object(bundle.torch, "save", side_effect=full),
+            pytest.warns(UserWarning, match="No space left on device"),
+        ):
+            stages.step(workers.data(8))
+        losses = stages.step(workers.data(8))
+    assert losses.isfinite().all()
+    assert bundles(home) == []
+
+
+@ranks(2)
+def test_without_a_recorder_nothing_is_watched() -> None:
+    with workers.trainer(stage_factory=None) as stages:
+        stages.step(workers.data(8))
+        calls = stages._runner.memory.step.executor._row  # type: ignore[union-attr]
+        assert "noted_fetch" not in str([bound.fetch for bound in calls])
+    with trainer(folder()) as stages:
+        stages.step(workers.data(8))
+        calls = stages._runner.memory.step.executor._row  # type: ignore[union-attr]
+        assert "noted_fetch" in str([bound.fetch for bound in calls])
+
+
+def test_wrong_options_name_the_known_ones() -> None:
+    with pytest.raises(PipelineError, match="unknown alarm 'nan'; expected a function of"):
+        Recorder(alarms=["nan"])
+    with pytest.raises(PipelineError, match="expected keep such as"):
+        Recorder(keep="much")
+    with pytest.raises(PipelineError, match="steps must be at least 1; got 0"):
+        Recorder(steps=0)

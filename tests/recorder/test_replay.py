@@ -1,0 +1,247 @@
+"""A step that goes wrong is written, and its replay names what went wrong first."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner, Result
+from torch import Tensor, nn
+
+from autosplit.cli import main
+from autosplit.errors import AutosplitError, PipelineError
+from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions
+from autosplit.stage import Stage
+
+pytestmark = pytest.mark.filterwarnings("ignore:the flight recorder wrote")
+ROWS, WIDTH = 8, 6
+
+
+class Block(nn.Module):
+    """A stage with random numbers, a buffer that its forward writes, and a logarithm."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.fc, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(torch.tanh(self.fc(x)))
+        return self.norm(torch.log(y + 3))
+
+
+def alarm(metrics: Any) -> bool:
+    return True
+
+
+def trainer(folder: pathlib.Path, *, loss: Any = F.mse_loss, **options: Any) -> PipelineTrainer:
+    recorder = Recorder(folder=folder, **options)
+    return PipelineTrainer(
+        Block,
+        loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        stages=3,
+        microbatches=4,
+        ranks=1,
+        run_options=RunOptions(recorder=recorder),
+    )
+
+
+def data(seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+def flip(tensor: Tensor) -> None:
+    """Flip one bit of a tensor, which autograd does not see."""
+    tensor.detach().view(-1).view(torch.int32).data[1] ^= 1 << 12
+
+
+def replay(folder: pathlib.Path, *options: Any) -> Result:
+    (bundle,) = [path for path in folder.iterdir() if "-step-" in path.name]
+    result = CliRunner().invoke(main, ["replay", str(bundle), *map(str, options)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.mark.parametrize("keep", ["1GiB", 1])
+def test_a_replay_has_the_bits_of_the_run(tmp_path: pathlib.Path, keep: Any) -> None:
+    """Dropout, batch norm, sums of gradients; with boundary tensors that were kept or not."""
+    with trainer(tmp_path, alarms=[alarm], keep=keep) as stages:
+        stages.step(*data())
+        stages.step(*data(1))  # each alarm writes one step
+    result = replay(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "step 1, metrics: alarm(metrics) is true" in result.output
+    assert "36 actions have no fault" in result.output
+
+
+def test_the_first_operator_and_the_sample_of_a_nan_are_named(tmp_path: pathlib.Path) -> None:
+    inputs, targets = data()
+    with trainer(tmp_path) as stages:
+        stages.step(inputs, targets)
+        inputs[5, 2] = float("nan")
+        with pytest.raises(PipelineError, match="not finite"):
+            stages.step(inputs, targets)
+    files = "--picture", tmp_path / "step.svg", "--json", tmp_path / "fault.json"
+    result = replay(tmp_path, *files)
+    assert result.exit_code == 1
+    lines = [line.split() for line in result.output.splitlines()]
+    assert result.output.startswith("step 2, nonfinite: PipelineError")
+    assert lines[1] == ["0F2", "on", "rank", "0:", "NaN", "in", "aten.addmm.default"]
+    assert lines[2] == ["module", "fc"]
+    assert "test_replay.py" in lines[3][1]
+    assert lines[4] == ["samples", "5", "of", "the", "batch,", "in", "microbatch", "2"]
+    assert "#ff0000" in (tmp_path / "step.svg").read_text()
+    assert json.loads((tmp_path / "fault.json").read_text())["fault"]["action"] == "0F2"
+
+
+class Overflow(nn.Module):
+    """Attends under a mask of infinities, and then takes infinity from infinity."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.fc, self.factor = nn.Linear(WIDTH, WIDTH), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((WIDTH,), -float("inf")).index_fill(0, torch.tensor([0, 1]), 0.0)
+        y = torch.softmax(self.fc(x) + mask, -1)
+        z = torch.exp(y * self.factor)
+        return z - z.detach() + y
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e4])
+def test_infinities_that_become_nan_are_named_and_masks_are_not(
+    factor: float, tmp_path: pathlib.Path
+) -> None:
+    with PipelineTrainer(
+        [Overflow(factor)],
+        F.mse_loss,
+        torch.optim.SGD,
+        microbatches=4,
+        ranks=1,
+        run_options=RunOptions(recorder=Recorder(tmp_path), nonfinite="skip"),
+    ) as stages:
+        stages.step(*data())
+    if factor == 1.0:
+        assert not [*tmp_path.iterdir()]
+        return
+    output = replay(tmp_path).output
+    assert "0F0 on rank 0: infinity in aten.exp" in output
+    assert "z = torch.exp(y * self.factor)" in output
+
+
+def test_a_target_that_the_loss_refuses_is_named(tmp_path: pathlib.Path) -> None:
+    inputs, targets = torch.randn(ROWS, WIDTH), torch.arange(ROWS) % WIDTH
+    with trainer(tmp_path, loss=F.cross_entropy) as stages:
+        stages.step(inputs, targets)
+        targets[3] = WIDTH
+        with pytest.raises(AutosplitError):
+            stages.step(inputs, targets)
+    output = replay(tmp_path).output
+    assert "2F1 on rank 0: IndexError" in output
+    assert "samples   3 of the batch, in microbatch 1" in output
+
+
+def damaged(call: str, at: int, damage: Any) -> Any:
+    """A call of all stages after which, the ``at``-th time, something is damaged."""
+    original, calls = getattr(Stage, call), []
+
+    def run(self: Stage, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        calls.append(call)
+        if len(calls) == at:
+            damage(self, result)
+        return result
+
+    return mock.patch.object(Stage, call, run)
+
+
+FLIPS = {
+    "output": ("forward", 2, lambda _, outputs: flip(outputs[0]), "result 0, f32[2, 6]"),
+    "gradient": ("backward_input", 2, lambda _, grads: flip(grads[0]), "result 0, f32[2, 6]"),
+    "parameter": (
+        "backward_weight",
+        1,
+        lambda stage, _: flip(next(stage.module.parameters())),
+        "fc.weight has other bits than when the step began",
+    ),
+    "weight gradient": (
+        "backward_weight",
+        2,
+        lambda stage, _: flip(next(iter(stage.gradients.values()))),
+        "summed over microbatches, has other bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLIPS)
+def test_a_flipped_bit_is_found(name: str, tmp_path: pathlib.Path) -> None:
+    call, at, damage, text = FLIPS[name]
+    with trainer(tmp_path, alarms=[alarm]) as stages, damaged(call, at, damage):
+        stages.step(*data())
+    result = replay(tmp_path)
+    assert result.exit_code == 1
+    assert text in result.output
+
+
+def test_a_bit_that_flips_on_its_way_is_found(tmp_path: pathlib.Path) -> None:
+    """The message between two stages of this rank, after it was sent."""
+    with trainer(tmp_path, alarms=[alarm]) as stages:
+        stages.step(*data())
+    (bundle,) = tmp_path.iterdir()
+    path = bundle / "rank-0" / "record.json"
+    facts = json.loads(path.read_text())
+    facts["steps"][-1]["actions"]["1F2"]["took"][0][2] = "other"
+    path.write_text(json.dumps(facts))
+    assert "1F2 on rank 0: argument 0 has other bits than its sender" in replay(tmp_path).output
+
+
+def test_actions_between_two_and_a_bound(tmp_path: pathlib.Path) -> None:
+    with trainer(tmp_path, alarms=[alarm]) as stages:
+        stages.step(*data())
+    lines = replay(tmp_path, "--from", "1F1", "--to", "1I1").output.splitlines()
+    assert lines[1:] == [
+        *(f"{action}: as recorded" for action in ("1F1", "2F1", "2I1", "1I1")),
+        "4 actions have no fault",
+    ]
+    result = replay(tmp_path, "--action", "1F1", "--bound", "0.1")
+    assert "1F1 on rank 0: a magnitude above 0.1 in aten" in result.output
+    assert result.exit_code == 1
+
+
+def test_one_file_reproduces_an_action(tmp_path: pathlib.Path) -> None:
+    with trainer(tmp_path, alarms=[alarm]) as stages:
+        stages.step(*data())
+    file = tmp_path / "action.py"
+    for options, shown in (([], "tensor(["), (["--no-tensors"], "tensor([")):
+        replay(tmp_path, "--action", "1F1", "--python", file, *options)
+        command = [sys.executable, file]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert result.stdout.startswith(f"0 {shown}")
+    assert "0., 0., 0." in result.stdout
+
+
+def test_a_bundle_without_tensors_holds_digests_only(tmp_path: pathlib.Path) -> None:
+    with trainer(tmp_path, alarms=[alarm], tensors=False) as stages:
+        stages.step(*data())
+    files = {path.name for path in tmp_path.rglob("*.*") if path.is_file()}
+    assert files == {"record.json"}
+    result = replay(tmp_path)
+    assert result.exit_code == 2
+    assert "stage 0 cannot be run again: the bundle has no tensors of it" in result.output
+
+
+def test_a_folder_that_is_no_bundle_is_refused(tmp_path: pathlib.Path) -> None:
+    result = CliRunner().invoke(main, ["replay", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is no bundle of the flight recorder" in result.output
