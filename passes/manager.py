@@ -190,7 +190,7 @@ def _recompile(program: SplitGraphs) -> None:
 @dataclasses.dataclass
 class _Dump:
     """Writes ``00_capture.joint.py``, and after each pass that changed something one file for each
-    graph, such as ``08_partition.forward.py``, with the difference in operator counts.
+    graph, such as ``09_partition.forward.py``, with the difference in operator counts.
     """
 
     folder: pathlib.Path | None

@@ -1,4 +1,6 @@
-"""Checkpoints under the names of the whole model, for any number of stages, or none."""
+"""Checkpoints under the names of the whole model; a trainer with any number of stages, or an uncut
+model, can load them.
+"""
 
 from __future__ import annotations
 

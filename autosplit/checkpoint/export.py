@@ -1,4 +1,4 @@
-"""Checkpoints as safetensors files, which transformers and others load."""
+"""Export checkpoints as safetensors files, which transformers and other libraries load."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .reading import read_checkpoint
 def export_safetensors(
     path: str | Path, folder: str | Path, *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write the model of a checkpoint as a safetensors file, or as several with an index, under the
-    names that ``from_pretrained(...)`` of transformers reads. The model's configuration is not
-    written: ``model.config.save_pretrained(folder)`` does that.
+    """Write the model of a checkpoint as one or several safetensors files. The files and an index
+    have the names that ``from_pretrained(...)`` of transformers reads. The model's configuration is
+    not written: ``model.config.save_pretrained(folder)`` does that.
 
-    One process holds the whole model. The files are written by huggingface_hub.
+    The process must have memory for the whole model. huggingface_hub writes the files.
 
     Args:
         path: see ``read_checkpoint``.
         folder: the folder of the files; created if needed.
-        max_shard_size: the most bytes of a file, as a number or a text.
+        max_shard_size: the most bytes of a file, as a number or a text such as ``"5GB"``.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or huggingface_hub is not installed.

@@ -1,4 +1,6 @@
-"""Load a whole-model checkpoint into a trainer, however the saved and the loading one were cut."""
+"""Load a whole-model checkpoint into a trainer, whatever the cuts of the saving and the loading
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ class Loaded:
     """The result of ``load_checkpoint``.
 
     Attributes:
-        missing_keys: tensors of the model that the checkpoint lacks.
-        unexpected_keys: tensors of the checkpoint that the model lacks.
-        step: the ``step`` given to ``save_checkpoint``, or None.
-        extra: the ``extra`` given to ``save_checkpoint``; may be empty.
-        generators: "continued" from their saved states, "seeded" anew, or "untouched".
+        missing_keys: names of tensors of the model that the checkpoint lacks.
+        unexpected_keys: names of tensors of the checkpoint that the model lacks.
+        step: the ``step`` passed to ``save_checkpoint``; None without one.
+        extra: the ``extra`` passed to ``save_checkpoint``; may be empty.
+        generators: how random generators were set: "continued" from their saved states, "seeded"
+            anew, or "untouched".
     """
 
     missing_keys: list[str]
@@ -39,7 +42,7 @@ class Loaded:
 
 
 def read_progress(path: str | Path) -> tuple[int | None, dict[str, Any]]:
-    """Read the ``step`` and ``extra`` of a checkpoint without a trainer; None and {} without them.
+    """Read (``step``, ``extra``) of a checkpoint without a trainer; (None, {}) if it has none.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -53,11 +56,11 @@ def read_planning(path: str | Path, stages: int | None = None) -> dict[str, Any]
 
     Args:
         path: see ``read_checkpoint``.
-        stages: the number of stages to cut into. With another number than the checkpoint's, or
-            None, the costs alone are returned, and the model is cut anew for them.
+        stages: the number of stages to cut into. If it is None or differs from the checkpoint's
+            number, only the costs are returned, and the trainer finds new cuts for them.
 
     Returns:
-        None if the trainer of the checkpoint did not cut its model itself.
+        The options; None if the trainer of the checkpoint did not cut its model itself.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -78,8 +81,8 @@ def load_checkpoint(
     scheduler: Any = None,
     generators: bool = True,
 ) -> Loaded:
-    """Load a whole-model checkpoint, under any cut of it and of the trainer; call on all ranks.
-    Gradients of ``forward_backward`` that no step has used are dropped.
+    """Load a whole-model checkpoint into a trainer with any cuts; call on all ranks. Gradients of
+    ``forward_backward`` that no step has used are dropped.
 
     All ranks verify everything before the first tensor is loaded. Checkpoints of
     ``save_checkpoint`` are compared with their digests (which reads each byte twice), files of
@@ -87,30 +90,31 @@ def load_checkpoint(
     have no checksums: only lengths, shapes and kinds of numbers are verified. No code in a
     checkpoint is ever run: its pickles may contain tensors and plain values only.
 
-    A run that is resumed on as many ranks with the same stages goes on bit for bit, dropout
-    included; and on another number of ranks, if all ranks were seeded alike. If ranks were seeded
-    apart and their number changes, or the stages are cut in another way, every rank's generators
-    are seeded by the saved ones and its rank, so that resuming twice gives the same again.
+    A run that is resumed with the same stages continues bit for bit, dropout included. The number
+    of ranks must be the same, unless all ranks had equal seeds. If ranks had different seeds and
+    their number changes, or if the stages are cut in another way, each rank's generators are seeded
+    from the saved states and its rank. So resuming twice gives the same result.
 
     Args:
-        trainer: between two steps.
+        trainer: the trainer, between two steps.
         path: see ``read_checkpoint``.
         names: as for ``save_checkpoint``.
-        strict: refuse a checkpoint with missing or unexpected tensors.
-        optimizer: whether to load the optimizer's state; None: if the checkpoint has it.
-        scheduler: this rank's learning-rate scheduler, whose state is loaded; None without one, or
-            if this rank has no optimizer.
+        strict: whether to refuse a checkpoint with missing or unexpected tensors.
+        optimizer: whether to load the optimizer's state; None: load it if the checkpoint has it.
+        scheduler: this rank's learning-rate scheduler, whose state is loaded; None if there is
+            none, or if this rank has no optimizer.
         generators: whether to set torch's random generators of this process, if the checkpoint
             has them.
 
     Returns:
-        Missing and unexpected tensors, and the saved ``step`` and ``extra``.
+        Missing and unexpected tensors, the saved ``step`` and ``extra``, and how generators were
+        set.
 
     Raises:
         CheckpointError: on every rank, before anything is loaded: a rank cannot read the checkpoint
             or finds it damaged (the error says which), tensors are missing, unexpected or of
             another shape, or the optimizer's or scheduler's state does not fit.
-        PipelineError: a rank was lost, or could not read again what it had verified; the trainer
+        PipelineError: a rank was lost, or could not read a verified part a second time; the trainer
             has ended.
     """
     ranks = Ranks(trainer, "loading a checkpoint")

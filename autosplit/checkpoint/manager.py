@@ -1,4 +1,4 @@
-"""The checkpoints of one run: a folder for each save, of which the last and the best are kept."""
+"""Manage the checkpoints of one run: each save has a folder; the last and the best are kept."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class CheckpointManager:
 
     Each save has a folder ``step-NUMBER`` in ``folder``, with a checkpoint of ``save_checkpoint``.
     A folder without a committed checkpoint, of a save that was killed, is ignored. After a save,
-    rank 0 removes what is not kept; folders with other files than a checkpoint's stay.
+    rank 0 removes the folders that are not kept, unless they hold other files than a checkpoint's.
 
     Args:
         folder: the folder of the run; all ranks must see it.
         keep: the number of latest checkpoints to keep, at least 1.
-        keep_best: the number of checkpoints with the best scores to keep besides.
-        best: whether the least score is the best, ``"min"``, or the greatest, ``"max"``.
+        keep_best: the number of checkpoints with the best scores to keep in addition.
+        best: ``"min"`` if the smallest score is the best, ``"max"`` if the largest is.
         names: as for ``save_checkpoint``.
 
     Raises:
-        CheckpointError: ``keep``, ``keep_best`` or ``best`` is none of these.
+        CheckpointError: ``keep``, ``keep_best`` or ``best`` has another value.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CheckpointManager:
 
     @property
     def latest(self) -> Path | None:
-        """The folder of the latest checkpoint; None without one."""
+        """The folder of the latest checkpoint; None if there is none."""
         steps = self.steps
         return self._path(steps[-1]) if steps else None
 
@@ -97,13 +97,13 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
     ) -> PendingSave | None:
-        """Save a checkpoint, and remove the ones that are no longer kept; call on all ranks.
+        """Save a checkpoint, and remove checkpoints that are no longer kept; call on all ranks.
 
-        With ``asynchronous``, the next save removes what this one replaces.
+        With ``asynchronous``, the next save removes the checkpoints that this save replaces.
 
         Args:
             trainer, step, scheduler, extra, asynchronous: as for ``save_checkpoint``.
-            score: by which the best are kept, such as a validation loss; equal on all ranks.
+            score: the score of the checkpoint, such as a validation loss; equal on all ranks.
 
         Raises:
             CheckpointError, PipelineError: as ``save_checkpoint``.
@@ -131,14 +131,15 @@ class CheckpointManager:
             The step at which it was saved; 0 without a checkpoint.
 
         Raises:
-            CheckpointError, PipelineError: as ``load_checkpoint``; or ranks see other checkpoints.
+            CheckpointError, PipelineError: as ``load_checkpoint``; or ranks see different
+                checkpoints.
         """
         loaded = self.load(trainer, scheduler=scheduler)
         return 0 if loaded is None else loaded.step or 0
 
     def load(self, trainer: PipelineTrainer, *, scheduler: Any = None) -> Loaded | None:
-        """Load the latest checkpoint as ``resume`` does, but return what ``load_checkpoint``
-        returns; None without a checkpoint.
+        """Load the latest checkpoint as ``resume`` does, and return the result of
+        ``load_checkpoint``; None without a checkpoint.
         """
         ranks = Ranks(trainer, "loading a checkpoint")
         latest = self.latest
@@ -153,8 +154,9 @@ class CheckpointManager:
         return load_checkpoint(trainer, latest, names=self._names, scheduler=scheduler)
 
     def planning(self, stages: int | None = None) -> dict[str, Any] | None:
-        """How the latest checkpoint's trainer cut its model, for ``StageOptions(planning=...)``, so
-        that a restart measures nothing and cuts as before; None without it.
+        """Read how the latest checkpoint's trainer cut its model, for
+        ``StageOptions(planning=...)``. With it, a restart measures nothing and cuts at the same
+        places. None without a checkpoint or cuts.
 
         Args:
             stages: as for ``read_planning``.
@@ -166,7 +168,7 @@ class CheckpointManager:
         return self._folder / f"step-{step:08d}"
 
     def _best_first(self, steps: Sequence[int]) -> list[int]:
-        """The steps whose checkpoints have a score, the best first."""
+        """The steps among ``steps`` whose checkpoints have a score, the best first."""
         scores = {step: read_progress(self._path(step))[1].get(_SCORE) for step in steps}
         scored = [(self._sign * score, step) for step, score in scores.items() if score is not None]
         return [step for _, step in sorted(scored)]

@@ -27,9 +27,9 @@ class ModelTensor:
     """One tensor of the whole model.
 
     Attributes:
-        names: all its names; the optimizer's state is under the first.
-        shape: its shape.
-        dtype: its dtype.
+        names: all names of the tensor; the optimizer's state is saved under the first.
+        shape: the tensor's shape.
+        dtype: the tensor's dtype.
     """
 
     names: tuple[str, ...]
@@ -41,9 +41,7 @@ class ModelTensor:
         return self.names[0]
 
     def checkpoint_name(self, available: Iterable[str]) -> str | None:
-        """The first of the tensor's names that is in ``available``; None if a checkpoint has none
-        of them.
-        """
+        """The first of the tensor's names that is in ``available``; None if no name is."""
         return next((name for name in self.names if name in available), None)
 
 
@@ -56,9 +54,9 @@ class Naming:
     """The tensors of the whole model, by name.
 
     Attributes:
-        entries: all of them, in the order of the stages, the same on every rank.
-        local: those of this rank's stages; a tied one may occur several times.
-        groups: the parameters of each group of this rank's optimizer.
+        entries: all tensors, in the order of the stages, the same on every rank.
+        local: the tensors of this rank's stages; a tied tensor may occur several times.
+        groups: for each group of this rank's optimizer, its (parameter, ModelTensor) pairs.
     """
 
     entries: Sequence[ModelTensor]
@@ -71,7 +69,8 @@ class Naming:
 
         Args:
             ranks: the trainer's ranks.
-            names: None if the stages already use the names of the whole model.
+            names: see ``save_checkpoint``; None if the stages already use the names of the whole
+                model.
 
         Raises:
             CheckpointError: two stages use one name for different parameters.
@@ -95,19 +94,18 @@ class Naming:
         return cls([*dict.fromkeys(entries.values())], local, trained)
 
     def compare(self, checkpoint: Checkpoint, *, strict: bool) -> tuple[list[str], list[str]]:
-        """Return the names of tensors that the checkpoint lacks, and the names that only the
-        checkpoint has.
+        """Return (names of tensors that the checkpoint lacks, names that only the checkpoint has).
 
         A checkpoint may have a tied tensor under any of its names.
 
         Args:
             checkpoint: the checkpoint.
-            strict: refuse missing and unexpected tensors.
+            strict: whether to refuse missing and unexpected tensors.
 
         Raises:
-            CheckpointError: a tensor has another shape, or is an integer where the model has a
-                floating-point number; or, with ``strict``, tensors are missing or unexpected. It
-                names them all.
+            CheckpointError: a tensor has another shape, or integers instead of floating-point
+                numbers; or, with ``strict``, tensors are missing or unexpected. The error names
+                all.
         """
         saved = {name: checkpoint.tensor(key) for name, key in checkpoint.model.items()}
         expected = {name: entry for entry in self.entries for name in entry.names}
@@ -135,13 +133,15 @@ class Naming:
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
-    """The kind of a dtype's values. Values are converted within a kind only."""
+    """The kind of a dtype's values: (is complex, is floating-point). Values are only converted
+    within a kind.
+    """
     return dtype.is_complex, dtype.is_floating_point
 
 
 class _Row(NamedTuple):
-    """One tensor of one stage, as it is gathered. Rows with a common element in ``same`` are one
-    tensor.
+    """One tensor of one stage, as a row that ranks exchange. Rows with a common element in ``same``
+    are one tensor.
     """
 
     holder: Holder

@@ -1,4 +1,6 @@
-"""Tensors and plain values: the content of a checkpoint, which is read without running code."""
+"""Read and write tensors and plain values, the content of a checkpoint, without running code from
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from autosplit.errors import CheckpointError
 
 
 def load_plain(content: bytes | Path, subject: object, *, mmap: bool = False) -> Any:
-    """Load a file of ``torch.save`` that has tensors and plain values only. No code is run.
+    """Load a file of ``torch.save`` that has only tensors and plain values. No code in it is run.
 
     Raises:
-        CheckpointError: the file has anything else, or is damaged.
+        CheckpointError: the file has other content, or is damaged.
     """
     source = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
@@ -33,7 +35,7 @@ def load_plain(content: bytes | Path, subject: object, *, mmap: bool = False) ->
 
 
 def plain(value: Any) -> Any:
-    """The value with Python's numbers in place of numbers of numpy and other libraries."""
+    """The value with numbers of numpy and other libraries replaced by Python numbers."""
     if value is None or isinstance(value, bool | str | bytes | Tensor):
         return value
     if isinstance(value, Integral):
@@ -51,7 +53,7 @@ def packed(value: Any, subject: str) -> bytes:
     """Serialize ``plain(value)`` for a checkpoint.
 
     Raises:
-        CheckpointError: the value has more than tensors and plain values.
+        CheckpointError: the value has other content than tensors and plain values.
     """
     buffer = io.BytesIO()
     try:

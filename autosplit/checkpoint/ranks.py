@@ -1,4 +1,6 @@
-"""Collective work of a trainer's ranks between two steps: it succeeds on all ranks or on none."""
+"""Collective work of a trainer's ranks between two steps, which succeeds on all ranks or on
+none.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ class Ranks:
     """The ranks of a trainer that save or load a checkpoint. Every rank makes the same calls.
 
     Args:
-        trainer: between two steps.
-        doing: the work, for errors: "saving a checkpoint".
+        trainer: the trainer, between two steps.
+        doing: the work as text for errors, such as "saving a checkpoint".
 
     Raises:
         CheckpointError: ``trainer`` is not a PipelineTrainer.
 
     Attributes:
-        number: this rank among all ranks.
-        count: number of all ranks, over all replicas of the pipeline.
+        number: the number of this rank among all ranks.
+        count: the number of all ranks, over all replicas of the pipeline.
         place: the mesh coordinates of this rank's pipeline.
-        layout: each rank's digest of its stages and layers; the same list on every rank.
+        layout: a list of each rank's digest of its stages and layers; the same list on every rank.
         cut: a digest of all stages and their layers, and of the shares of the batch; independent
             of the placement of stages.
     """
@@ -75,7 +77,8 @@ class Ranks:
         """Return the result of ``work()`` on this rank, if it succeeds on all ranks.
 
         Raises:
-            CheckpointError: on every rank, if ``work`` raised on one; says on which, and its error.
+            CheckpointError: on every rank, if ``work`` raised on one; names that rank and its
+                error.
         """
         results: list[T] = []
         problem: Exception | None = None
@@ -94,14 +97,14 @@ def _digest(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The text of an error; with its type, unless it is a CheckpointError."""
+    """The text of an error, with the error's type unless it is a CheckpointError."""
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def joined(problems: Mapping[int, str], ranks: int) -> str:
-    """The problems of all ranks as one text; a problem that all ranks have occurs once."""
+    """The problems of all ranks as one text. A problem that all ranks have is listed once."""
     if len(problems) == ranks and len({*problems.values()}) == 1:
         return next(iter(problems.values()))
     return "\n".join(f"rank {rank}: {problem}" for rank, problem in problems.items())

@@ -1,6 +1,6 @@
 """Read a checkpoint of any format, without running any code in it.
 
-The entries of every format are described as torch.distributed.checkpoint describes its own, so its
+The entries of every format are described by metadata of torch.distributed.checkpoint, so torch's
 planner finds the parts of each tensor. Each part is compared with its checksum before it is used:
 the SHA-256 that ``save_checkpoint`` records, or the CRC-32 that ``torch.save`` writes.
 """
@@ -48,7 +48,9 @@ _REMEDY = ". Load another checkpoint, or copy this one again"
 
 @contextmanager
 def reading(subject: object) -> Iterator[None]:
-    """Turn any exception into a ``CheckpointError``, because a file can be wrong in any way."""
+    """Context that turns any exception into a ``CheckpointError``, because a file can be wrong in
+    any way.
+    """
     try:
         yield
     except CheckpointError:
@@ -62,10 +64,10 @@ class Checkpoint:
     """An open checkpoint.
 
     Attributes:
-        path: its path.
-        identity: a digest that distinguishes it from others, without reading its tensors.
-        metadata: its entries and their parts.
-        open: returns a part, on the CPU, after verifying its checksum.
+        path: the path of the checkpoint.
+        identity: a digest that distinguishes the checkpoint from others; no tensor is read for it.
+        metadata: the entries of the checkpoint, and their parts.
+        open: a function that returns a part, on the CPU, after verifying its checksum.
     """
 
     path: Path
@@ -74,13 +76,15 @@ class Checkpoint:
     open: Callable[[MetadataIndex], Any]
 
     def under(self, prefix: str) -> dict[str, str]:
-        """The keys of the entries whose names begin with a prefix, by the rest of their names."""
+        """For the entries whose names begin with a prefix, maps the rest of the name to the entry's
+        key.
+        """
         entries = self.metadata.state_dict_metadata
         return {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
 
     @cached_property
     def model(self) -> dict[str, str]:
-        """The entries of the model's tensors, by name."""
+        """Maps the name of each of the model's tensors to its entry's key."""
         paths = (self.metadata.planner_data or {}).values()
         if any(tuple(keys)[:1] == ("model",) and len(keys) > 1 for keys in paths):
             entries = self.under("model.")
@@ -129,7 +133,7 @@ class Checkpoint:
             self.part(index)
 
     def fill(self, key: str, tensor: Tensor) -> None:
-        """Read an entry into a tensor of its shape, or into this rank's shard of it."""
+        """Read an entry into a tensor of its shape, or into this rank's shard of such a tensor."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner({key: tensor}, self.metadata)
         for item in planner.create_local_plan().items:
@@ -147,15 +151,15 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, for ``load_state_dict`` of an uncut model.
+    """Read all tensors of a checkpoint by name, for ``load_state_dict`` of an uncut model.
 
-    No code in it is ever run: only tensors and plain values are read.
+    No code in the checkpoint is ever run: only tensors and plain values are read.
 
     Args:
-        path: a file of ``torch.save``, with a state dict or a dict with one under "model" or
-            "state_dict"; a ``.safetensors`` file; a folder with such a file, or with several and
-            an index as transformers writes them; or a folder of torch.distributed.checkpoint,
-            with a state dict or one under "model".
+        path: a file of ``torch.save`` with a state dict, or with a dict that has one under "model"
+            or "state_dict"; a ``.safetensors`` file; a folder with one such file, or with several
+            and an index, as transformers writes them; or a folder of torch.distributed.checkpoint
+            with a state dict, or with one under "model".
 
     Raises:
         CheckpointError: there is no checkpoint at ``path``, it has another format, or it is
@@ -218,7 +222,7 @@ def _of_folder(path: Path) -> _Tensors:
 
 
 def _indexed(path: Path) -> _Tensors:
-    """The tensors of several files, located by an index."""
+    """The tensors of several files, which an index locates."""
     try:
         places = dict(json.loads(path.read_text())["weight_map"])
         outside = [file for file in places.values() if _leads_out(file)]
@@ -265,8 +269,8 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(content: Any, path: Path) -> dict[str, Tensor | None]:
-    """The tensors of a file, by name. A file has an optimizer's state by number of the parameter,
-    without the parameters' names: that state becomes an entry that cannot be loaded.
+    """The tensors of a file, by name. A file has an optimizer's state by the parameters' numbers,
+    without their names. That state becomes an entry that cannot be loaded.
     """
     beside: list[Any] = []
     for wrapper in _WRAPPERS:
@@ -337,17 +341,18 @@ def _check_archive(file: Path | BinaryIO, subject: object) -> None:
 
 
 def _leads_out(file: str) -> bool:
-    """Whether a file name in a checkpoint leads out of the checkpoint's folder."""
+    """Whether a file name in a checkpoint points outside of the checkpoint's folder."""
     path = PurePosixPath(file.replace("\\", "/"))
     return path.is_absolute() or ".." in path.parts or ":" in file
 
 
 def read_metadata(content: bytes, path: Path) -> Metadata:
-    """Read and verify a ``.metadata`` file: its structure, and for our own files the digest at its
-    end. Torch's reader verifies nothing, and leaves memory uninitialised if a part is missing.
+    """Read and verify a ``.metadata`` file: its structure, and for files of ``save_checkpoint`` the
+    digest at its end. Torch's reader verifies nothing, and leaves memory uninitialised if a part is
+    missing.
 
     Raises:
-        CheckpointError: the file's pickle has anything but metadata, or the metadata is
+        CheckpointError: the file's pickle has other content than metadata, or the metadata is
             inconsistent.
     """
     try:
@@ -372,7 +377,7 @@ def _parts(metadata: Metadata, name: str) -> list[MetadataIndex]:
 
 
 def _check_places(metadata: Metadata) -> None:
-    """Check that parts cover their entries, and that no two share bytes in a file."""
+    """Check that parts cover their entries, and that no two parts share bytes in a file."""
     places = []
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):

@@ -1,12 +1,12 @@
-"""The state of a run besides the model: optimizer, step, scheduler and random generators.
+"""The state of a run except the model: optimizer, step, scheduler and random generators.
 
-An optimizer's state is saved by parameter name, so that other stages can load it. The format is
-that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with
-``flatten_optimizer_state_dict``: ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.KEY``. The
-functions of torch are not used, because they step an optimizer that has no state yet.
+An optimizer's state is saved by parameter name, so that other stages can load it. The format is the
+result of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with
+``flatten_optimizer_state_dict``: ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.KEY``.
+Torch's functions are not used, because they step an optimizer that has no state yet.
 
-Each rank has a learning-rate scheduler over its own parameters. Under another cut of the model, its
-state is loaded if it was equal on all ranks, for parameters in the same groups.
+Each rank has a learning-rate scheduler over its own parameters. If the model is cut differently, a
+scheduler's state is only loaded if it was equal on all ranks, for parameters in the same groups.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _STATE, _OPTIONS = "state", "param_groups"
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
-    """The state of an optimizer by name.
+    """The state of an optimizer as one flat dictionary, by parameter name.
 
     Args:
         optimizer: the optimizer.
-        groups: the parameters of its groups.
+        groups: the (parameter, ModelTensor) pairs of each group of the optimizer.
 
     Raises:
-        CheckpointError: the state has other values than tensors and plain values.
+        CheckpointError: the state has values that are neither tensors nor plain.
     """
     state = optimizer.state_dict()
     flat: dict[str, Any] = {}
@@ -75,8 +75,8 @@ def _plain(value: Any, subject: str) -> Any:
 
 
 class FoundGroup(NamedTuple):
-    """A checkpoint's options for a group of an optimizer, and the entries with the state of each of
-    its parameters.
+    """A checkpoint's options for a parameter group of an optimizer, and the entries with the state
+    of each of the group's parameters.
     """
 
     options: Mapping[str, Any]
@@ -94,12 +94,13 @@ def find_optimizer(
     Args:
         checkpoint: the checkpoint.
         optimizer: the optimizer that will load it.
-        groups: the parameters of its groups.
-        saved_groups: the groups of all ranks when it was saved, as far as they are known.
+        groups: the (parameter, ModelTensor) pairs of each group of the optimizer.
+        saved_groups: the parameter groups of all ranks when the checkpoint was saved; empty if
+            unknown.
 
     Raises:
         CheckpointError: a parameter has no state, the state is of another kind of optimizer,
-            parameters that are in one group now were in several or the reverse, or it is damaged.
+            parameters of one group were in several groups or the reverse, or the state is damaged.
     """
     states, options = (_by_parameter(checkpoint, kind) for kind in (_STATE, _OPTIONS))
     entries = [entry for group in groups for _, entry in group]
@@ -137,7 +138,7 @@ def find_optimizer(
 
 
 def _by_parameter(checkpoint: Checkpoint, kind: str) -> dict[str, dict[str, str]]:
-    """The entries of a checkpoint, by parameter name and by KEY."""
+    """Maps a parameter's name, then a KEY, to the entry's key in the checkpoint."""
     entries: dict[str, dict[str, str]] = {}
     for path, at in checkpoint.under(f"optimizer.{kind}.").items():
         name, _, key = path.rpartition(".")
@@ -146,7 +147,7 @@ def _by_parameter(checkpoint: Checkpoint, kind: str) -> dict[str, dict[str, str]
 
 
 def _check_alike(options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse different options of parameters that are in one group."""
+    """Refuse parameters of one group that were saved with different options."""
     for (first, expected), (name, came) in pairwise(options.items()):
         if differing := [k for k in {**expected, **came} if expected.get(k) != came.get(k)]:
             raise CheckpointError(
@@ -156,8 +157,8 @@ def _check_alike(options: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _check_kind(saved: Mapping[str, Any], present: Mapping[str, Any], optimizer: Any) -> None:
-    """Refuse the options of another kind of optimizer. Another version of torch, and schedulers
-    (``initial_lr``, ``max_momentum``), only add options.
+    """Refuse the options of another kind of optimizer. Added options are accepted: another version
+    of torch, and schedulers (``initial_lr``, ``max_momentum``), only add options.
     """
     more = [k for k in saved if k not in present and not k.endswith(("_lr", "_momentum"))]
     lacking = [k for k in getattr(optimizer, "defaults", ()) if k not in saved]
@@ -175,7 +176,7 @@ def restore_optimizer(
     groups: Groups,
     matches: Sequence[FoundGroup],
 ) -> None:
-    """Load the state that ``find_optimizer`` found."""
+    """Load the state that ``find_optimizer`` returned."""
     numbers = count()
     state: dict[int, dict[str, Any]] = {}
     options = []
@@ -210,7 +211,7 @@ _ALL, _RANK = "all", "rank_"
 def pack_run(
     ranks: Ranks, groups: Groups, *, scheduler: Any, step: Any, extra: Any
 ) -> dict[str, bytes]:
-    """The entries about the run that this rank writes.
+    """The entries on the state of the run that this rank writes.
 
     Raises:
         CheckpointError: a value is neither a tensor nor plain.
@@ -242,9 +243,9 @@ class RunState(NamedTuple):
     """The state of a run for this rank.
 
     Attributes:
-        step: as given to ``save_checkpoint``.
-        extra: as given to ``save_checkpoint``.
-        generators: how generators are restored.
+        step: as passed to ``save_checkpoint``.
+        extra: as passed to ``save_checkpoint``.
+        generators: how random generators are restored, see ``Loaded``.
         groups: the parameter groups of the optimizers of all ranks.
         restore: functions that set the scheduler, the scale of losses and the generators.
     """
@@ -259,13 +260,13 @@ class RunState(NamedTuple):
 def unpack_run(
     entries: Mapping[str, Any], ranks: Ranks, groups: Groups, *, scheduler: Any, generators: bool
 ) -> RunState:
-    """Read this rank's part of the run's state; nothing is set yet.
+    """Read this rank's part of the run's state, without setting anything yet.
 
     Args:
         entries: the results of ``pack_run`` of all ranks; empty for a checkpoint of others.
         ranks: the ranks that continue the run.
-        groups: parameter groups of this rank's optimizer.
-        scheduler: the learning rate scheduler to restore, or None.
+        groups: the (parameter, ModelTensor) pairs of each group of this rank's optimizer.
+        scheduler: the learning-rate scheduler to restore, or None.
         generators: whether to set random generators.
 
     Raises:
@@ -298,7 +299,7 @@ def unpack_run(
 
 
 def planning(entries: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How the trainer of a run cut its model; None if it did not.
+    """The options by which the trainer of a run cut its model; None if it did not cut a model.
 
     Args:
         entries: the results of ``pack_run`` of all ranks.
@@ -312,7 +313,7 @@ def planning(entries: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-    """The step and ``extra`` of a run, as ``save_checkpoint`` was given them.
+    """Return (step, ``extra``) of a run, as passed to ``save_checkpoint``.
 
     Args:
         entries: the results of ``pack_run`` of all ranks; empty for a checkpoint of others.
@@ -327,13 +328,15 @@ def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:
-    """States of the random generators of the CPU and of ``device``, by type of device."""
+    """Maps the type of a device to the state of its random generator, for the CPU and
+    ``device``.
+    """
     return {kind.type: generator_state(kind) for kind in (torch.device("cpu"), device)}
 
 
 def _alike(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all ranks saved the same state of the CPU's generator, as ranks with one seed do.
-    Then any number of ranks can continue from that state.
+    """Whether all ranks saved the same state of the CPU's generator, as ranks with equal seeds do.
+    If so, any number of ranks can continue from that state.
     """
     return all(torch.equal(row["generators"]["cpu"], rows[0]["generators"]["cpu"]) for row in rows)
 
@@ -344,12 +347,13 @@ def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> N
 
 
 def _scheduler(rows: Sequence[Any], groups: Groups, local: Mapping[str, Any]) -> Any:
-    """The state for this rank's scheduler: its own, or the one that was equal on all ranks.
+    """The state for this rank's scheduler: the state that this rank saved, or a state that was
+    equal on all ranks.
 
     Args:
-        rows: the rows of all ranks; some may have no scheduler.
-        groups: the groups of the optimizer now.
-        local: this rank's row, if its stages are the same as when it was saved.
+        rows: the saved entries of all ranks; some may have no scheduler.
+        groups: the optimizer's present parameter groups.
+        local: the entry that this rank saved, if its stages have not changed since; else empty.
 
     Raises:
         CheckpointError: there is no state, or it cannot be mapped to these groups.
@@ -376,8 +380,8 @@ def _names(groups: Groups) -> list[list[str]]:
 
 
 def _places(groups: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
-    """The name of each parameter, the number of its group in the optimizer, and the number of
-    groups.
+    """(name of a parameter, number of its group in the optimizer, number of groups) for each
+    parameter.
     """
     return [(name, at, len(groups)) for at, names in enumerate(groups) for name in names]
 

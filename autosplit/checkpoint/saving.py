@@ -1,11 +1,12 @@
-"""Save a trainer under the names of the whole model, so that any other cut of it can load it.
+"""Save a trainer under the names of the whole model, so that a trainer with any other cuts can load
+it.
 
     path/.metadata          names the files of the checkpoint, and is renamed into place last
     path/save-NUMBER/...    the files of one save
 
-Each save writes its files into a folder of its own and never renames them. Only the ``.metadata``
-is renamed, which replaces the old checkpoint by the new one in one step. So a reader finds the old
-checkpoint or the new one, whenever a save is killed. The next successful save removes leftovers.
+Each save writes its files into a new folder and never renames them. Only the ``.metadata`` is
+renamed, which replaces the old checkpoint by the new in one step. So a reader finds either the old
+or the new checkpoint, whenever a save is killed. The next successful save removes leftovers.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ if TYPE_CHECKING:
 
 
 class PendingSave:
-    """An asynchronous save: its tensors are copied to the host, and a thread writes them.
+    """An asynchronous save, whose tensors are copied to the host and written by a thread.
 
     Args:
-        work: writes them, and returns the error if there was one.
+        work: a function that writes the tensors; it returns the error, or None.
     """
 
     def __init__(self, work: Callable[[], CheckpointError | None]) -> None:
@@ -92,35 +93,35 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
-    """Save parameters, persistent buffers, optimizer, random generators, and the other arguments;
-    call on all ranks.
+    """Save a trainer's parameters, persistent buffers, optimizer and random generators, with
+    ``scheduler``, ``step`` and ``extra``; call on all ranks.
 
-    The folder has the format of torch.distributed.checkpoint, as for the uncut model:
-    ``{"model": ..., "optimizer": ...}``, the latter flattened, and "autosplit" for the rest, with
-    SHA-256 digests in its metadata. Each rank writes its own stages. Tied parameters are saved
+    The folder has the format of torch.distributed.checkpoint, as for the uncut model: ``{"model":
+    ..., "optimizer": ...}``, with a flattened optimizer, and "autosplit" for the other state.
+    SHA-256 digests are in its metadata. Each rank writes its own stages. Tied parameters are saved
     under each of their names, as in the model's ``state_dict``.
 
-    The old checkpoint at ``path`` stays until all ranks have written and everything is on disk;
+    The old checkpoint at ``path`` is kept until all ranks have written and all files are on disk;
     then it is replaced in one step. If the save fails or is killed before that, the old checkpoint
-    is unchanged, and the next save removes the leftovers. A rank waits for the others for at most
+    is unchanged, and the next save removes the leftovers. A rank waits for other ranks for at most
     the trainer's ``timeout``. A failed save does not end the trainer, unless a rank died.
 
     With ``asynchronous``, each rank copies its tensors to the host and returns, while a thread
-    writes them, over a process group of its own. Later steps do not change the copies. One save
-    runs at a time: the next save, a load and ``close()`` wait for it, and raise its error if nobody
-    has called ``wait()``.
+    writes them and uses a separate process group. Later steps do not change the copies. One save
+    runs at a time: the next save, a load and ``close()`` wait for it. They raise its error if
+    ``wait()`` was not called.
 
     Args:
-        trainer: between two steps.
+        trainer: the trainer, between two steps.
         path: a folder that all ranks see.
         names: ``names(stage, name)`` returns the whole-model name of a stage's tensor; needed for
             stages that were not cut from one model.
-        scheduler: this rank's learning-rate scheduler over ``trainer.optimizer``, or anything with
-            a ``state_dict`` like one; None on ranks without an optimizer.
-        step: the number of steps so far, which ``load_checkpoint`` returns; equal on all ranks.
+        scheduler: this rank's learning-rate scheduler over ``trainer.optimizer``, or another object
+            with ``state_dict`` and ``load_state_dict``; None on ranks without an optimizer.
+        step: the number of steps so far, to be returned by ``load_checkpoint``; equal on all ranks.
         extra: tensors and plain values (numbers, strings, lists, dictionaries) of the run, such as
-            a data loader's state; those of rank 0 are saved.
-        asynchronous: return while the files are written.
+            a data loader's state; rank 0's are saved.
+        asynchronous: whether to return while the files are written.
 
     Returns:
         With ``asynchronous``, the pending save; else None.
@@ -168,8 +169,8 @@ def save_checkpoint(
 
 
 def _state(ranks: Ranks, naming: Naming) -> dict[str, Any]:
-    """The model and optimizer state that this rank writes. Only the first replica writes. Of
-    copies on several ranks, torch's planner writes the first.
+    """The state of model and optimizer that this rank writes. Only the first replica writes. If
+    several ranks have copies, torch's planner writes the first.
     """
     if ranks.place.replicate:
         return {}
@@ -193,7 +194,7 @@ def _write(state: dict[str, Any], writer: _StagedWriter, ranks: Control) -> Chec
     """Write the state of all ranks, and commit the checkpoint; collective.
 
     Returns:
-        The error, on all ranks, if a rank could not write.
+        The error, on all ranks, if a rank could not write; else None.
 
     Raises:
         LostPeerError: a rank did not take part.
@@ -270,7 +271,9 @@ class _StagedWriter(FileSystemWriter):
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether ``save_checkpoint`` wrote this file. Our metadata has paths from the folder above."""
+    """Whether ``save_checkpoint`` wrote this file, in whose metadata paths begin with a folder's
+    name.
+    """
     if file.name == METADATA:
         return f"{file.parent.name}/__".encode() in file.read_bytes()
     return any(map(file.match, ("__*_*.distcp", f"{METADATA}.tmp")))
@@ -278,7 +281,9 @@ def _is_ours(file: Path) -> bool:
 
 @contextlib.contextmanager
 def without_single_process_warning() -> Iterator[None]:
-    """Suppress torch's warning about a single process, which it gives even with no_dist."""
+    """Context without torch's warning about a single process, which torch gives even with
+    no_dist.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

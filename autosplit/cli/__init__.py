@@ -1,4 +1,4 @@
-"""The command line: one file a command."""
+"""The command line; each command has a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _COMMANDS = ("check", "compare", "inspect", "plan", "replay", "simulate")
 
 
 class _Commands(click.Group):
-    """Commands by name, each imported when it is asked for: most need all of autosplit."""
+    """Commands by name. Each is imported when it is called, because most import all of
+    autosplit.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

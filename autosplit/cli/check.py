@@ -1,4 +1,4 @@
-"""``autosplit check``: does a schedule end under NCCL's rules, on a mesh of GPUs?"""
+"""``autosplit check`` proves that a schedule ends under NCCL's rules, on a mesh of GPUs."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ _RULES: dict[Sharing, str] = {
 def read_schedule(
     source: str, ranks: int | None, microbatches: int | None
 ) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
-    """Read a schedule from a file, or build one by name. If a file lists sends and receives, also
-    return its actions per rank.
+    """Read a schedule from a file, or build one by name. Return (schedule, the file's actions per
+    rank if it lists sends and receives, else None).
 
     Args:
-        source: the file, in any form, or the name.
-        ranks: the expected number; None: that of the file.
-        microbatches: the expected number; None: that of the file, or two per rank for a name.
+        source: a CSV file, with or without sends and receives, or a name.
+        ranks: the expected number of ranks; None: as in the file.
+        microbatches: the expected number of microbatches; None: as in the file, or two per rank for
+            a name.
 
     Raises:
-        ScheduleError: the schedule does not exist, is illegal, or has other counts.
+        ScheduleError: the schedule does not exist, is illegal, or has other numbers than expected.
     """
     if source in SCHEDULES and ranks is not None:
         stages = ranks * (SCHEDULES[source].chunks or 2)
@@ -70,8 +71,8 @@ def read_schedule(
 
 
 def certificate(schedule: Schedule, programs: Programs) -> tuple[dict[str, str], str]:
-    """Decide whether a step also ends if queues share a connection or a kernel slot. Returns the
-    verdict under each rule, and a text with what is proved and the communicators.
+    """Decide whether a step also ends if queues share a connection or a kernel slot. Return
+    (verdict under each rule, text with what is proved and the communicators).
 
     Args:
         schedule: the schedule.

@@ -1,4 +1,4 @@
-"""``autosplit compare``: fused against split."""
+"""``autosplit compare`` trains with fused and with split backwards, and compares them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def compare(
 
 
 def _check_before_launch(settings: Settings) -> None:
-    """Fail here, in one process, on what every rank would fail on."""
+    """Raise in this process the errors that otherwise every rank would raise."""
     check_backend(settings.backend)
     for name, count in settings.cases:
         build("1f1b" if name == AUTO else name, settings.stages, count, ranks=settings.ranks)
@@ -104,7 +104,7 @@ def _write_json(comparison: Comparison, file: pathlib.Path) -> None:
 
 def _write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
     """Write a trace and a picture of the typical steps, and return the paths. Below each step, the
-    trace has the simulated one, in which no time is lost.
+    trace has the simulated step, in which no time is lost.
     """
     rows, both = [], []
     for row, timeline, ideal in zip(

@@ -1,4 +1,4 @@
-"""``autosplit inspect``: how a model is split."""
+"""``autosplit inspect`` reports how a model is split."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _split(
 
     Args:
         model: the model.
-        args: its positional inputs.
-        kwargs: its keyword inputs.
-        factory: ``MODULE:NAME`` of the factory that made the model, for messages.
+        args: the model's positional inputs.
+        kwargs: the model's keyword inputs.
+        factory: ``MODULE:NAME`` of the factory that made the model, for error texts.
         options: see ``split``.
 
     Raises:
-        PipelineError: the model itself raises an error for its inputs, also without ``split``.
+        PipelineError: the model raises an error for its inputs, also without ``split``.
         AutosplitError: as for ``split``.
     """
     try:

@@ -1,4 +1,4 @@
-"""Shared by several commands: kinds of values, options, and errors as messages."""
+"""Code that several commands share: parameter types, options, and error messages."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class _WrongCommandError(click.ClickException):
 def typed_errors(
     command: Callable[..., None], verdicts: tuple[type[AutosplitError], ...] = VERDICTS
 ) -> Callable[..., None]:
-    """Print an autosplit error as a message. The exit status is 1 for a verdict and 2 for a command
-    that asks for what is not there; anything else is a bug and keeps its traceback.
+    """Decorator that prints an autosplit error as a message. The exit status is 1 for errors in
+    ``verdicts``, and 2 for other autosplit errors. Any other exception is a bug and keeps its
+    traceback.
     """
 
     @functools.wraps(command)
@@ -63,8 +64,9 @@ class Read(click.ParamType):  # type: ignore[type-arg]
     """Parameter type of a command whose values a function reads from text.
 
     Args:
-        name: the name of the values, for help.
-        read: parses the text; raises an ``AutosplitError`` or a ``ValueError`` if it is invalid.
+        name: the name of the values in help texts.
+        read: a function that parses the text; it raises an ``AutosplitError`` or a ``ValueError``
+            if the text is invalid.
     """
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
@@ -115,8 +117,8 @@ class Assigned(click.ParamType):  # type: ignore[type-arg]
 
 
 def _literal(text: str) -> object:
-    """The value of a Python literal, which may spell true and false in lower case; any other text
-    as it is.
+    """The value of a Python literal, in which true and false may be in lower case. Other text is
+    returned unchanged.
     """
     try:
         return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
@@ -152,7 +154,7 @@ backend = click.option(
 
 
 def _memory(text: str) -> str | int:
-    """A memory setting that splitting accepts; raises a ``SplitError`` for any other."""
+    """Parse a memory setting of ``split``; raises a ``SplitError`` for other text."""
     memory = parse_size(text, "bytes") if text[:1].isdecimal() else text
     return SplitOptions(memory=memory).memory
 
@@ -176,7 +178,7 @@ json_option = click.option("--json", "json_file", type=FILE, help="Write the row
 
 
 def tell_written(files: Sequence[pathlib.Path]) -> None:
-    """Say which files were written, and what is missing for a picture that is not among them."""
+    """Print which files were written, and what must be installed if a picture is missing."""
     click.echo("\nwritten: " + ", ".join(map(str, files)))
     if "timeline.png" not in {file.name for file in files}:
         click.echo("no timeline.png, which needs matplotlib: pip install autosplit[plot]")

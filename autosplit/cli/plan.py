@@ -1,5 +1,5 @@
-"""``autosplit plan``: the best stages, microbatches, schedule and cuts for a model on some
-devices.
+"""``autosplit plan`` finds the best stages, microbatches, schedule and cuts for a model on a number
+of devices.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _REFINED = 6  # the number of best configurations whose cuts are refined
 
 
 class Configuration(NamedTuple):
-    """One way to run a model.
+    """One way to run a model: stages, size of a microbatch and schedule.
 
     Attributes:
         stages: N.
         size: samples in a microbatch.
-        request: the schedule, with M and the ranks.
-        outcome: its stages and the predicted step, or the error for which it cannot run.
+        request: the requested schedule, with M and the number of ranks.
+        outcome: the cuts and the predicted step, or the error because of which it cannot run.
     """
 
     stages: int
@@ -66,7 +66,8 @@ class Configuration(NamedTuple):
     @property
     def key(self) -> tuple[float, float]:
         """Sort key, the best first: seconds of a step, to a hundredth, because predictions are not
-        more precise; then bytes of the fullest rank. Configurations that cannot run come last.
+        more precise; then bytes of the rank with the most. Configurations that cannot run come
+        last.
         """
         if not isinstance(self.outcome, Solution):
             return (math.inf, getattr(self.outcome, "least", math.inf))
@@ -83,23 +84,26 @@ def search_plans(
     schedules: Sequence[str] | None = None,
     **memory: Any,
 ) -> list[Configuration]:
-    """Return all configurations, the best first; those that cannot run come last.
+    """Return all configurations, the best first. Configurations that cannot run come last.
 
-    Each gets even cuts first. The cuts of the best ones are then refined, see ``solve``.
+    Each configuration first gets even cuts. The cuts of the best configurations are then refined,
+    see ``solve``.
 
     Args:
-        costs_of: maps the number of samples in a microbatch to the costs.
-        devices: one rank each.
-        batch: samples in a step.
-        stages: N; None: one per device, or as many as a schedule needs.
-        microbatches: Ms; None: divisors of the batch near 1, 2 and 4 per device.
-        schedules: names; None: all.
+        costs_of: a function from the number of samples in a microbatch to the costs of blocks.
+        devices: number of devices; each has one rank.
+        batch: number of samples in a step.
+        stages: number of stages N; None: one per device, or as many as a schedule needs.
+        microbatches: numbers of microbatches M to try; None: divisors of the batch near 1, 2 and 4
+            per device.
+        schedules: names of schedules to try; None: all.
         memory: the memory of a rank, and links: ``cap``, ``optimizer_state`` and ``links`` of
             ``solve``.
 
     Raises:
-        PlanError: a batch that M does not divide, more stages than blocks, or nothing that can run.
-        CapError: nothing fits under the cap; says the least cap that works.
+        PlanError: M does not divide the batch, there are more stages than blocks, or no
+            configuration can run.
+        CapError: no configuration fits under the cap; names the smallest cap under which one fits.
         ScheduleError: an unknown schedule.
     """
     for name in schedules or ():
@@ -155,7 +159,9 @@ def _counts(devices: int, batch: int, microbatches: Sequence[int] | None) -> Seq
 def _choices(
     schedules: Sequence[str] | None, stages: int | None, devices: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield every schedule with the numbers of stages that it needs."""
+    """Yield (number of stages, schedule) for every schedule and each number of stages that it can
+    have.
+    """
     for name in schedules or SCHEDULES:
         chunks = SCHEDULES[name].chunks
         several = _CHUNKS if chunks is None else (chunks,)
@@ -163,7 +169,7 @@ def _choices(
 
 
 def search_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """The configurations for JSON, the best first. Times are in seconds, sizes in bytes."""
+    """The configurations as rows for JSON, the best first. Times are in seconds, sizes in bytes."""
     rows = []
     for configuration in configurations:
         outcome = configuration.outcome
@@ -183,11 +189,11 @@ def search_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]
 
 
 def search_table(configurations: Sequence[Configuration], rows: int | None = None) -> str:
-    """The best ``rows`` configurations that can run, and the errors of the others.
+    """Table of the best ``rows`` configurations that can run, and the errors of those that cannot.
 
     Args:
         configurations: the best first.
-        rows: to show.
+        rows: the number of rows to show; None: all.
     """
     able = [(c, c.outcome) for c in configurations if isinstance(c.outcome, Solution)]
     best = able[0][1].step

@@ -1,4 +1,4 @@
-"""``autosplit simulate``: all schedules side by side."""
+"""``autosplit simulate`` simulates all schedules, and prints them side by side."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class SimulatedSchedule:
     """One schedule in one form, fused or with one placement of W, and its simulated step.
 
     Attributes:
-        name: the name of the schedule; ``"auto"`` for the shortest that ``search`` finds.
+        name: the name of the schedule; ``"auto"`` for the shortest schedule that ``search`` finds.
         weights: the placement of W, ``"fused"``, ``"own"`` or ``"searched"``.
         schedule: the schedule.
-        timeline: its step.
-        peaks: per rank, its peak memory.
+        timeline: the simulated step.
+        peaks: per rank, the peak memory.
         fits: whether the peaks are within the cap.
     """
 
@@ -62,17 +62,17 @@ Survey = tuple[list[SimulatedSchedule], dict[str, str]]
 
 
 def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = math.inf) -> Survey:
-    """Simulate every schedule in every form, and the shortest one that ``search`` finds.
+    """Simulate every schedule in every form, and the shortest schedule that ``search`` finds.
 
     Args:
-        costs: the costs of one stage per rank; for a schedule with several stages per rank, each
-            stage is cut into that many equal ones.
+        costs: the costs of one stage per rank. For a schedule with several stages per rank, each
+            stage is cut into that many equal stages.
         microbatches: M >= 1.
-        chunks: stages per rank, for schedules with any number.
+        chunks: stages per rank, for schedules that admit any number.
         cap: the most memory of a rank.
 
     Raises:
-        ScheduleError: a bad count, or nothing within the cap.
+        ScheduleError: a bad count, or no schedule within the cap.
     """
     ranks = len(costs.times)
     check_counts(microbatches=microbatches)
@@ -125,7 +125,7 @@ def _per_stage(
 
 
 def choose_schedule(simulated: Survey, name: str | None) -> SimulatedSchedule:
-    """Choose the schedule with the shortest step within the cap, or the one called ``name``.
+    """Choose the schedule with the shortest step within the cap, or the schedule called ``name``.
 
     Raises:
         ScheduleError: no such schedule was simulated.
@@ -141,8 +141,8 @@ def choose_schedule(simulated: Survey, name: str | None) -> SimulatedSchedule:
 
 
 def survey_table(entries: Sequence[SimulatedSchedule]) -> str:
-    """A table with a row per schedule (milliseconds, bubble, memory, and a star for the Pareto
-    front), and notes on its columns.
+    """Text: a table with a row per schedule (milliseconds, bubble, memory, and a star for the
+    Pareto front), and notes on its columns.
     """
     fitting = [entry for entry in entries if entry.fits]
     front = [id(entry) for entry in pareto_front(fitting)]
@@ -183,7 +183,9 @@ def _notes(entries: Sequence[SimulatedSchedule]) -> Iterator[str]:
 
 
 def survey_rows(entries: Sequence[SimulatedSchedule]) -> list[dict[str, Any]]:
-    """The rows for JSON. Times are in milliseconds; ``bubble`` is a ratio."""
+    """The simulated schedules as rows for JSON. Times are in milliseconds; ``bubble`` is a
+    ratio.
+    """
     return [
         {
             "schedule": entry.name,
@@ -200,7 +202,9 @@ def survey_rows(entries: Sequence[SimulatedSchedule]) -> list[dict[str, Any]]:
 
 
 def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
-    """The entries that no other beats in step time and peak memory, the shortest step first."""
+    """The entries that no other entry beats in both step time and peak memory, the shortest step
+    first.
+    """
     ordered = sorted(entries, key=lambda entry: (entry.timeline.step_time, max(entry.peaks)))
     front: list[SimulatedSchedule] = []
     for entry in ordered:

@@ -1,1 +1,1 @@
-"""Fused against split backward, alternating within one run, on the same model and data."""
+"""Compare fused and split backwards, alternating within one run, on the same model and data."""

@@ -1,7 +1,7 @@
 """Call a user's factory, named as `MODULE:FACTORY`, for a model with example inputs.
 
 A factory takes keyword settings (`--set dim=256`) and returns `(model, args)`, see `example_of`.
-Its errors are reported as the user's. `resized` makes batches of the example inputs.
+Errors of the factory name the user's line. `resized` makes batches of the example inputs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
     """Call the function that `spec` names, as in "examples.models:llama", and return its result.
 
-    The working directory comes first on `sys.path` from here on, as under `python -m`, so
-    that a model's file needs no installation and its own late imports work too.
+    The working directory is put first on `sys.path` and stays there, as under `python -m`. So a
+    model's file needs no installation, and its late imports work too.
 
     Raises:
-        FactoryError: there is no such function, it does not take the settings, or it raises.
+        FactoryError: the function does not exist, does not accept the settings, or raises.
     """
     module, _, attribute = spec.partition(":")
     if not (module and attribute):
@@ -57,14 +57,15 @@ def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
 
 @contextlib.contextmanager
 def failures_of(code: str, kind: type[PipelineError] = PipelineError) -> Iterator[None]:
-    """Raise an exception of the user's code as an error of autosplit that names the user's line.
+    """Context that raises an exception of the user's code as an error of autosplit that names the
+    user's line.
 
     Args:
-        code: the name of the code, for messages.
+        code: the name of the code for error texts.
         kind: the type of the error that is raised.
 
     Raises:
-        PipelineError: in place of any error that is not autosplit's own.
+        PipelineError: the code raised an error that is not autosplit's.
     """
     try:
         yield
@@ -94,7 +95,7 @@ class Example(NamedTuple):
         model: the model.
         args: positional inputs.
         kwargs: keyword inputs.
-        target: a tensor or a tuple of tensors, for a loss of the user's; () without one.
+        target: a tensor or a tuple of tensors, for a loss of the user; () without a target.
     """
 
     model: nn.Module
@@ -107,14 +108,13 @@ def example_of(spec: str, settings: Mapping[str, object]) -> Example:
     """A model with its inputs, and with a target if the factory returns one.
 
     Args:
-        spec: a function that returns `(model, args)`, `(model, args, kwargs)`,
-            `(model, args, target)` or `(model, args, kwargs, target)`, where a dictionary as
-            `args` is keyword inputs; or a model that has `dummy_inputs`, as those of transformers
-            do.
-        settings: its keywords.
+        spec: a function that returns `(model, args)`, `(model, args, kwargs)`, `(model, args,
+            target)` or `(model, args, kwargs, target)`, where a dictionary as `args` stands for
+            keyword inputs; or a model that has `dummy_inputs`, as models of transformers do.
+        settings: the function's keyword arguments.
 
     Raises:
-        FactoryError: as `call_factory`; or it returns something else.
+        FactoryError: as `call_factory`; or the function returns something else.
     """
     result = call_factory(spec, settings)
     if isinstance(result, tuple) and len(result) in (2, 3, 4) and isinstance(result[0], nn.Module):
@@ -147,9 +147,8 @@ def example_of(spec: str, settings: Mapping[str, object]) -> Example:
 
 
 def trained_example(spec: str, settings: Mapping[str, object]) -> tuple[nn.Module, Any, Any]:
-    """The model that the factory `spec` returns for these settings, and the inputs and the target
-    of a microbatch, as a trainer takes them. Weights are drawn from the same seed wherever this is
-    called.
+    """Return (model that the factory `spec` returns for these settings, inputs of a microbatch, its
+    target), as a trainer accepts them. Weights are always drawn from the same seed.
 
     Raises:
         PipelineError: as `example_of`.
@@ -170,7 +169,8 @@ def loss_named(spec: str | None, target: Any) -> Callable[[Any, Any], Tensor]:
         target: the target of a microbatch, which the factory returned.
 
     Raises:
-        FactoryError: ``spec`` does not exist, or is no function; or there is a target and no loss.
+        FactoryError: ``spec`` does not exist or is not a function; or there is a target but no
+            loss.
     """
     if spec is None:
         if isinstance(target, Tensor) or target:
@@ -188,8 +188,8 @@ def loss_named(spec: str | None, target: Any) -> Callable[[Any, Any], Tensor]:
 
 
 def own_loss(output: Any, targets: Any) -> Tensor:
-    """An output's own `loss`, or the output itself if it is a number; otherwise the mean square of
-    its first floating-point tensor, in place of a loss.
+    """The loss of a model that computes one: the output's attribute `loss`, or the output if it is
+    a number. Otherwise the mean square of its first floating-point tensor stands in for a loss.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
@@ -201,14 +201,14 @@ def own_loss(output: Any, targets: Any) -> Tensor:
 
 
 def resized(inputs: Any, size: int) -> Any:
-    """Example inputs with ``size`` samples: cut along dimension 0, or repeated, each repetition
-    rolled along dimension 1, so that not all microbatches are the same.
+    """Example inputs with ``size`` samples: cut along dimension 0, or repeated. Each repetition is
+    rolled along dimension 1, so that microbatches differ.
 
-    Only tensors with as many samples as the first one are; others, such as a mask that all samples
-    share, stay as they are.
+    Only tensors with as many samples as the first tensor are resized. Others, such as a mask that
+    all samples share, are not changed.
 
     Raises:
-        PlanError: there is no tensor with samples, or this machine has no room for so many.
+        PlanError: no tensor has samples, or this machine has no memory for so many.
     """
     leaves, spec = tree_flatten(inputs)
     count = samples_of(inputs)
@@ -231,7 +231,8 @@ def resized(inputs: Any, size: int) -> Any:
 
 
 def samples_of(inputs: Any) -> int:
-    """The samples in example inputs: the size of the first tensor along dimension 0.
+    """The number of samples in example inputs, which is the size of the first tensor along
+    dimension 0.
 
     Raises:
         PlanError: no tensor has samples.
@@ -247,7 +248,9 @@ def samples_of(inputs: Any) -> int:
 
 
 def tokens_of(inputs: Any) -> int | None:
-    """The tokens in inputs: elements of the first integer tensor; None if there is none."""
+    """The number of tokens in inputs, which is the number of elements of the first integer tensor;
+    None if there is none.
+    """
     for leaf in tree_flatten(inputs)[0]:
         if (
             isinstance(leaf, Tensor)
@@ -259,7 +262,7 @@ def tokens_of(inputs: Any) -> int | None:
 
 
 def _half_of_memory() -> float:
-    """Half of the memory of this machine, or of its devices, in bytes."""
+    """Half of this machine's memory, or of its devices' memory, in bytes."""
     if torch.cuda.device_count():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return sum(device.total_memory for device in devices) / 2

@@ -50,15 +50,15 @@ class Settings:
 
     Attributes:
         factory: ``MODULE:FACTORY`` that returns a model and the inputs of a microbatch.
-        overrides: keyword settings for the factory.
+        overrides: keyword arguments for the factory.
         stages: number of pipeline stages.
         ranks: number of processes; with fewer than stages, a process runs several stages.
         cases: schedules and numbers of microbatches, in the order in which they are compared.
-        steps: timed steps of each of the two, alternating.
+        steps: number of timed steps of each of the two trainers, alternating.
         loss: ``MODULE:FUNCTION`` of ``loss(output, targets)``; None: the model's own, see
             ``own_loss``.
         backend: runs the stages' graphs, see ``autosplit.split``.
-        profiling: seconds for measuring the costs of blocks, by which the model is cut.
+        profiling: seconds to measure the costs of blocks, by which the model is cut.
     """
 
     factory: str
@@ -74,26 +74,28 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the comparison.
+    """One line of the comparison: one backward, fused or split, under one schedule.
 
     Attributes:
-        schedule: schedule name; of ``"auto"``, with the weight placement that was searched.
-        split: whether input and weight gradients ran apart.
+        schedule: name of the schedule; for ``"auto"``, with the placement of weight gradients that
+            was found.
+        split: whether the backward was split into I and W.
         stages: number of stages.
         microbatches: microbatches in a step.
-        median_s: median seconds of a step: forward, backward, optimizer, until all ranks are done.
-        spread_s: interquartile range of the same.
+        median_s: median seconds of a step, from its start until all ranks have run the optimizer.
+        spread_s: interquartile range of the steps' seconds.
         speedup: median over the alternating pairs of fused time / this row's time; 1 for fused.
-        ideal_speedup: the same from simulated steps with the durations measured in this run.
-        bubble: idle share of the ranks' time between first start and last end, measured.
-        ideal_bubble: the same, simulated with the durations measured in this run.
+        ideal_speedup: the speed-up of simulated steps with the durations measured in this run.
+        bubble: measured idle share of the ranks' time between the first start and the last end.
+        ideal_bubble: the idle share of simulated steps with the durations measured in this run.
         peak_bytes: per rank, the most bytes of tensors at any time of forward and backward.
-        max_grad_diff: largest difference from gradients of single-process autograd, of the whole
-            model; None where those differ from call to call, as with dropout.
-        durations_s: action kind -> median seconds, by stage.
-        drawn_step: which of the timed steps the row's timeline shows, from 1.
+        max_grad_diff: largest difference from the whole model's gradients under autograd in one
+            process; None if these differ from call to call, as with dropout.
+        durations_s: maps each kind of action to the median seconds of each stage.
+        drawn_step: the number of the timed step that the row's timeline shows, from 1.
         samples: samples in a step; None if unknown.
-        tokens: elements of the step's first integer tensor, such as token ids; None without one.
+        tokens: elements of the step's first integer tensor, such as token ids; None without such a
+            tensor.
     """
 
     schedule: str
@@ -129,17 +131,17 @@ class Row:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the time that splitting gains or costs is no more than the steps' spread."""
+        """Whether the time that splitting gains or costs is within the steps' spread."""
         return self.split and abs(self.speedup - 1) * self.median_s <= self.spread_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The rows of a comparison. Each row has the timeline of a typical step (see ``typical_pair``)
-    and of the same step simulated.
+    """The rows of a comparison. Each row has the timeline of a typical step (see ``typical_pair``),
+    and the timeline of the same step simulated.
 
-    The ideal is simulated from the row's median durations: no transfer takes time, nothing waits
-    for anything but its input.
+    The simulation uses the row's median durations. Transfers take no time, and actions wait for
+    nothing but their inputs.
     """
 
     rows: list[Row]
@@ -154,7 +156,7 @@ def compare(settings: Settings) -> Comparison | None:
         The comparison; None on ranks other than 0 under torchrun.
 
     Raises:
-        PipelineError: a rank failed; carries its error.
+        PipelineError: a rank failed; has that rank's error.
     """
     if "RANK" in os.environ:
         with process_group(_TIMEOUT):
@@ -191,7 +193,7 @@ _Summary = tuple[Row, Timeline, Timeline]
 
 @dataclasses.dataclass
 class _Run:
-    """One of the two trainers and what was measured of it."""
+    """One of the two trainers, and its measurements."""
 
     trainer: PipelineTrainer
     split: bool
@@ -206,7 +208,9 @@ class _Run:
 
 
 class _Case:
-    """Fused and split under one schedule and number of microbatches, both cut from one capture."""
+    """The fused and the split trainer under one schedule and number of microbatches; both are cut
+    from one capture.
+    """
 
     def __init__(
         self,
@@ -230,7 +234,9 @@ class _Case:
         self.step_batch = batch, target
 
     def run(self) -> list[_Summary]:
-        """Compare the first gradients, measure memory, then time steps in turns."""
+        """Compare the first gradients, measure memory, then time steps of the two trainers in
+        turns.
+        """
         runs = [_Run(self._trainer(split), split) for split in (False, True)]
         try:
             self._check_gradients(runs)
@@ -272,14 +278,16 @@ class _Case:
         )
 
     def _schedule_of_cuts(self, schedule: str) -> str | Schedule:
-        """The schedule for which the model is cut: of "auto", that of the steps it measures."""
+        """The schedule for which the model is cut; for "auto", the schedule of its measured
+        steps.
+        """
         if schedule != AUTO:
             return schedule
         return first_schedule(self.settings.stages, self.microbatches, self.settings.ranks)
 
     def _schedule(self, split: bool) -> str:
-        """The schedule; schedules that exist only split, and "auto", are compared with fused
-        1F1B.
+        """The schedule of the split or the fused trainer. For schedules that only exist split, and
+        for "auto", the fused trainer runs 1F1B.
         """
         can_fuse = self.schedule != AUTO and SCHEDULES[self.schedule].fused
         return self.schedule if split or can_fuse else "1f1b"
@@ -320,8 +328,8 @@ class _Case:
             run.trainer.step(self.step_batch)
 
     def _measure_memory(self, run: _Run) -> None:
-        """Run steps that are not timed, and measure their memory. The optimizer's state exists from
-        here on.
+        """Run steps that are not timed, and measure their memory. They also create the optimizer's
+        state.
         """
         trainer = run.trainer
         trainer.step(self.step_batch)
@@ -370,11 +378,10 @@ def _speedup(fused: Sequence[float], split: Sequence[float]) -> float:
 
 
 def typical_pair(seconds: Sequence[Sequence[float]], makespans: Sequence[Sequence[float]]) -> int:
-    """Return the index of the pair of steps, fused and split, that the picture beside the table
-    shows.
+    """Return the index of the pair of steps, (fused, split), that the picture shows.
 
-    It is the pair nearest to three medians of the table: the time of the split step, the speed-up
-    of the whole step, and the speed-up of the forward and backward, which the picture draws.
+    It is the pair nearest to three medians: the time of the split step, the speed-up of the whole
+    step, and the speed-up of forward and backward, which the picture draws.
 
     Args:
         seconds: two lists of times of whole steps: fused, and split.
@@ -397,7 +404,7 @@ def _gradients(module: nn.Module) -> Gradients:
 
 def largest_difference(mine: Gradients, whole: Gradients) -> float:
     """The largest absolute difference of the stages' gradients from the whole model's; infinite if
-    one is missing. Each stage with a tied parameter has the sum of its gradients.
+    a gradient is missing. Every stage with a tied parameter has the parameter's whole gradient.
     """
     if not mine.keys() >= whole.keys():
         return float("inf")
@@ -428,7 +435,7 @@ _HEADERS = (
 
 
 def comparison_table(rows: Sequence[Row], style: str = "simple") -> str:
-    """One table row per ``Row``; times are medians, the spread is the interquartile range."""
+    """Table with one row per ``Row``; times are medians, the spread is the interquartile range."""
     align = ["left", "right", "left", *["right"] * 8, "left", "right"]
     table = [[*_HEADERS], *map(_cells, rows)]
     unknown = {"samples/s": "samples", "tokens/s": "tokens"}
@@ -460,7 +467,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def durations_table(rows: Sequence[Row], style: str = "simple") -> str:
-    """Median milliseconds of every kind of action, stage by stage."""
+    """Table of the median milliseconds of every kind of action, by stage."""
     table = [
         [row.schedule, str(row.microbatches), "split" if row.split else "fused", kind]
         + [f"{1e3 * seconds:.1f}" for seconds in by_stage]

@@ -1,4 +1,4 @@
-"""Speeds of links, devices and collectives, given or measured."""
+"""Speeds of links, devices and collectives, from data sheets or measured."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ _CALLS = 200
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """A roofline: an operator takes the longer of computing and of moving its tensors.
+    """The speed of a device as a roofline: an operator takes the time of computing, or of moving
+    its tensors, whichever is longer.
 
     Attributes:
-        flops_per_second: the flops per second of matrix products, in the dtype that the model
-            computes in.
-        bytes_per_second: read plus written.
-        call: the least seconds of an operator.
+        flops_per_second: FLOPs per second of matrix products, in the dtype in which the model
+            computes.
+        bytes_per_second: bytes read and written per second.
+        call: the least time of an operator, in seconds.
 
     Raises:
         PlanError: a rate that is not positive, or an impossible time.
@@ -60,8 +61,8 @@ class DeviceSpeed:
         """Seconds of one operator.
 
         Args:
-            flops: its floating-point operations.
-            moved: bytes that it reads and writes.
+            flops: the operator's floating-point operations.
+            moved: bytes that the operator reads and writes.
         """
         return max(self.call, flops / self.flops_per_second, moved / self.bytes_per_second)
 
@@ -88,12 +89,12 @@ def data_sheet(text: str, error: type[AutosplitError] = PlanError) -> DataSheet:
     """Return the rates of a device.
 
     Args:
-        text: a name of ``DATA_SHEETS``, or teraflops and gigabytes per second, as in
+        text: a name of ``DATA_SHEETS``, or teraflops and gigabytes per second, such as
             ``"989,3350"``.
         error: the type of error to raise.
 
     Raises:
-        AutosplitError: of that type, if the text is neither.
+        AutosplitError: of the type ``error``: the text is neither.
     """
     if (sheet := DATA_SHEETS.get(text.lower())) is not None:
         return sheet
@@ -110,10 +111,11 @@ def data_sheet(text: str, error: type[AutosplitError] = PlanError) -> DataSheet:
 def measure_device(
     device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> DeviceSpeed:
-    """The rates of this machine, measured in about a second: the best of a few tries each.
+    """Measure the speed of a device of this machine, in about a second; each rate is the best of a
+    few tries.
 
     Args:
-        device: which device; None for the CPU.
+        device: the device; None: the CPU.
         dtype: the dtype of the matrices.
     """
     device = device or torch.device("cpu")
@@ -134,7 +136,7 @@ def measure_device(
 
 
 def _best(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the quickest of a few calls, after one that is not counted."""
+    """Seconds of the quickest of a few calls, after one call that does not count."""
     seconds = []
     for _ in range(_TRIES + 1):
         _synchronize(device)
@@ -154,7 +156,7 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     """The device of a process group's tensors: this process's GPU for NCCL, else the CPU.
 
     Args:
-        group: None for the default one.
+        group: the process group; None: the default group.
     """
     # The name of the backend differs if torch chose it, or if there is one per kind of device.
     if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
@@ -163,7 +165,7 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend for messages between tensors of a device, as the default process group has it."""
+    """The backend for messages of a device's tensors, as in the default process group."""
     if device.type == "cuda":
         return "nccl"
     if not dist.is_initialized():
@@ -178,17 +180,18 @@ _LARGE = 2**23  # bytes
 def measure_collectives(
     ranks: DeviceMesh | dist.ProcessGroup, *, dtype: torch.dtype = torch.float32
 ) -> CollectiveCosts:
-    """Measure all-reduces between ranks, relative to the speed of their matrix products.
+    """Measure the cost of all-reduces between ranks, relative to the speed of their matrix
+    products.
 
-    Takes about a second. Collective over these ranks; all get the result of the slowest.
+    It takes about a second. Collective over these ranks; all get the result of the slowest rank.
 
     Args:
         ranks: a mesh of one dimension, such as ``mesh["tp"]``, or a process group.
         dtype: the dtype in which the model computes.
 
     Raises:
-        SplitError: another type, a mesh of several dimensions, or a group without this rank or of
-            this rank alone.
+        SplitError: ``ranks`` has another type, is a mesh of several dimensions, or is a group
+            without this rank or with this rank alone.
     """
     group = _group(ranks)
     device = device_of_group(group)

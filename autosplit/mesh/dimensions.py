@@ -37,7 +37,9 @@ _APART = (
 
 
 class Place(NamedTuple):
-    """Coordinates of a pipeline along the other mesh dimensions; 0 along a missing dimension."""
+    """Coordinates of a pipeline along all mesh dimensions except "pp"; 0 along a missing
+    dimension.
+    """
 
     replicate: int = 0
     shard: int = 0
@@ -46,25 +48,25 @@ class Place(NamedTuple):
 
     @property
     def share(self) -> tuple[int, ...]:
-        """Identifies the share of the batch that the pipeline runs."""
+        """The coordinates that identify the share of the batch that the pipeline runs."""
         return self.replicate, self.shard, self.inner
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Which ranks a trainer connects, and how.
+    """The pipelines of a trainer's ranks, and their coordinates in the mesh.
 
-    Every rank is in one pipeline. Those that differ in their place along "tp" only run the same
-    share of the batch, on parts of the tensors.
+    Every rank is in one pipeline. Pipelines that differ only along "tp" run the same share of the
+    batch, on parts of the tensors.
 
     Attributes:
         pipelines: the ranks of each pipeline, by pipeline rank; the same on all ranks.
         index: this rank's pipeline, as an index into ``pipelines``.
-        device_type: the device type of the mesh, such as "cpu"; empty without one.
-        places: the ``Place`` of each pipeline, in the same order.
+        device_type: the device type of the mesh, such as "cpu"; empty without a mesh.
+        places: the ``Place`` of each pipeline, in the order of ``pipelines``.
         sharded: whether the mesh has a dimension for shards.
-        inner: "ep" or "cp", whichever the mesh has, along which replicas of parameters exchange
-            what they compute, and shards of a stage go on; empty without.
+        inner: "ep" or "cp", whichever the mesh has, else empty. Along it, ranks exchange
+            activations, and the sharding of a stage's parameters continues.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -83,8 +85,9 @@ class RankLayout:
             shards_replicas: whether parameters are sharded along "dp_replicate".
 
         Raises:
-            PipelineError: no mesh, dimensions without names, with unknown ones or with such as are
-                not beside each other, or other ranks than those of the default process group.
+            PipelineError: ``mesh`` is not a mesh; its dimensions have no names, unknown names, or
+                names that cannot be combined; or its ranks are not those of the default process
+                group.
         """
         names = _names(mesh)
         _check_ranks(mesh.mesh.flatten().tolist(), names, mesh.shape)
@@ -149,12 +152,14 @@ class RankLayout:
 
     @property
     def shards(self) -> int:
-        """The number of ranks over which a stage's parameters are sharded; experts excepted."""
+        """The number of ranks over which a stage's parameters, except experts, are sharded."""
         return len({place.share[1:] for place in self.places}) if self.sharded else 1
 
     @property
     def columns(self) -> list[tuple[int, ...]]:
-        """For each pipeline rank, all ranks of the mesh with that place in their pipelines."""
+        """For each rank of a pipeline, all ranks of the mesh at the same place in their
+        pipelines.
+        """
         return [*zip(*self.pipelines, strict=True)]
 
     @property
@@ -164,15 +169,18 @@ class RankLayout:
 
     @property
     def copies(self) -> list[tuple[int, ...]]:
-        """All sets of ranks that hold the same parameters, experts and shards included."""
+        """All sets of ranks that hold the same parameters, with the same experts and shards."""
         return self.sets("replicate")
 
     def shard_groups(self, *, experts: bool = False) -> list[tuple[int, ...]]:
-        """All sets of ranks that have the shards of the same parameters, or of the same experts."""
+        """All sets of ranks that together have the shards of the same parameters, or of the same
+        experts.
+        """
         return self.sets("shard") if experts else self.sets("shard", "inner")
 
     def sets(self, *along: str) -> list[tuple[int, ...]]:
-        """All sets of ranks that differ only along some dimensions, in the same order on all ranks.
+        """All sets of ranks that differ only along the dimensions ``along``, in the same order on
+        all ranks.
 
         Args:
             along: fields of ``Place``.
@@ -191,7 +199,7 @@ class RankLayout:
 
 
 def known_dimensions() -> str:
-    """The supported names of mesh dimensions with their meaning, as text."""
+    """Text with the supported names of mesh dimensions and their meanings."""
     return ", ".join(f"{name!r} ({meaning})" for name, meaning in DIMENSIONS.items())
 
 
@@ -215,7 +223,7 @@ def check_dimensions(names: Sequence[str]) -> None:
     """Refuse unknown dimensions, and pairs that a mesh cannot combine.
 
     Raises:
-        PipelineError: names them, and the known dimensions.
+        PipelineError: names the refused and the known dimensions.
     """
     for at, name in enumerate(names):
         if name in names[:at]:

@@ -1,4 +1,4 @@
-"""From a whole model to balanced stages."""
+"""Cut a whole model into balanced stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Partition", "Plan", "WholeModel", "cut", "meta_model", "partition"]
 
 
 def __getattr__(name: str) -> Any:
-    """Plans are imported at their first use, because they import from this folder."""
+    """Import plans at their first use, because they import from this folder."""
     if name not in ("Plan", "partition"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module("autosplit.trainer.plan"), name)

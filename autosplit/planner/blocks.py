@@ -1,4 +1,6 @@
-"""Blocks of a model: ranges of operations between the places where few bytes cross a cut."""
+"""Divide a model into blocks: ranges of operations, with cuts between them where few bytes
+cross.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ class Block:
     """A range of operations that is never cut.
 
     Attributes:
-        name: the outermost module that starts here; if none starts, the enclosing module and the
-            first operation, as ``encoder:add_3``. Names are unique.
+        name: the outermost module that starts with the block; if none does, the enclosing module
+            and the first operation, such as ``encoder:add_3``. Names are unique.
         signature: equal for blocks with the same operations on tensors of the same shapes.
-        first: position in the sequence of its first operation.
+        first: position of the block's first operation in the sequence.
         last: position of the next block's first operation.
     """
 
@@ -39,16 +41,16 @@ class Block:
 def find_cuts(line: OperationSequence, wanted: Collection[int] = ()) -> list[int]:
     """Return the places where a model may be cut, in order.
 
-    Between two heavy operations there is at most one candidate: the place where fewest tensors,
-    then fewest bytes, cross the cut. Ties go to module boundaries, of modules that are larger than
-    one operation and smaller than half the model, the outermost first.
+    Between two heavy operations there is at most one candidate: the place where the fewest tensors,
+    then the fewest bytes, cross the cut. Of equal places, a boundary of a module wins that is
+    larger than one operation and smaller than half the model, the outermost module first.
 
-    A candidate becomes a cut if more tensors cross the neighbouring candidates on both sides, as
-    between attention and MLP of a residual layer; or if it separates two modules with several heavy
-    operations each, such as the levels of a U-Net.
+    A candidate becomes a cut in two cases. More tensors cross the neighbouring candidates on both
+    sides, as between attention and MLP of a residual layer; or the candidate separates two modules
+    with several heavy operations each, such as the levels of a U-Net.
 
     Args:
-        line: the model.
+        line: the operations of the model.
         wanted: cuts that are returned in any case.
     """
     stacks = [stack(node) for node in line.body]
@@ -109,7 +111,7 @@ def _is_heavy(line: OperationSequence, node: fx.Node) -> bool:
 
 
 def _widths(line: OperationSequence) -> tuple[list[int], list[int]]:
-    """For every cut, the number of tensors that cross it, and their bytes."""
+    """For every cut: ([number of tensors that cross it], [their bytes])."""
     counts, sizes = ([0] * (len(line.body) + 2) for _ in range(2))
     for index, node in enumerate(line.body):
         end = max(line.last_use[node], index) + 1
@@ -121,7 +123,9 @@ def _widths(line: OperationSequence) -> tuple[list[int], list[int]]:
 
 
 def _name(line: OperationSequence, first: int, ends: dict[str, int]) -> str:
-    """The outermost module that starts here and has less than half of the operations."""
+    """The name of the outermost module that starts at ``first`` and has less than half of the
+    operations.
+    """
     path = stack(line.body[first])
     previous = stack(line.body[first - 1]) if first else ()
     starts = path[len(common(previous, path)) :]
@@ -134,8 +138,8 @@ def _name(line: OperationSequence, first: int, ends: dict[str, int]) -> str:
 def _signature(
     line: OperationSequence, nodes: list[fx.Node], outside: list[fx.Node], last: int
 ) -> str:
-    """A digest of the operations, of the values that they read, and of which results are read
-    later. It is valid within this process only, because it contains identities of functions.
+    """A digest of a block: its operations, the values that they read, and which results are read
+    later. It is valid within this process only, because it contains the ``id`` of functions.
     """
     number = {node: f"%{index}" for index, node in enumerate([*outside, *nodes])}
 

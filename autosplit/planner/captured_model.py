@@ -35,14 +35,14 @@ def _capture(
     kwargs: dict[str, Any],
     device: torch.device | None = None,
 ) -> OperationSequence:
-    """The operations of ``model(*args, **kwargs)`` as it is now, training or not.
+    """Capture the operations of ``model(*args, **kwargs)`` in the model's present mode.
 
     Args:
         model: the model.
         args: example positional inputs.
         kwargs: example keyword inputs.
-        device: the device of an earlier capture, from which parameters may have moved; None: that
-            of the model.
+        device: the device of an earlier capture, from which parameters may have moved; None: the
+            model's device.
     """
     has_values = not any(tensor.is_meta for tensor in named_tensors(model).values())
     moved = device is not None
@@ -85,12 +85,12 @@ class WholeModel:
     """The captured forward of a model for one microbatch, as a sequence of blocks.
 
     Attributes:
-        model: the user's module itself.
+        model: the user's module.
         args: example positional inputs.
         kwargs: example keyword inputs.
         training: whether it was captured in training mode; its present mode may differ.
-        names: names of the input tensors, in order; empty if all are positional.
-        line: the operations.
+        names: names of the input tensors, in order; empty if all inputs are positional.
+        line: the operations of the model.
         blocks: the ranges of operations between possible cuts.
     """
 
@@ -120,10 +120,10 @@ class WholeModel:
         Only a model whose first call fills a cache or a setting is called once.
 
         Args:
-            model: its parameters may be on the meta device; the graph is then for the device of
-                its buffers, or of the inputs if it has none.
-            args: example positional inputs of one microbatch, a tuple or one tensor; a dictionary
-                is keyword inputs.
+            model: the model. Its parameters may be on the meta device; the graph is then for the
+                device of its buffers, or of the inputs if it has no buffers.
+            args: example positional inputs of one microbatch, a tuple or one tensor. A dictionary
+                is passed as keyword inputs.
             kwargs: example keyword inputs.
 
         Raises:
@@ -141,7 +141,7 @@ class WholeModel:
         return cls(model, args, named, line, training=model.training)
 
     def bound_to(self, model: nn.Module) -> WholeModel:
-        """The same capture with the parameters and buffers of a copy of the model."""
+        """The same capture, for a copy of the model with other parameters and buffers."""
         return WholeModel(model, self.args, self.kwargs, self.line, training=self.training)
 
     @cached_property
@@ -155,8 +155,8 @@ class WholeModel:
 
     @cached_property
     def other_mode(self) -> OperationSequence | AutosplitError:
-        """The operations of the model in the other mode: evaluation if it was captured for
-        training, and the reverse. Captured at the first use. If the capture fails, its error.
+        """The operations of the model in the mode, training or evaluation, in which it was not
+        captured. They are captured at the first use; the value is the error if that fails.
         """
         device = self.line.device
         autocasts = torch.amp.is_autocast_available(device.type)
@@ -175,11 +175,10 @@ class WholeModel:
                 return error
 
     def divided(self, cut_at: Sequence[str]) -> tuple[WholeModel, list[int]]:
-        """Return the model with a block that starts at each named module, and the indices of these
-        blocks.
+        """Return (model with a block that starts at each named module, indices of these blocks).
 
         Args:
-            cut_at: names of modules, as ``model.layers.8``, or of blocks.
+            cut_at: names of modules, such as ``model.layers.8``, or of blocks.
 
         Raises:
             PlanError: a name is unknown, or the model cannot be cut before it.
@@ -197,14 +196,14 @@ class WholeModel:
 
         Args:
             first: the first block.
-            last: the one after the last block.
+            last: the block after the last block.
 
         Returns:
-            the module, with the model's own parameters and buffers; and its arguments, as tensors
-            without data.
+            (module with the model's own parameters and buffers, its arguments as tensors without
+            data).
 
         Raises:
-            PlanError: there are no such blocks.
+            PlanError: the blocks do not exist.
         """
         if not 0 <= first < last <= len(self.blocks):
             raise PlanError(
@@ -252,7 +251,7 @@ class WholeModel:
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword inputs of a model's call.
+    """Return (positional inputs, keyword inputs) of a model's call.
 
     Raises:
         PlanError: the inputs are invalid.
@@ -282,7 +281,9 @@ def _input_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[s
 
 
 def _apart(inputs: Any) -> Any:
-    """The inputs with no tensor twice: labels that are the input ids become a separate input."""
+    """The inputs without repeated tensors: if labels are the input ids, they become a separate
+    tensor.
+    """
     leaves, spec = tree_flatten(inputs)
     seen: set[int] = set()
     for position, leaf in enumerate(leaves):

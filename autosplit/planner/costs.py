@@ -1,5 +1,5 @@
-"""Costs of the blocks of a model: one block of each kind is split as a stage, and its F, I and W
-are timed, or counted from the FLOPs and bytes of its graphs.
+"""Costs of the blocks of a model. One block of each kind is split as a stage. Its F, I and W are
+timed, or estimated from the FLOPs and bytes of its graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Times = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block, or several in one stage, for one microbatch.
+    """The cost of one block, or of several blocks in one stage, for one microbatch.
 
     Attributes:
         forward: seconds of F.
@@ -56,17 +56,17 @@ class BlockCost:
 
     @property
     def times(self) -> Times:
-        """Seconds of F, I and W."""
+        """(seconds of F, of I, of W)."""
         return (self.forward, self.backward_input, self.backward_weight)
 
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """All blocks of a model in order.
+    """The costs of all blocks of a model, in order.
 
     Attributes:
-        blocks: the blocks.
-        crossing: bytes that go over the cut after each block but the last, for one microbatch.
+        blocks: the cost of each block.
+        crossing: bytes of one microbatch that cross the cut after each block except the last.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -82,7 +82,7 @@ class ModelCosts:
         """Costs from the tuples that ``plain`` returns.
 
         Raises:
-            PlanError: ``plain`` is something else.
+            PlanError: ``plain`` has another form.
         """
         try:
             blocks = tuple(BlockCost(*map(float, numbers)) for numbers in plain["blocks"])
@@ -99,10 +99,10 @@ class ModelCosts:
         return [*zip(*map(astuple, self.blocks), strict=True)]
 
     def stage(self, first: int, last: int) -> BlockCost:
-        """The cost of blocks ``first`` up to but not ``last`` as one stage.
+        """The cost of blocks ``first`` to ``last - 1`` as one stage.
 
-        A first stage has no I, and keeps all it saved, with the gradient of its output, until W,
-        which is the whole backward; nothing crosses the end of the model.
+        A first stage has no I; its W is the whole backward. So it keeps all saved tensors, and the
+        gradient of its output, until W. Nothing crosses the end of the model.
         """
         cost = BlockCost(*(sum(values[first:last]) for values in self._fields))
         if first:
@@ -117,12 +117,12 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """How stages are made of blocks: a trainer's options that decide what a stage costs.
+    """How stages are made of blocks: the options of a trainer that decide the cost of a stage.
 
     Attributes:
         split: how blocks are split and their graphs are run.
         autocast: the dtype of autocast, or None.
-        device: where blocks run; None for where their parameters are, or the CPU.
+        device: the device of the blocks; None: the device of their parameters, or the CPU.
     """
 
     split: SplitOptions = field(default_factory=SplitOptions)
@@ -136,18 +136,18 @@ _DEFAULT = BlockOptions()
 def profile(
     whole: WholeModel, options: BlockOptions = _DEFAULT, *, seconds: float = 60.0
 ) -> ModelCosts:
-    """Time F, I and W of a block of each kind, warm, by medians.
+    """Time F, I and W of one block of each kind, as medians of warm runs.
 
-    The model's state, the random number generators and ``.grad`` stay as they are.
+    The model's state, random generators and ``.grad`` are not changed.
 
     Args:
         whole: the model in blocks, for one microbatch.
         options: how stages are made of blocks; a trainer's defaults.
-        seconds: how long to measure, all kinds of blocks together; tracing is not counted.
+        seconds: the time to measure all kinds of blocks together, without tracing.
 
     Raises:
         CaptureError: a block cannot be traced.
-        SplitError: a block's graph cannot be split, or a bad option.
+        SplitError: a block's graph cannot be split, or an option has a wrong value.
     """
     members = kinds(whole)
     with generators_kept():
@@ -160,23 +160,23 @@ def profile(
 def estimate(
     whole: WholeModel, options: BlockOptions = _DEFAULT, *, device: DeviceSpeed | None = None
 ) -> ModelCosts:
-    """F, I and W of a block of each kind, from the FLOPs and bytes of its graphs.
+    """Estimate F, I and W of one block of each kind, from the FLOPs and bytes of its graphs.
 
-    A block of each kind is traced and split as a stage would be, on tensors without memory, so
-    what it saves and defers is exact, also for a model on the meta device; only the seconds are
-    estimates, operator by operator. With ``options.device`` the meta device, a model is
-    planned for a machine without the device at hand: torch then chooses kernels as for no device
-    in particular, which have attention save its probabilities.
+    A block of each kind is traced and split as a stage would be, on tensors without memory. So its
+    saved and deferred bytes are exact, also for a model on the meta device. Only the seconds are
+    estimates, operator by operator. With the meta device as ``options.device``, a model can be
+    planned on a machine that lacks the target device. Torch then chooses kernels for no particular
+    device, for which attention saves its probabilities.
 
     Args:
         whole: the model in blocks, for one microbatch.
         options: how stages are made of blocks; a trainer's defaults. Backends are taken to be
             equally fast.
-        device: how fast operators are; None measures the CPU, which takes a second.
+        device: the speed of operators; None: measure the CPU, which takes a second.
 
     Raises:
         CaptureError: a block cannot be traced.
-        SplitError: a block's graph cannot be split, or a bad option.
+        SplitError: a block's graph cannot be split, or an option has a wrong value.
     """
     options = replace(options, split=replace(options.split, backend="eager"))
     speed = device or measure_device()
@@ -193,7 +193,7 @@ def estimate(
 
 
 def _graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
-    """How long one call of a graph takes; nothing for views and the like."""
+    """Estimated seconds of one call of a graph; views take no time."""
     if graph is None:
         return 0.0
     moved = ((node, traffic(node)) for node in graph.graph.nodes)
@@ -201,8 +201,8 @@ def _graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
 
 
 def kinds(whole: WholeModel) -> list[list[int]]:
-    """Groups of blocks that cost the same, each a list of block numbers. The first block has no
-    input gradient, and so a group of its own.
+    """Groups of blocks with equal costs, each a list of block numbers. The first block has no input
+    gradient, so it is a group of its own.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, block in enumerate(whole.blocks):
@@ -231,22 +231,23 @@ def _model_costs(
 def block_stage(
     whole: WholeModel, first: int, last: int, options: BlockOptions, *, blank: bool = False
 ) -> tuple[Stage, list[Tensor]]:
-    """Build blocks ``first`` up to but not ``last`` as a stage with its own copy of the state, so
-    that running it leaves the model unchanged. Returns the stage and its inputs.
+    """Build blocks ``first`` to ``last - 1`` as a stage with a copy of the state, so that running
+    the stage does not change the model. Return (stage, its inputs).
 
-    Parameters on the meta device become random ones; others are used as they are. Buffers are
-    copied.
+    Parameters on the meta device become random parameters; other parameters are used unchanged.
+    Buffers are copied.
 
     Args:
         whole: the model.
         first: the first block.
-        last: the one after the last block.
+        last: the block after the last block.
         options: how stages are made.
-        blank: trace only: neither parameters nor inputs have memory, unless they are small.
+        blank: whether the stage is only traced; then neither parameters nor inputs have memory,
+            unless they are small.
 
     Raises:
         CaptureError: the blocks cannot be traced.
-        SplitError: their graph cannot be split, or a bad option.
+        SplitError: the blocks' graph cannot be split, or an option has a wrong value.
     """
     module, examples = whole.segment(first, last)
     device = options.device or device_of(module)
@@ -277,8 +278,8 @@ def _private_copy(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:
 
 
 def _make(example: Tensor, device: torch.device, blank: bool, scale: float | None = None) -> Tensor:
-    """A tensor like ``example``: random floats of this scale, ones where it is None; integers are
-    zero, which is a valid index into anything.
+    """A tensor with the layout of ``example``. Floats are random with this scale, or ones if
+    ``scale`` is None. Integers are zero, which is always a valid index.
     """
     tensor = torch.empty_strided(
         example.shape, example.stride(), dtype=example.dtype, device=device
@@ -294,18 +295,19 @@ def _make(example: Tensor, device: torch.device, blank: bool, scale: float | Non
 
 
 def time_stages(stages: list[tuple[Stage, list[Tensor]]], seconds: float) -> list[Times]:
-    """Run microbatches through some stages, so often that medians of their times mean something.
+    """Run microbatches through stages often enough for stable medians; return (F, I, W) seconds of
+    each stage.
 
-    All run F, then all I from the last to the first, then all W, as if they were one stage, and
-    another microbatch is always under way: what F saved is then out of the cache when the backward
-    reads it, and memory is found where others left it. If all of it were freed now and then, the
-    allocator would give it back to the system and get it anew, page by page, which may take as
-    long as what is computed. In turns, what else the machine does meanwhile meets them all alike.
-    Gradients add up over the rounds as over the microbatches of a step.
+    All stages run F, then all run I from the last to the first, then all run W, as one pipeline
+    would. Another microbatch is always in flight. So saved tensors have left the cache when the
+    backward reads them, and the allocator always has memory to reuse. If all memory were freed at
+    times, the allocator would return it to the system and map it again page by page, which may take
+    as long as the computation. Because stages take turns, other load of the machine affects all
+    alike. Gradients are summed over the rounds as over the microbatches of a step.
 
     Args:
-        stages: with their inputs.
-        seconds: when to stop at the latest, if each has run a few times.
+        stages: (stage, inputs) pairs.
+        seconds: the time after which to stop, if each stage has run a few times.
     """
     device = next((inputs[0].device for _, inputs in stages if inputs), torch.device("cpu"))
     took: dict[tuple[Stage, str], list[float]] = defaultdict(list)

@@ -32,7 +32,7 @@ Firsts = tuple[int, ...]
 
 
 class CapError(PlanError):
-    """No cuts fit under a memory cap; ``least`` is the least cap for which some do."""
+    """No cuts fit under a memory cap; ``least`` is the smallest cap under which some fit."""
 
     # With a default, because an error that is sent to another process is rebuilt from its message.
     def __init__(self, message: str, least: float = math.nan) -> None:
@@ -42,18 +42,19 @@ class CapError(PlanError):
 
 @dataclass(frozen=True)
 class Solution:
-    """Cuts, and the predicted step of their stages.
+    """The cuts of a model, and the predicted step of their stages.
 
     Attributes:
-        firsts: the first block of every stage but the first; increasing.
-        schedule: built for these stages; ranks wait for each other between steps.
+        firsts: the first block of every stage except the first, increasing.
+        schedule: the schedule that was built for these stages; ranks wait for each other between
+            steps.
         costs: the costs of each stage: times and memory of a microbatch, and the links with the
             messages.
         parameters: bytes of each stage's parameters.
-        step: seconds.
+        step: seconds of a step.
         bubble: idle time over total time of all ranks.
         peaks: per rank, its peak bytes: parameters, gradients, optimizer state and activations.
-        request: what the schedule was built for.
+        request: the request from which the schedule was built.
         blocks: costs of the model's blocks.
     """
 
@@ -81,24 +82,25 @@ def solve(
 ) -> Solution:
     """Find the cuts with the shortest simulated step; deterministic.
 
-    The search starts from cuts that are even in time, and under a cap in memory as well. It shifts
-    them while that shortens the simulated step.
+    The search starts from cuts that divide the time evenly; under a cap, also from cuts that divide
+    the memory evenly. It shifts cuts while that shortens the simulated step.
 
     Args:
         costs: the costs of the model's blocks, for one microbatch.
         stages: N.
-        request: the schedule.
+        request: the requested schedule.
         cap: the most bytes of a rank: one number, or one for each rank.
         optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
-        links: latency and bandwidth between ranks; message bytes are those of the cuts. None:
-            transfers take no time.
-        firsts: the first block of every stage but the first, if the cuts are given.
+        links: latency and bandwidth between ranks; the bytes of messages follow from the cuts.
+            None: transfers take no time.
+        firsts: the first block of every stage except the first, if the user chose the cuts; None:
+            search.
         refine: False returns the best starting cuts.
 
     Raises:
         PlanError: more stages than blocks.
-        CapError: no cuts fit under the cap; says the least cap for which some do.
-        ScheduleError: an unknown schedule, or one that refuses the counts.
+        CapError: no cuts fit under the cap; names the smallest cap under which some fit.
+        ScheduleError: the schedule is unknown, or does not support these counts.
     """
     search = _Search(costs, stages, request, cap, 2.0 + optimizer_state, links or Transfer())
     settled = None if firsts is None else [tuple(firsts)]
@@ -139,8 +141,8 @@ class _Search:
         self._simulated = 0
 
     def evaluate(self, firsts: Firsts) -> Solution:
-        """Simulate a step with these cuts. Ranks wait for each other between steps, as a
-        trainer's.
+        """Simulate a step with these cuts. As in a trainer, ranks wait for each other between
+        steps.
         """
         if firsts in self._solutions:
             return self._solutions[firsts]
@@ -189,11 +191,11 @@ class _Search:
         return math.fsum(peak - cap for peak, cap in pairs if peak > cap * _SAME)
 
     def key(self, solution: Solution) -> tuple[float, float]:
-        """Sort key: the best solution has the least."""
+        """Sort key of a solution; the best solution has the smallest."""
         return self._overflow(solution), solution.step
 
     def starts(self) -> Iterator[Firsts]:
-        """Yield starting cuts, which are as even as possible."""
+        """Yield cuts from which the search starts; they are as even as possible."""
         blocks, under_way = self._costs.blocks, min(self._request.microbatches, self._count)
         times = _shares([sum(block.times) for block in blocks])
         memory = _shares(
@@ -227,8 +229,8 @@ class _Search:
                     yield moved
 
     def _least_step(self, firsts: Firsts) -> float:
-        """A lower bound of the step: a stage starts after one F of each earlier stage, and then
-        runs all its actions.
+        """A lower bound of the step in seconds: a stage starts after one F of each earlier stage,
+        and then runs all its actions.
         """
         begins = least = 0.0
         for stage in self._stages(firsts):

@@ -1,6 +1,6 @@
-"""Cut a whole model into stages: their modules, the dataflow between them, and the placement and
-names of parameters and buffers. ``cut_model`` captures, measures and cuts a model for a schedule,
-with the same result on all ranks.
+"""Cut a whole model into stages: build their modules, the dataflow between them, and the placement
+and names of parameters and buffers. ``cut_model`` captures, measures and cuts a model for a
+schedule, with the same result on all ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ is in one stage or more.
 
 
 def _keys(line: OperationSequence) -> list[list[Any]]:
-    """Keys of each operation that are equal in every capture of a model: its modules, its target,
-    and how often both occurred before. A checkpointed region has the keys of the operations in it,
-    because it may be checkpointed in one mode only.
+    """Keys of each operation that are equal in every capture of a model. A key is the operation's
+    modules, its target, and how often both occurred before. A checkpointed region has the keys of
+    the operations in it, because it may be checkpointed in one mode only.
     """
     seen: Counter[Any] = Counter()
     keys_of_nodes = []
@@ -78,8 +78,9 @@ def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
 def _names(whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> Names:
     """The names of parameters and buffers in the stages that run these operations.
 
-    A parameter that a stage reads has there the names of the modules that read it. A parameter that
-    no stage reads in this mode goes to the stage with the longest common name prefix.
+    A parameter that a stage reads has, in that stage, the names of the modules that read it. A
+    parameter that no stage reads in this mode goes to the stage with the longest common name
+    prefix.
     """
     aliases: dict[str, list[str]] = {}
     for name, first in canonical_names(whole.model).items():
@@ -106,7 +107,7 @@ def _likeness(one: str, other: str) -> int:
 
 
 def _placed(aliases: list[str], readers: Mapping[int, set[str]]) -> dict[int, list[str]]:
-    """Map each stage to the names that a parameter or buffer has there."""
+    """Map each stage that has a parameter or buffer to its names in that stage."""
     by_stage = {
         stage: [a for a in aliases if a.rpartition(".")[0] in modules] or aliases[:1]
         for stage, modules in readers.items()
@@ -122,10 +123,10 @@ def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
 
     Args:
         whole: the model.
-        cuts: for every stage but the first, its first block.
+        cuts: the first block of every stage except the first.
 
     Raises:
-        PlanError: the cuts do not increase, or there is no such block.
+        PlanError: the cuts do not increase, or a block does not exist.
     """
     check_cuts(whole, cuts)
     return Partition(whole, cuts)
@@ -146,13 +147,13 @@ def check_cuts(whole: WholeModel, cuts: Sequence[int]) -> None:
 
 
 class Partition:
-    """A model in stages.
+    """A model that is cut into stages.
 
     Attributes:
         whole: the model.
-        cuts: the names of the first blocks of all stages but the first.
+        cuts: the names of the first blocks of all stages except the first.
         wiring: the dataflow between stages.
-        shared: for each parameter in several stages, its (stage, name) pairs.
+        shared: for each parameter in several stages, all its (stage, name).
     """
 
     def __init__(self, whole: WholeModel, firsts: Sequence[int]) -> None:
@@ -193,13 +194,13 @@ class Partition:
         """Build the module of a stage, with the model's own parameters and buffers. Tensors on the
         meta device are created on the CPU, with the values of ``initialise``.
 
-        The module has the forward of training and that of evaluation, and is in the model's present
-        mode. The mode in which the model was not captured is captured when a stage is first put
-        into it or called in it, as the model is then; until then the stages keep the whole model
-        alive.
+        The module has a forward for training and one for evaluation, and is in the model's present
+        mode. The model was captured in one mode. The other mode is captured from the model when a
+        stage is first put into that mode or called in it; until then the stages keep the whole
+        model alive.
 
         Raises:
-            PlanError: there is no such stage, or a tensor on the meta device has no values.
+            PlanError: the stage does not exist, or a tensor on the meta device has no values.
         """
         if not 0 <= index < self.stages:
             raise PlanError(f"build(index) needs a stage from 0 to {self.stages - 1}; got {index}")
@@ -217,10 +218,11 @@ class Partition:
         return materialise_stage(module, self._values)
 
     def _renamed(self, index: int, program: StageGraph) -> StageGraph:
-        """The program with the stage's own names of the state that it reads.
+        """The graph of a stage, with the stage's names for the parameters and buffers that it
+        reads.
 
         Raises:
-            PlanError: the graph reads state of other stages.
+            PlanError: the graph reads parameters or buffers of other stages.
         """
         for first in program.state:
             if index not in self._names[first]:
@@ -234,7 +236,7 @@ class Partition:
         """The graph of a stage in the mode in which the model was not captured.
 
         Raises:
-            PlanError: the model cannot be captured in that mode, or not be cut at these places.
+            PlanError: the model cannot be captured in that mode, or cannot be cut at these places.
         """
         sources = self.wiring.inputs[index]
         try:
@@ -293,20 +295,20 @@ def cut_model(
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
     Args:
-        model: the model, or a capture of it, for which ``args`` and ``kwargs`` are not used.
+        model: the model; or a capture of it, and then ``args`` and ``kwargs`` are not used.
         args: example positional inputs of one microbatch.
         kwargs: example keyword inputs.
-        stages: how many stages.
+        stages: the number of stages.
         request: the schedule that the stages will run.
         options: how blocks become stages.
         costs: see ``partition``.
         seconds: see ``partition``.
         cut_at: see ``partition``.
-        memory_limit: the most bytes of a rank, one number or one for each; ignored if no cuts keep
-            it.
+        memory_limit: the most bytes of a rank: one number, or one for each rank. Ignored if no cuts
+            keep it.
 
     Returns:
-        the captured model, and the best cuts with their schedule.
+        (captured model, best cuts with their schedule).
 
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
@@ -349,7 +351,7 @@ def cut_model(
 def _costs(
     costs: str | ModelCosts, seconds: float, whole: WholeModel, options: BlockOptions
 ) -> ModelCosts:
-    """The costs of the blocks: measured, estimated, or given."""
+    """The costs of the blocks: measured, estimated, or as passed."""
     if isinstance(costs, ModelCosts):
         if len(costs.blocks) != len(whole.blocks):
             raise PlanError(
@@ -364,15 +366,15 @@ def _costs(
 
 
 def on_all_ranks(work: Callable[[], T], *, alone: bool = False) -> T:
-    """Run ``work`` on all ranks of the default process group; return the result of rank 0 on all.
+    """Run ``work`` on all ranks of the default process group; return rank 0's result on all.
 
-    Ranks might find different results, and cut at different places. All ranks run the work at the
-    same time, because they share memory and caches in a step too. An error on one rank is raised on
-    all.
+    Otherwise, ranks might have different results, and cut at different places. All ranks run the
+    work at the same time, because in a step they share memory and caches, too. An error on one rank
+    is raised on all.
 
     Args:
-        work: measures costs and uses them.
-        alone: run on this process only, even within a process group.
+        work: a function that measures costs and cuts the model by them.
+        alone: whether to run on this process only, even if there is a process group.
     """
     if alone or not grouped():
         return work()
@@ -400,7 +402,7 @@ def device_of_trainer(*, alone: bool = False) -> torch.device | None:
     """The device to which a trainer moves its stages; None if they stay on the model's device.
 
     Args:
-        alone: whether the trainer has a single process, even within a process group.
+        alone: whether the trainer has a single process, even if there is a process group.
     """
     device = None if alone or not grouped() else device_of_group()
     return None if device is None or device.type == "cpu" else device

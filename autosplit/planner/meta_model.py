@@ -1,13 +1,14 @@
-"""Models whose parameters are on the meta device, while their buffers are real.
+"""Models with parameters on the meta device and real buffers.
 
-Under ``torch.device("meta")``, everything that a constructor creates lacks values, buffers such as
-rotary tables included, and no checkpoint may have those. Here a constructor creates its tensors as
-usual, and a parameter moves to the meta device when a module registers it. Its memory costs nothing
-before it is written, and constructors fill in initial values after the registration.
+Under ``torch.device("meta")``, all tensors that a constructor creates lack values, including
+buffers such as rotary tables, which may be in no checkpoint. ``meta_model`` instead lets a
+constructor create its tensors as usual, and moves a parameter to the meta device when a module
+registers it. A parameter's memory costs nothing before it is written, and constructors write
+initial values after the registration.
 
 ``initial_values`` runs the constructors again for some parameters. The random numbers of a call
 depend on a seed and on the number of the call, not on earlier draws. So a parameter starts with the
-same values under any cut, and wherever the other parameters are.
+same values under any cut.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ def meta_model(factory: Callable[[], Built]) -> Built:
     """Build a model with its parameters on the meta device and real buffers.
 
     Tied parameters stay tied. At most one module's parameters have memory at a time. The model
-    remembers the factory, which runs again for the initial values. A buffer of random numbers
-    differs from the one on a real device, because no numbers were drawn for parameters.
+    keeps the factory, which runs again for the initial values. A buffer of random numbers has other
+    values than in a model built without meta_model, because no numbers were drawn for parameters
+    before it.
 
     Args:
         factory: returns the model, or a tuple that begins with the model.
 
     Raises:
-        PlanError: the factory returns neither.
+        PlanError: the factory returns neither a model nor such a tuple.
     """
     with _registering(lambda number: False) as filled:
         built = factory()
@@ -62,7 +64,7 @@ def model_of(built: Any) -> nn.Module:
     """The model in a factory's result.
 
     Raises:
-        PlanError: the factory returned no model.
+        PlanError: the factory did not return a model.
     """
     model = built[0] if isinstance(built, tuple) and built else built
     if not isinstance(model, nn.Module):
@@ -77,21 +79,23 @@ def model_of(built: Any) -> nn.Module:
 def _registering(
     keep: Callable[[int], bool], after: Callable[[int], None] = lambda number: None
 ) -> Iterator[WeakIdKeyDictionary]:
-    """Move parameters to the meta device as this thread registers them.
+    """Context that moves parameters to the meta device when this thread registers them.
 
     Args:
-        keep: maps a parameter's number, in the order of registration, to whether it keeps its
-            values.
-        after: called with the number after each registration.
+        keep: a function from a parameter's number, in the order of registration, to whether it
+            keeps its values.
+        after: a function that is called with the parameter's number after each registration.
 
     Yields:
-        the number of each parameter that was registered with values.
+        a dictionary that maps each parameter that kept its values to its number.
     """
     filled, results, thread = WeakIdKeyDictionary(), WeakIdKeyDictionary(), threading.get_ident()
     numbers = itertools.count()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Replace a parameter by one on the meta device; one that is shared stays shared."""
+        """Register a copy on the meta device in place of a parameter. Shared parameters stay
+        shared.
+        """
         if threading.get_ident() != thread or is_lazy(parameter):
             return None
         if parameter not in results:
@@ -120,16 +124,18 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 def stand_in_tensors(
     model: nn.Module, device: torch.device | str = "cpu", *, moved: bool = False
 ) -> Iterator[None]:
-    """Replace tensors on the meta device by stand-ins on ``device``, with arbitrary values.
+    """Context in which stand-ins on ``device``, with arbitrary values, replace tensors on the meta
+    device.
 
-    This is for tracing, which needs one device but no values. Stand-ins take no memory: on the CPU
-    they are pages that are never touched, elsewhere one expanded element. Tied tensors stay tied.
+    It serves tracing, which needs one device but no values. Stand-ins take no memory: on the CPU
+    they are pages that are never touched, on other devices one expanded element. Tied tensors stay
+    tied.
 
     Args:
         model: the model.
         device: the device of the stand-ins.
-        moved: whether to replace parameters on any other device than ``device``, too: stages that
-            were moved share them with the model.
+        moved: whether to replace parameters on any other device than ``device``, too. Stages that
+            were moved share such parameters with the model.
     """
     device = torch.device(device)
     lacking = {
@@ -163,7 +169,9 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def alike(values: Tensor, original: Tensor) -> Tensor:
-    """``values`` as a parameter with the flags and attributes of ``original``, if it is one."""
+    """``values`` as a parameter with the flags and attributes of ``original``, if ``original`` is a
+    parameter.
+    """
     if not isinstance(original, nn.Parameter):
         return values.detach()
     parameter = nn.Parameter(values.detach(), requires_grad=original.requires_grad)
@@ -187,17 +195,17 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 def initial_values(model: nn.Module, names: Sequence[str], *, seed: int = 0) -> dict[str, Tensor]:
     """The initial values of a model's parameters and buffers, on the CPU.
 
-    A meta model's factory runs again with only these parameters in memory, so that its constructors
-    fill them in. A model that was moved to the meta device in another way has no factory, and its
-    initial values are lost.
+    The factory of a model of ``meta_model`` runs again with only these parameters in memory, and
+    its constructors fill them in. A model that was moved to the meta device in another way has no
+    factory, so its initial values are lost.
 
     Args:
         model: a model with parameters on the meta device.
         names: the names of the parameters and buffers.
-        seed: the seed of all random numbers; the global generators stay as they are.
+        seed: the seed of all random numbers; the global generators are not changed.
 
     Raises:
-        PlanError: no constructor initialises one, or the factory built another model.
+        PlanError: no constructor initialises a named tensor, or the factory built another model.
     """
     source = model
     if _RECIPE in model.__dict__:
@@ -262,7 +270,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
-    """Give tensors on the meta device memory on the CPU and values, in place.
+    """Replace a module's tensors on the meta device by tensors with values on the CPU, in place.
 
     Tied parameters stay tied.
 

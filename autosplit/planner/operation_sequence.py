@@ -1,8 +1,8 @@
 """The forward of a model as a sequence of operations that can be cut between any two.
 
-Replicated operations are not in the sequence: cheap ones that depend only on the batch, buffers and
-constants (masks, position ids, rotary tables) run in every stage that reads them, which costs less
-than a message.
+Replicated operations are not in the sequence. They are cheap and depend only on the batch, buffers
+and constants: masks, position ids, rotary tables. They run in every stage that reads them, which
+costs less than a message.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class OperationSequence:
         body: the operations in order, without replicated ones.
         position: the position of each operation of ``body``.
         settings: grad mode and autocast around every node that a stage may hold.
-        replicated: operations that every stage runs for itself.
+        replicated: operations that run in every stage that reads them.
         last_use: for each operation of ``body``, the position of its last reader; the length of
             ``body`` if the model returns it.
-        writers: storage -> the operations that write into it.
-        forbidden: illegal cuts and their reasons; cut k is before ``body[k]``.
+        writers: maps a storage to the operations that write into it.
+        forbidden: maps an illegal cut to the reason; cut k is before ``body[k]``.
     """
 
     def __init__(self, forward: CapturedForward) -> None:
@@ -69,7 +69,9 @@ class OperationSequence:
 
     @property
     def device(self) -> torch.device:
-        """The device of the capture: that of the last operation with a tensor result."""
+        """The device of the capture, which is the device of the last operation with a tensor
+        result.
+        """
         values = (self.value(node) for node in reversed(self.body))
         return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
 
@@ -79,12 +81,12 @@ class OperationSequence:
         return [leaf for leaf in self.forward.leaves if isinstance(leaf, fx.Node)]
 
     def part(self, first: int, last: int) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The operations of a stage with ``body[first:last]``, and the nodes that they read. The
-        last stage also has the nodes that the model returns.
+        """The operations of a stage with ``body[first:last]``, and the nodes that the stage reads.
+        The last stage also has the nodes that the model returns.
 
         Returns:
-            operations in order, replicated ones included; and the nodes outside the part that they
-            read: operations of the sequence, inputs, state and constants.
+            (operations in order, with replicated operations; nodes outside the stage that they
+            read: operations of the sequence, inputs, state and constants).
         """
         results = self.results if last == len(self.body) else []
         members = {*self.body[first:last], *(n for n in results if n in self.replicated)}
@@ -104,10 +106,10 @@ class OperationSequence:
 
     def layout(self, node: fx.Node) -> tuple[int, ...] | None:
         """The order of dimensions in which a node's value is contiguous; None if the value is
-        contiguous as it is, or in no order.
+        contiguous, or contiguous in no order.
 
         Messages are contiguous. A value is sent in this order, so that the next stage gets the
-        strides that the model has: with other strides, other kernels would run, and random numbers
+        strides of the uncut model. With other strides, other kernels would run, and random numbers
         would go to other elements.
         """
         value = self.value(node)
@@ -120,12 +122,14 @@ class OperationSequence:
         return tuple(order) if value.permute(order).is_contiguous() else None
 
     def sent(self, node: fx.Node) -> Any:
-        """The value that is sent over a cut for a node, without data."""
+        """The value that is sent over a cut for a node, as a tensor without data."""
         order = self.layout(node)
         return self.value(node) if order is None else self.value(node).permute(order)
 
     def given_value(self, node: fx.Node) -> Any:
-        """The value that a stage receives for a node of another stage: a message, or an input."""
+        """The value that a stage receives for a node of another stage or an input, as a tensor
+        without data.
+        """
         return self.sent(node) if node in self.position else self.value(node)
 
     def _last_uses(self) -> dict[fx.Node, int]:
@@ -141,8 +145,8 @@ class OperationSequence:
 
 
 def _alive(calls: list[fx.Node], line: OperationSequence) -> list[fx.Node]:
-    """The operations that write, draw random numbers, or have a result that is used. Others are
-    dropped, because stages would still have to send their inputs.
+    """The operations that write, draw random numbers, or have a result that is used. Other
+    operations are dropped; otherwise stages would have to send their inputs.
     """
     alive = set(line.results)
     for node in reversed(calls):
@@ -162,7 +166,7 @@ def _writers(calls: list[fx.Node], line: OperationSequence) -> dict[int, list[fx
 
 
 def _replicated(calls: list[fx.Node], line: OperationSequence) -> set[fx.Node]:
-    """Operations that every stage can run for itself, with the same result."""
+    """Operations that every stage can run with the same result."""
     forward, effects, writers = line.forward, line.effects, line.writers
     sources = [*forward.inputs, *forward.constants]
     sources += [node for node in forward.state if not line.value(node).requires_grad]
@@ -195,7 +199,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _forbidden(line: OperationSequence) -> dict[int, str]:
-    """Positions at which a cut would divide operations that must be in one stage, each with the
+    """Map each position at which a cut would divide operations that must be in one stage to the
     reason.
     """
     reasons: dict[int, str] = {}
@@ -224,7 +228,7 @@ def _unsendable(line: OperationSequence) -> _Together:
 
 
 def _settings_changed(line: OperationSequence) -> _Together:
-    """The operations from the first to the last that changes a setting of torch."""
+    """Yield the range of operations from the first to the last that changes a setting of torch."""
 
     def changes(node: fx.Node) -> bool:
         effect = line.effects[node]
@@ -236,7 +240,7 @@ def _settings_changed(line: OperationSequence) -> _Together:
 
 
 def _writes(line: OperationSequence) -> _Together:
-    """In-place writes, with the operations that compute or read the tensor."""
+    """Yield, for each in-place write, the operations that compute or read the written tensor."""
     outer = ("placeholder", "get_attr")
     state = {s for n in line.settings if n.op in outer for s in line.effects[n].storages}
     touched = _touched(line)

@@ -1,4 +1,4 @@
-"""A range of operations as a graph of its own, and the module that runs it."""
+"""The graph of a range of operations, and the stage's module that runs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class StageGraph:
         graph: takes the state in the order of ``state``, then the inputs; returns a tuple.
         state: names of the parameters and buffers.
         shapes: the shapes of the inputs; None for an input that this mode does not read.
-        structure: rebuilds the model's result from the tensors of the last stage; None in others.
+        structure: a function that rebuilds the model's result from the tensors of the last stage;
+            None in other stages.
         device: the device of the capture.
     """
 
@@ -41,8 +42,8 @@ class StageGraph:
     device: torch.device
 
     def moved(self, device: torch.device) -> StageGraph:
-        """The graph for another device. The capture's device is in the graph as a constant wherever
-        the model used ``x.device`` or ``autocast(x.device.type)``.
+        """The graph for another device. The capture's device is a constant in the graph, from uses
+        such as ``x.device`` or ``autocast(x.device.type)``, and is replaced.
         """
         if device == self.device:
             return self
@@ -60,11 +61,11 @@ class StageLayout:
 
     Args:
         line: the operations.
-        places: position of the first operation of every stage but the first.
+        places: position of the first operation of every stage except the first.
 
     Attributes:
-        nodes: per stage, its operations, replicated ones included.
-        sent: per stage but the last, the operations whose values other stages read.
+        nodes: per stage, its operations, with replicated operations.
+        sent: per stage except the last, the operations whose values other stages read.
         received: per stage, the nodes of its arguments, in order.
     """
 
@@ -95,7 +96,7 @@ class StageLayout:
         return Source(stage, self.sent[stage].index(node))
 
     def sent_specs(self) -> list[list[tuple[Any, ...]]]:
-        """Shapes and dtypes of the tensors that every stage but the last sends."""
+        """Per stage except the last, shapes and dtypes of the tensors that it sends."""
         values = ([self.line.value(node) for node in sent] for sent in self.sent)
         return [[(tuple(v.shape), v.dtype) for v in stage_values] for stage_values in values]
 
@@ -106,9 +107,9 @@ class StageLayout:
 
         Args:
             index: the stage.
-            arguments: the nodes of its arguments, if they differ from ``received``; None for an
-                argument that it does not read.
-            plain: return a tuple of tensors in the last stage, too.
+            arguments: the nodes of the stage's arguments, if they differ from ``received``; None
+                for an argument that the stage does not read.
+            plain: whether the last stage, too, returns a tuple of tensors.
         """
         line, nodes = self.line, self.nodes[index]
         inputs: Sequence[fx.Node | None] = self.received[index] if arguments is None else arguments
@@ -208,18 +209,18 @@ def _identifier(name: str) -> str:
 class StageModule(nn.Module):
     """A stage of a model. Its parameters and buffers keep their names in the model.
 
-    It takes tensors and returns a tuple of tensors; the last stage returns the model's result.
+    A stage takes tensors and returns a tuple of tensors; the last stage returns the model's result.
 
     Args:
         index: the stage.
-        programs: the graphs of the modes that are captured: training (True), evaluation (False).
+        programs: the graph of each captured mode: training (True), evaluation (False).
         model: the whole model.
         names: the names of the model's parameters and buffers in this stage.
-        capture: returns the graph of the mode that ``programs`` lacks; called at the first use of
-            that mode.
+        capture: a function that returns the graph of the mode that ``programs`` lacks; called at
+            the first use of that mode.
 
     Attributes:
-        tied_elsewhere: the names of its parameters that other stages have, too.
+        tied_elsewhere: the names of the stage's parameters that other stages have, too.
         cuts: the names of the first blocks of all stages of the model but the first.
     """
 
@@ -250,8 +251,8 @@ class StageModule(nn.Module):
         return results if program.structure is None else program.structure(results)
 
     def train(self, mode: bool = True) -> StageModule:
-        """Set the mode, and capture it if it is new: inside a graph of its caller, a stage could
-        not be captured. An error is raised by the first call.
+        """Set the mode, and capture the stage in it if needed. A later capture might fall into a
+        trace of the caller. An error of the capture is raised by the first call.
         """
         super().train(mode)
         with contextlib.suppress(PlanError):
@@ -259,7 +260,7 @@ class StageModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StageModule:
-        """Move parameters and buffers, as ``to`` does, and the programs with them."""
+        """Move parameters and buffers, as ``to`` does, and the graphs with them."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for mode, program in self._programs.items():
             device = fn(torch.empty(0, device=program.device)).device
@@ -270,7 +271,7 @@ class StageModule(nn.Module):
         """The graph for these inputs.
 
         Args:
-            inputs: the arguments; None for one that is not known yet.
+            inputs: the arguments; None for an argument that is not known yet.
 
         Raises:
             PlanError: as for a call.
@@ -292,7 +293,7 @@ class StageModule(nn.Module):
         return program
 
     def _capture_mode(self) -> None:
-        """Capture the present mode, if it is not captured.
+        """Capture the stage in its present mode, unless that was done.
 
         Raises:
             PlanError: the model cannot be cut in this mode.
