@@ -233,5 +233,5 @@ def refuse_proxies(owner: str, module: nn.Module) -> None:
         if isinstance(part, ModuleProxy):
             subject = f"its submodule {name!r}" if name else "the module"
             raise SplitError(
-                f"{owner}: {subject} is split already; pass the unsplit one, its .unsplit"
+                f"{owner}: {subject} is split already; pass the unsplit module, its .unsplit"
             )

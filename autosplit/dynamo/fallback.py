@@ -96,7 +96,7 @@ class Fallback:
             self.partial = None
             raise
         except Exception as error:
-            failing = FailingCallError(f"{type(error).__name__} in parts: {error}")
+            failing = FailingCallError(f"{type(error).__name__}, run graph by graph: {error}")
             self._queue.remove([w for w in self._queue.works() if w not in waiting])
         if failing is not None:
             restore()

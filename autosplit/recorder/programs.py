@@ -68,7 +68,9 @@ def programs_of(stage: object, state: dict[str, Tensor], come: Sequence[bool]) -
 def _unplayable(stage: object, state: dict[str, Tensor]) -> str:
     """Why a stage cannot run alone; empty if it can."""
     if not isinstance(stage, Stage):
-        return "it has no graph of its own: it runs in parts, or comes from a stage_factory"
+        return (
+            "it has no graph of its own: it runs as several graphs, or comes from a stage_factory"
+        )
     if stage.sharding.groups or any(map(is_dtensor, state.values())):
         return "its parameters are sharded over ranks"
     if stage.functions.written:

@@ -150,7 +150,8 @@ def _attach(outputs: Any, aux: Any, gradient: Tensor) -> Any:
     needing = [at for at, output in enumerate(row) if getattr(output, "requires_grad", False)]
     if not needing:
         raise PipelineError(
-            "a stage has an auxiliary loss and no output that needs a gradient: let it return one"
+            "a stage has an auxiliary loss and no output that needs a gradient: return such an "
+            "output from its module"
         )
     row[needing[0]] = _WithGradient.apply(row[needing[0]], aux, gradient)  # type: ignore[no-untyped-call]
     if isinstance(outputs, Tensor):

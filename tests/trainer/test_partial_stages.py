@@ -228,7 +228,7 @@ def test_a_warning_names_the_line_once() -> None:
         engine.step(batch(rows=3))
     (warning,) = [entry for entry in issued if entry.category is DeferralWarning]
     assert re.match(
-        r"stage 1 \(Everything\) runs in parts.*\(at .*test_partial_stages\.py:\d+\)",
+        r"stage 1 \(Everything\) runs as several graphs.*\(at .*test_partial_stages\.py:\d+\)",
         str(warning.message),
     )
 
@@ -262,7 +262,7 @@ def test_a_write_between_forward_and_backward_is_refused() -> None:
     ("options", "message"),
     [
         ({"fullgraph": True}, r"breaking\.py:\d+"),
-        ({"memory_limit": 10**9}, "can run in parts, but memory_limit needs one graph"),
+        ({"memory_limit": 10**9}, "can run as several graphs, but memory_limit needs one graph"),
     ],
 )
 def test_one_graph_may_be_required(options: dict[str, Any], message: str) -> None:

@@ -113,9 +113,9 @@ class PartialStage:
         self._needs_grad = [arg.requires_grad for arg in args]
         self.prepare(args)
         warnings.warn(
-            f"stage {index} ({type(named_module(module)).__name__}) runs in parts. Results are "
-            "right; weight gradients of code outside of its graphs are computed with input "
-            f"gradients. It is not one graph because {error.because}",
+            f"stage {index} ({type(named_module(module)).__name__}) runs as several graphs. "
+            "Results are right; I computes weight gradients of code outside of the graphs. One "
+            f"graph is not enough because {error.because}",
             DeferralWarning,
             stacklevel=2,
         )
@@ -313,10 +313,10 @@ class PartialStage:
                 if isinstance(self._error, PythonStateError):
                     raise self._error
                 raise PythonStateError(
-                    f"stage {self.index} ({type(named_module(module)).__name__}) runs in parts, "
-                    f"and its forward leaves a tensor that needs a gradient in {name!r}, where the "
-                    "gradients of other stages would not reach it. Name a loss in StageOptions("
-                    "aux_losses=); else return the tensor, or detach() it"
+                    f"stage {self.index} ({type(named_module(module)).__name__}) runs as "
+                    "several graphs, and its forward leaves a tensor that needs a gradient in "
+                    f"{name!r}, where the gradients of other stages would not reach it. Name a "
+                    "loss in StageOptions(aux_losses=); else return the tensor, or detach() it"
                 )
 
 

@@ -81,8 +81,8 @@ class SplitStage:
         """Make a ``PartialStage``, or raise ``error``."""
         needed_by = "fully_shard" if fsdp_part(module) is not None else self.fullgraph
         if isinstance(needed_by, str):
-            text = f"{error}\n  Such a stage can run in parts, but {needed_by} needs one graph"
-            raise reworded(error, text) from error
+            text = f"Such a stage can run as several graphs, but {needed_by} needs one graph"
+            raise reworded(error, f"{error}\n  {text}") from error
         if needed_by:
             raise error
         from autosplit.pipeline.engine.partial_stage import PartialStage  # imports Dynamo

@@ -284,8 +284,9 @@ def _took(
         return 0.0, link.latency
     if memory is None:
         raise ScheduleError(
-            f"schedule {schedule.name!r} moves what stage {move.stage} holds of microbatch "
-            f"{move.microbatch}, and the link has a bandwidth: give the memory of every stage"
+            f"schedule {schedule.name!r} moves activations of stage {move.stage} and "
+            f"microbatch {move.microbatch} over a link with a bandwidth, so their bytes are "
+            "needed: pass the memory of every stage"
         )
     size = memory[move.stage].moved(deferred=move.deferred)
     return size / link.bandwidth, link.latency

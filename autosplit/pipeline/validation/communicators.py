@@ -191,11 +191,15 @@ def _lack(parts: Sequence[tuple[Place, Part]]) -> str:
     """The reason why these counterparts never meet; empty if they may meet."""
     first = parts[0][1]
     if first.is_message:
-        return "" if len(parts) == 2 else f"rank {first.peers[0]}, which never comes to it"
+        return (
+            ""
+            if len(parts) == 2
+            else f"rank {first.peers[0]}, which never enqueues the counterpart"
+        )
     came = {place[0]: part for place, part in parts}
     for rank in sorted({*first.peers, *came}):
         if rank not in came:
-            return f"rank {rank}, which never comes to {first.kind}"
+            return f"rank {rank}, which never enqueues {first.kind}"
         if came[rank] != first:
-            return f"{first.kind} of rank {rank}, which comes to {came[rank].kind}"
+            return f"{first.kind} of rank {rank}, which enqueues {came[rank].kind} instead"
     return ""

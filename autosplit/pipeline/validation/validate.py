@@ -268,12 +268,12 @@ def _state_faults(
             yield _Fault(f"{action}: rank {rank} has no partner to send it to", (here,))
         if state not in expected:
             wanted = " or ".join(expected)
-            text = f"{action} finds what is {state}, expected {wanted}"
+            text = f"{action}: the activations are {state}, expected {wanted}"
             yield _Fault(text, (*previous, here))
         state = _UNMADE if again and action.kind is ActionKind.FORWARD else after or state
         previous = (here,)
     if state in (_EVICTED, _OFFLOADED):
-        left = f"{actions[-1]} leaves what is {state}, and nothing brings it back"
+        left = f"{actions[-1]} leaves the activations {state}, and nothing brings them back"
         yield _Fault(left, previous)
 
 

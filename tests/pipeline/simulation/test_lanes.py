@@ -78,6 +78,6 @@ def test_recomputation_keeps_inputs_only_and_takes_as_long_as_a_forward() -> Non
 
 
 def test_bytes_that_are_not_known_are_asked_for() -> None:
-    with pytest.raises(ScheduleError, match="give the memory of every stage"):
+    with pytest.raises(ScheduleError, match="pass the memory of every stage"):
         simulate(evicting(), seconds(1, 1, 1), transfer=LINKS)
     assert simulate(evicting(), seconds(1, 1, 1)).makespan == 9.0

@@ -160,9 +160,9 @@ def test_messages_that_cross_on_one_communicator_are_refused() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        (("send", (1,)), None, "0 <-- waits for rank 1, which never comes to it"),
-        (("sum", (0, 1)), None, "rank 1, which never comes to sum"),
-        (("sum", (0, 1)), ("gather", (0, 1)), "sum of rank 1, which comes to gather"),
+        (("send", (1,)), None, "0 <-- waits for rank 1, which never enqueues the counterpart"),
+        (("sum", (0, 1)), None, "rank 1, which never enqueues sum"),
+        (("sum", (0, 1)), ("gather", (0, 1)), "sum of rank 1, which enqueues gather"),
     ],
 )
 def test_an_operation_without_a_partner_is_named(first: Any, second: Any, said: str) -> None:

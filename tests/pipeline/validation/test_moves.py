@@ -34,27 +34,31 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
         (
             "0F0 0EVICT0 0F1 0B0 0LOAD0 0B1",
             HOLDER,
-            "0B0 finds what is evicted, expected held or back",
+            "0B0: the activations are evicted, expected held or back",
         ),
-        ("0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0LOAD0 finds what is held, expected evicted"),
+        ("0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0LOAD0: the activations are held, expected evicted"),
         (
             "0F0 0EVICT0 0F1 0LOAD0 0LOAD0 0B0 0B1",
             HOLDER,
-            "0LOAD0 finds what is back and not used, expected evicted",
+            "0LOAD0: the activations are back and not used, expected evicted",
         ),
-        ("0EVICT0 0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0EVICT0 finds what is not there yet"),
-        ("0F0 0EVICT0 0F1 0B1", HOLDER, "0EVICT0 leaves what is evicted, and nothing"),
+        ("0EVICT0 0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0EVICT0: the activations are not there yet"),
+        ("0F0 0EVICT0 0F1 0B1", HOLDER, "0EVICT0 leaves the activations evicted, and nothing"),
         (
             "0F0 0EVICT0 0OFFLOAD0 0F1 0RELOAD0 0LOAD0 0B0 0B1",
             HOLDER,
-            "0OFFLOAD0 finds what is evicted, expected held",
+            "0OFFLOAD0: the activations are evicted, expected held",
         ),
         (
             "0F0 0OFFLOAD0 0F1 0RELOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1",
             HOLDER,
-            "0OFFLOAD0 finds what is back and not used, expected held",
+            "0OFFLOAD0: the activations are back and not used, expected held",
         ),
-        ("0F0 0AWAIT0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "0AWAIT0 finds what is held, expected evic"),
+        (
+            "0F0 0AWAIT0 0F1 0B0 0B1",
+            "1F0 1B0 1F1 1B1",
+            "0AWAIT0: the activations are held, expected evic",
+        ),
         (
             "0F0 0EVICT0 0AWAIT0 0F1 0LOAD0 0B0 0B1",
             "1F0 0ACCEPT0 0RETURN0 1B0 1F1 1F1 1B1",
@@ -68,7 +72,7 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
         (
             OWNER,
             "0RETURN0 0ACCEPT0 1F0 1B0 1F1 1B1",
-            "0RETURN0 finds what is not here, expected here",
+            "0RETURN0: the activations are not here, expected here",
         ),
         (
             "0F0 0EVICT0 0F1 0EVICT1 0LOAD0 0LOAD1 0B0 0B1",
@@ -78,17 +82,17 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
         (
             "0F0 0F1 0RECOMPUTE0 0RECOMPUTE0 0B0 0B1",
             "1F0 1B0 1F1 1B1",
-            "0RECOMPUTE0 finds what is held, expected not there before its RECOMPUTE",
+            "0RECOMPUTE0: the activations are held, expected not there before its RECOMPUTE",
         ),
         (
             "0F0 0F1 0B0 0RECOMPUTE0 0B1",
             "1F0 1B0 1F1 1B1",
-            "0B0 finds what is not there before its RECOMPUTE, expected held",
+            "0B0: the activations are not there before its RECOMPUTE, expected held",
         ),
         (
             "0F0 0OFFLOAD0 0F1 0RELOAD0 0RECOMPUTE0 0B0 0B1",
             "1F0 1B0 1F1 1B1",
-            "0OFFLOAD0 finds what is not there before its RECOMPUTE",
+            "0OFFLOAD0: the activations are not there before its RECOMPUTE",
         ),
         (
             "0ACCEPT0 0F0 0F1 0B0 0RETURN0 0B1",
