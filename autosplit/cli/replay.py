@@ -1,4 +1,4 @@
-"""``autosplit replay``: run a recorded step again, and find what went wrong first."""
+"""``autosplit replay`` runs a recorded step again, and finds the action that went wrong first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bundles: what all ranks wrote of one step.
+"""Bundles: a folder with the files that all ranks wrote about one step.
 
 ::
 
@@ -6,8 +6,8 @@
     FOLDER/NAME.part/rank-0/       its part is whole
     FOLDER/NAME/                   the parts of all ranks are there
 
-Every rename is atomic, and ranks do not communicate: some may have failed. A bundle that ends in
-``.part`` lacks ranks, and can be replayed for the others.
+Every rename is atomic. Ranks do not communicate, because some may have failed. A bundle whose name
+ends in ``.part`` lacks ranks, and can be replayed for the others.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class BundlePart:
     """One rank's part of a bundle.
 
     Attributes:
-        path: its folder.
+        path: the folder of the part.
         facts: the record of the last steps, the schedule, and facts about each stage.
-        tensors: ``"state"`` by stage and name, ``"kept"`` by action, and ``"constants"`` by stage
-            and program; empty without tensors.
+        tensors: ``"state"``: parameters and buffers by stage and name; ``"kept"``: kept tensors by
+            action; ``"constants"``: constants by stage and program. Empty if no tensors were
+            written.
     """
 
     path: Path
@@ -53,18 +54,18 @@ def write_part(
     sources: Mapping[str, str],
     tensors: Mapping[str, Any],
 ) -> None:
-    """Write the part of a rank, whole or not at all.
+    """Write the part of a rank, completely or not at all.
 
     Args:
         bundle: the folder of the bundle.
         rank: this rank.
         ranks: the number of ranks.
         facts: see ``BundlePart``.
-        sources: programs by path.
-        tensors: see ``BundlePart``; empty: none are written.
+        sources: maps the path of each program to its source.
+        tensors: see ``BundlePart``; if empty, no tensors are written.
 
     Raises:
-        OSError: the part cannot be written; nothing of it is left.
+        OSError: the part cannot be written; no file of it is left.
     """
     home = bundle.with_name(f"{bundle.name}.part")
     staged = home / f"rank-{rank}.tmp"
@@ -99,7 +100,7 @@ def read_parts(folder: Path) -> dict[int, BundlePart]:
     """The parts of a bundle by rank.
 
     Raises:
-        ReplayError: the folder is no bundle, or a file of it cannot be read.
+        ReplayError: the folder is not a bundle, or a file of it cannot be read.
     """
     parts = {}
     for path in sorted(folder.glob("rank-*")):

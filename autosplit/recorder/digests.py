@@ -1,4 +1,4 @@
-"""Digests of tensors: they show whether bits are equal, and hold none of the values.
+"""Digests of tensors, which show whether bits are equal without holding values.
 
 ::
 
@@ -42,8 +42,8 @@ class Digest(NamedTuple):
 class PendingDigests:
     """Digests whose numbers are on their way to the host.
 
-    The work is queued on the tensors' device, and nobody waits for it before ``read``. Afterwards
-    the tensors may be freed or overwritten.
+    The work is queued on the tensors' device, and the host waits for it only in ``read``. Once it
+    is queued, the tensors may be freed or overwritten.
 
     Args:
         tensors: any tensors; None for one that does not exist.
@@ -80,7 +80,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def _numbers(tensor: Tensor) -> Tensor:
-    """Bits, fingerprint and finite as one tensor of int64, shape [3], on the tensor's device."""
+    """(bits, fingerprint, is finite) as one tensor of int64, shape [3], on the tensor's device."""
     values = _flat(tensor)
     words = _words(values)
     fingerprint = words[:: max(1, words.numel() // _SAMPLES)].cumsum(0, dtype=torch.int64).sum()
@@ -88,7 +88,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor in logical order, contiguous, shape [n]; of a sparse one, its
+    """The numbers of a tensor in logical order, contiguous, shape [n]; for a sparse tensor, its
     values.
     """
     values: Any = tensor.detach()

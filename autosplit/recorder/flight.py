@@ -1,4 +1,6 @@
-"""The flight recorder of a trainer: a tape a step, alarms on which all ranks agree, and bundles."""
+"""The flight recorder of a trainer: it records each step, agrees with all ranks on alarms, and
+writes bundles.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,10 @@ class FlightRecorder:
     Args:
         options: the user's options.
         modules: this rank's modules by stage.
-        shared: groups of (stage, parameter name), each one parameter of the model.
+        shared: groups of (stage, parameter name); each group is one parameter of the model.
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        seeds: the seeds of stages that draw.
+        seeds: the seeds of stages that draw random numbers.
         device: the device of the stages.
         scales: whether losses are scaled, so that gradients may be infinite.
     """
@@ -82,7 +84,7 @@ class FlightRecorder:
     # --- a step -----------------------------------------------------------------------------------
 
     def watch(self, bound: BoundAction) -> BoundAction:
-        """The action, with its input and its result recorded."""
+        """Return the action with calls that also record its input and its result."""
         action, fetch, deliver = bound.action, bound.fetch, bound.deliver
 
         def noted_fetch() -> list[Any]:
@@ -114,15 +116,15 @@ class FlightRecorder:
         )
 
     def end_actions(self, spans: Sequence[Span]) -> None:
-        """Take the times of the step's actions."""
+        """Record the times of the step's actions."""
         self._spans = [*spans]
 
     @contextlib.contextmanager
     def recording(self, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
-        """Record the step that runs inside, and write it after an alarm of any rank.
+        """Context that records the step inside it, and writes the step after an alarm of any rank.
 
         Args:
-            metrics: returns the metrics of the step.
+            metrics: a function that returns the metrics of the step.
         """
         self._tape = None
         try:
@@ -154,7 +156,7 @@ class FlightRecorder:
                 break  # the step is written once
 
     def _end(self) -> Record:
-        """The record of the step, which becomes the last of the ring."""
+        """Make the record of the step, and keep it as the newest of the last steps."""
         record = self._tape.record(self._spans, self._device)  # type: ignore[union-attr]
         self._ring.append(record)
         return record
@@ -175,7 +177,7 @@ class FlightRecorder:
         return "" if tape is None else tape.nonfinite(record, gradients=not self._scales)
 
     def _alarms(self, record: Record) -> dict[str, str]:
-        """The alarms of this rank by name, with their texts."""
+        """Maps the name of each alarm of this rank to its text."""
         alarms, wanted = dict[str, str](), self._options.alarms
         if "nonfinite" in wanted and (text := self._nonfinite(record)):
             alarms["nonfinite"] = f"{text} is not finite"
@@ -189,11 +191,12 @@ class FlightRecorder:
         return alarms
 
     def _agree(self, alarms: Mapping[str, str], record: Record) -> list[list[int]]:
-        """Exchange alarms and digests of what several ranks hold; collective.
+        """Exchange alarms, and digests of tensors of which several ranks have copies; collective.
 
         Returns:
-            By rank: a bit for each of ``_NAMES``; then digests of its parameters and gradients, of
-            those that are no DTensors, and of each shared parameter; 0 for what it does not have.
+            For each rank: a bit for each of ``_NAMES``; then digests of all parameters and
+            gradients, of those that are no DTensors, and of each shared parameter; 0 for a digest
+            that the rank does not have.
         """
         everybody = self._groups.everybody
         flags = sum(1 << _NAMES.index(name) for name in alarms)
@@ -228,7 +231,7 @@ class FlightRecorder:
         return [_checksum(values) for values in ([*by_parameter.values()], plain, *shared)]
 
     def _difference(self, table: Sequence[Sequence[int]]) -> str:
-        """Which ranks have other bits of what must be equal, in words; empty if none has."""
+        """Text on ranks whose copies of a tensor have different bits; empty if all are equal."""
         layout = self._groups.layout
         rules: list[tuple[str, Sequence[Sequence[int]]]] = [
             ("replicas", layout.copies),
@@ -247,7 +250,7 @@ class FlightRecorder:
     # --- bundles ----------------------------------------------------------------------------------
 
     def _write(self, alarm: str, text: str) -> None:
-        """Write this rank's part of the step; a disk that refuses it is a warning."""
+        """Write this rank's part of the step. If the disk refuses it, warn."""
         everybody, tape = self._groups.everybody, self._tape
         path = Path(self._options.folder) / f"{self._run}-step-{self._step}"
         schedule = self._executor.schedule
@@ -287,7 +290,7 @@ class FlightRecorder:
             )
 
     def _gradients_come(self, index: int) -> list[bool]:
-        """For each output of a stage, whether its first backward took a gradient."""
+        """For each output of a stage, whether the first backward got a gradient for it."""
         for name, row in self._ring[-1]["actions"].items():
             if name.startswith((f"{index}I", f"{index}B")) and "took" in row:
                 return [digest is not None for digest in row["took"]]
@@ -295,7 +298,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def _reporting(self, path: Path) -> Iterator[None]:
-        """Warn of errors of the disk, which end nothing."""
+        """Context that turns errors of the disk into warnings."""
         try:
             yield
         except OSError as error:
@@ -303,12 +306,12 @@ class FlightRecorder:
 
 
 def _checksum(value: object) -> int:
-    """A number for digests; 0 for None and nothing."""
+    """A checksum of digests as one number; 0 for None and for an empty value."""
     return crc32(repr(value).encode()) if value else 0
 
 
 def _on_host(value: Any) -> Any:
-    """The value with its tensors plain and in the host's memory."""
+    """The value, with its tensors as plain tensors in the host's memory."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):

@@ -19,25 +19,26 @@ Predicate: TypeAlias = "Callable[[Mapping[str, float]], bool]"
 
 @dataclass(frozen=True)
 class Recorder:
-    """Options of the flight recorder: its memory, its alarms and its files.
+    """Options of the flight recorder: the memory that it may use, its alarms and its files.
 
-    An alarm on one rank has every rank write its part of the same step. Nothing is written without
-    an alarm, except for ``log``.
+    After an alarm on one rank, every rank writes its part of the same step. Without an alarm, only
+    ``log`` is written.
 
     Attributes:
         folder: where bundles are written; all ranks must see it.
         keep: the most bytes of activations and gradients between stages that a rank keeps of its
             last step, or a text such as ``"1GiB"``. The batch is kept by reference, and does not
-            count. A replay computes what was not kept.
-        alarms: names of ``ALARMS``, and functions of a step's ``metrics()`` that return whether to
-            write it. ``"nonfinite"``: an output that gets a gradient, a gradient or a loss is
-            infinite or NaN. ``"error"``: a step raises, which includes an ``AnomalyError``.
+            count. A replay computes tensors that were not kept.
+        alarms: names in ``ALARMS``, and functions from a step's ``metrics()`` to whether the step
+            shall be written. ``"nonfinite"``: an output that gets a gradient, a gradient or a loss
+            is infinite or NaN. ``"error"``: a step raises, which includes an ``AnomalyError``.
             ``"replicas"``: parameters or gradients differ where their bits must be equal.
-            ``"signal"``: the process gets SIGUSR1. Each but the signal is written once a run.
+            ``"signal"``: the process gets SIGUSR1. Each alarm except the signal is written once a
+            run.
         steps: the number of steps whose digests are kept.
         log: a folder for one file a rank, with a line of JSON a step; None: no file.
-        tensors: whether bundles have tensors and programs. Without, they cannot be run again, and
-            hold shapes and digests only.
+        tensors: whether bundles have tensors and programs. Without them, a bundle cannot be run
+            again, and holds shapes and digests only.
 
     Raises:
         PipelineError: an unknown alarm, or a wrong size or count.
@@ -68,7 +69,7 @@ class Recorder:
 
     @property
     def names(self) -> list[str]:
-        """The alarms by name; functions are ``"metrics"``."""
+        """The names of the alarms; functions have the name ``"metrics"``."""
         return ["metrics" if callable(alarm) else alarm for alarm in self.alarms]
 
     @property

@@ -1,4 +1,6 @@
-"""A written program, run operator by operator, to find the operator that made a value first."""
+"""Run a written program operator by operator, to find the operator that first computed a wrong
+value.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class Statement(NamedTuple):
     """One statement of a program.
 
     Attributes:
-        name: the value that it computes; empty if it computes none.
+        name: the name of the value that it computes; empty if it computes none.
         operator: the function that it calls.
         operands: the names that it reads.
         code: the statement, compiled.
@@ -47,13 +49,14 @@ class Statement(NamedTuple):
 
 
 class FaultOrigin(NamedTuple):
-    """The operator that made a wrong value first.
+    """The operator that first computed a wrong value.
 
     Attributes:
-        statement: its statement.
-        reason: what is wrong.
-        values: the tensors that it read and made, by name; as far as it ran.
-        samples: the samples of the microbatch with which it goes wrong; empty if all do.
+        statement: the operator's statement.
+        reason: text on what is wrong with the value.
+        values: the tensors that the operator read and computed, by name.
+        samples: the samples of the microbatch for which the value is wrong; empty if it is wrong
+            for all.
     """
 
     statement: Statement
@@ -63,12 +66,12 @@ class FaultOrigin(NamedTuple):
 
 
 class Program:
-    """F, I, W or B of a stage, as a bundle has it.
+    """F, I, W or B of a stage, as read from a bundle.
 
     Args:
         path: the file.
         facts: roles of arguments and results, and the user's lines.
-        constants: tensors that it reads besides its arguments.
+        constants: tensors that the program reads in addition to its arguments.
     """
 
     def __init__(
@@ -83,14 +86,14 @@ class Program:
         self._outputs = [ast.unparse(value) for value in values.value.elts]
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
-        """The results for these arguments."""
+        """Run the program; return its results."""
         names: Names = {}
         for _ in self._play(arguments, names):
             pass
         return [eval(output, names) for output in self._outputs]
 
     def _play(self, arguments: Sequence[Any], names: Names) -> Iterator[Statement]:
-        """Yield each statement, and run it afterwards on ``names``."""
+        """Yield each statement, and then run it on ``names``."""
         names |= {**self._globals, "args": [*arguments], "constants": self.constants}
         for statement in self._statements:
             yield statement
@@ -99,13 +102,13 @@ class Program:
     def origin(
         self, arguments: Sequence[Any], result: int | None, fault: Fault, rows: int
     ) -> FaultOrigin:
-        """The first operator on the way to a wrong result, or the one that raises. If an argument
-        is wrong, it is the first operator that reads it.
+        """The first operator on the way to a wrong result whose value is wrong, or the operator
+        that raises. If an argument is wrong, it is the first operator that reads the argument.
 
         Args:
             arguments: the arguments.
             result: the position of the wrong result; None if the program raises.
-            fault: what is wrong with a value.
+            fault: a function that returns what is wrong with a value, as text.
             rows: the number of samples of the microbatch.
         """
         faults: dict[str, str] = {}
@@ -156,7 +159,9 @@ class Program:
 
 
 def _first(name: str, makers: Mapping[str, Statement], faults: Mapping[str, str]) -> str:
-    """The value from which a fault comes: none of the operands of its maker has the same."""
+    """The name of the value from which a fault comes: no operand of its statement has the same
+    fault.
+    """
     while name in makers:
         operands = makers[name].operands
         culprit = next((n for n in operands if faults[n] == faults[name]), None)
@@ -176,7 +181,9 @@ def _result(statement: Statement, names: Names) -> Any:
 
 
 def _alone(tensor: Tensor, sample: int, rows: int) -> Tensor:
-    """The tensor with one sample in place of all, if its first dimension is that of samples."""
+    """The tensor with one sample in place of all samples, if samples are along its first
+    dimension.
+    """
     if not tensor.dim() or not tensor.shape[0] or tensor.shape[0] % rows:
         return tensor
     by_sample: Tensor = tensor.unflatten(0, (rows, -1))

@@ -1,4 +1,6 @@
-"""The graphs of a stage as programs that run without the model, with their lines and roles."""
+"""Write the graphs of a stage as programs that run without the model, with the user's lines and
+roles.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ class StagePrograms(NamedTuple):
     """The programs of a stage.
 
     Attributes:
-        facts: names and roles, as JSON has them; ``{"reason": text}`` if the stage cannot run
-            alone.
+        facts: names and roles as JSON; ``{"reason": text}`` if the stage cannot run alone.
         sources: F, I, W and B as Python, by name.
-        constants: tensors that they read besides their arguments, by program and name.
+        constants: tensors that the programs read in addition to their arguments, by program and
+            name.
     """
 
     facts: dict[str, Any]
@@ -36,8 +38,9 @@ def programs_of(stage: object, state: dict[str, Tensor], come: Sequence[bool]) -
 
     Args:
         stage: the stage.
-        state: its parameters and buffers by name.
-        come: for each output, whether its gradient comes; empty if no backward has started.
+        state: the stage's parameters and buffers by name.
+        come: for each output, whether the stage gets a gradient for it; empty if no backward has
+            started.
     """
     reason = _unplayable(stage, state)
     if reason or not isinstance(stage, Stage):
@@ -66,7 +69,7 @@ def programs_of(stage: object, state: dict[str, Tensor], come: Sequence[bool]) -
 
 
 def _unplayable(stage: object, state: dict[str, Tensor]) -> str:
-    """Why a stage cannot run alone; empty if it can."""
+    """The reason why a stage cannot run alone; empty if it can."""
     if not isinstance(stage, Stage):
         return (
             "it has no graph of its own: it runs as several graphs, or comes from a stage_factory"

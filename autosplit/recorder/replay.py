@@ -1,4 +1,5 @@
-"""Run recorded actions again, on one machine without the model, and find what went wrong first.
+"""Run recorded actions again, on one machine without the model, and find the action that went wrong
+first.
 
 ::
 
@@ -40,9 +41,9 @@ class Finding(NamedTuple):
     """A fault of a step.
 
     Attributes:
-        action: the first action that shows it.
+        action: the first action that shows the fault.
         rank: the rank of the action.
-        text: the fault, in lines.
+        text: the fault, as lines of text.
     """
 
     action: Action
@@ -59,7 +60,7 @@ class StepReplay:
     Args:
         parts: the parts of the bundle, by rank.
         pipeline: the number of the pipeline among its replicas.
-        bound: the largest magnitude of a right value.
+        bound: the largest magnitude that counts as right.
 
     Attributes:
         facts: facts about the step, see ``bundle.BundlePart``.
@@ -86,11 +87,11 @@ class StepReplay:
         self._sums: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def actions(self, first: Action | None = None, last: Action | None = None) -> list[Action]:
-        """The recorded F, I, W and B, each after those that it needs.
+        """The recorded F, I, W and B, each after the actions that it needs.
 
         Args:
-            first: leave out actions that do not depend on it.
-            last: leave out actions on which it does not depend.
+            first: actions that do not depend on this action are left out.
+            last: actions on which this action does not depend are left out.
         """
         wanted = self._records.keys() if last is None else self._records.keys() & self._needs(last)
         order = sorted(
@@ -104,7 +105,7 @@ class StepReplay:
         return [a for a in order if first is None or first in self._needs(a)]
 
     def _needs(self, action: Action) -> set[Action]:
-        """An action and all that it depends on."""
+        """An action and all actions on which it depends."""
         needs = (self._needs(need) for need in needs_of(action, self._dataflow))
         return {action}.union(*needs)
 
@@ -122,7 +123,7 @@ class StepReplay:
     # --- faults -----------------------------------------------------------------------------------
 
     def findings(self, actions: Sequence[Action]) -> Iterator[tuple[Action, Finding | None]]:
-        """Run each action again, and yield it with its fault; None if it has none."""
+        """Run each action again, and yield (action, its fault or None)."""
         for at, action in enumerate(actions):
             text = self._fault_of(action)
             last = all(a.stage != action.stage for a in actions[at + 1 :])
@@ -131,7 +132,7 @@ class StepReplay:
             yield action, Finding(action, rank, text) if text else None
 
     def _fault_of(self, action: Action) -> str:
-        """The fault of an action, in words; empty if it has none."""
+        """Text on the fault of an action; empty if it has none."""
         self._stage(action.stage)
         if text := self._state_fault(action.stage) or self._message_fault(action):
             return text
@@ -163,21 +164,23 @@ class StepReplay:
         return f"a magnitude above {self._bound:g}" if largest > self._bound else ""
 
     def _is_checked(self, stage: int, role: Role) -> bool:
-        """Whether a result must be right: gradients, and outputs that get one. Masks may be
-        infinite.
+        """Whether a result is checked: gradients, and outputs that get a gradient. Others, such as
+        masks, may be infinite.
         """
         return role[0] in _GRADIENTS or (
             role[0] == "output" and role[1] in self._stage(stage)["tangents"]
         )
 
     def _is_exact(self, stage: int) -> bool:
-        """Whether a replay has the bits of the run, because the same kernels run."""
+        """Whether a replay has the same bits as the run, because the same kernels run."""
         facts = self.facts
         same = facts["device"] == "cpu" and facts["torch"] == torch.__version__
         return bool(same and self._stage(stage)["exact"])
 
     def _state_fault(self, stage: int) -> str:
-        """Which parameter or buffer has other bits than when the step began, in words."""
+        """Text on a parameter or buffer whose bits have changed since the step began; empty if none
+        has.
+        """
         part = self._homes[stage]
         for name, recorded in part.facts["steps"][-1]["state"][str(stage)].items():
             if _differs(part.tensors["state"][stage][name], recorded):
@@ -185,7 +188,7 @@ class StepReplay:
         return ""
 
     def _message_fault(self, action: Action) -> str:
-        """Which tensor changed on its way to an action, in words."""
+        """Text on a tensor that changed on its way to an action; empty if none did."""
         took = self._records[action].get("took", ())
         sent = self._upstream(action, lambda need: self._records.get(need, {}).get("gave"))
         for at, (sent_row, taken_row) in enumerate(zip(sent, took, strict=False)):
@@ -194,7 +197,9 @@ class StepReplay:
         return ""
 
     def _sum_fault(self, stage: int) -> str:
-        """Which sum of weight gradients has other bits than in the run, in words."""
+        """Text on a sum of weight gradients with other bits than in the run; empty if there is
+        none.
+        """
         record = self._homes[stage].facts["steps"][-1]
         if record["comparable"] and self._is_exact(stage):
             for name, total in self._sums[stage].items():
@@ -203,7 +208,7 @@ class StepReplay:
         return ""
 
     def _origin(self, action: Action, result: int | None) -> str:
-        """The operator that made a wrong result first, in lines."""
+        """Lines of text on the operator that first computed a wrong value."""
         program = self.program(action)
         shape = self._records[Action(action.stage, _F, action.microbatch)]["took"][0][0]
         rows = shape[0] if shape else 0
@@ -228,7 +233,7 @@ class StepReplay:
         """The program of an action.
 
         Raises:
-            ReplayError: its stage cannot run alone, or the bundle has no tensors.
+            ReplayError: the action's stage cannot run alone, or the bundle has no tensors.
         """
         key, part = (action.stage, _CALLS[action.kind]), self._homes[action.stage]
         if key not in self._programs:
@@ -260,7 +265,7 @@ class StepReplay:
         return self._results[action]
 
     def _add(self, stage: int, name: str, gradient: Tensor) -> None:
-        """Add a weight gradient as the run did."""
+        """Add a weight gradient to the stage's sum, as the run did."""
         sums, dtype = self._sums[stage], self._stage(stage)["grad_dtype"]
         if name in sums:
             sums[name].add_(gradient)
@@ -294,7 +299,7 @@ class StepReplay:
         return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype).copy_(gradient)
 
     def _took(self, action: Action) -> list[Any]:
-        """The arguments that an action took; those that were not kept are computed."""
+        """The arguments that an action got. Arguments that were not kept are computed."""
         kept, digests = self._kept(action), self._records[action]["took"]
         if any(value is None and row for value, row in zip(kept, digests, strict=True)):
             sent = self._upstream(action, self._gave)
@@ -307,7 +312,7 @@ class StepReplay:
         return kept
 
     def _gave(self, action: Action) -> list[Any]:
-        """The tensors that an action gave to other stages."""
+        """The tensors that an action sent to other stages."""
         facts, results = self._stage(action.stage), self._results_of(action)
         kind, names = ("output", "outputs") if action.kind is _F else ("input_grad", "inputs")
         return [results.get((kind, name)) for name in facts[names]]
@@ -329,7 +334,7 @@ class StepReplay:
         return output_gradients(stage, flow, needs)() if needs else []
 
     def reproducer(self, action: Action, *, tensors: bool = True) -> str:
-        """One file of Python that runs an action: its program with its arguments.
+        """Source of one Python file that runs an action: its program with its arguments.
 
         Args:
             action: the action.
@@ -364,7 +369,7 @@ def _differs(value: Any, recorded: Sequence[Any] | None) -> bool:
 
 
 def _described(tensor: Tensor) -> str:
-    """Form and range of a tensor."""
+    """Text with the dtype, shape and range of a tensor."""
     text = value_text(tensor)
     if not tensor.is_floating_point() or not tensor.numel():
         return text

@@ -1,4 +1,5 @@
-"""The tape of one step on one rank: digests of what its actions took and gave, and kept tensors.
+"""The tape of one step on one rank: digests of the arguments and results of its actions, and kept
+tensors.
 
 ::
 
@@ -35,15 +36,16 @@ class StepTape:
     Args:
         step: the number of the step.
         stages: this rank's stages.
-        modules: their modules, for stages without graphs.
+        modules: the stages' modules, which are used for stages without graphs.
         batch: the tensors of the batch, which the caller keeps alive.
         keep: the most bytes of other tensors that the tape keeps.
         seeds: the seeds of the step.
         reduces: whether gradients are reduced over ranks or scaled after they were summed.
 
     Attributes:
-        kept: by action, what it took; None for what does not exist or is over the limit.
-        state: by stage, its parameters and buffers by name; copies of buffers that F writes.
+        kept: by action, the tensors that it got; None for a tensor that does not exist or is over
+            the limit.
+        state: by stage, its parameters and buffers by name. Buffers that F writes are copies.
     """
 
     def __init__(
@@ -70,16 +72,16 @@ class StepTape:
         self._comparable = not reduces and all(tensor.grad is None for tensor in tensors)
 
     def note_arguments(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
-        """Record what an action takes, before it runs."""
+        """Record the arguments of an action, before it runs."""
         self._pending[action] = {"took": PendingDigests(tensors)}
         self.kept[action] = [*map(self._keep, tensors)]
 
     def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
-        """Record what an action has computed."""
+        """Record the results of an action."""
         self._pending[action]["gave"] = PendingDigests(tensors)
 
     def _keep(self, tensor: Tensor | None) -> Tensor | None:
-        """The tensor, or a copy in the host's memory; None if that is over the limit."""
+        """The tensor, or a copy in the host's memory; None if the copy is over the limit."""
         if tensor is None or (is_plain(tensor) and storage_of(tensor) in self._batch):
             return tensor
         if tensor.dim() and tensor.nbytes > self._left:  # the loss's gradient cannot be computed
@@ -90,12 +92,12 @@ class StepTape:
         return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
     def record(self, spans: Iterable[Span], device: torch.device) -> Record:
-        """Read all numbers, and return the record of the step; after an error, of its part that
-        ran.
+        """Read all numbers, and return the record of the step; after an error, of the part of the
+        step that ran.
 
         Args:
             spans: the times of actions.
-            device: the device of the stages, which this waits for.
+            device: the device of the stages; the call waits for it.
         """
         gradients = {
             index: {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
@@ -120,9 +122,9 @@ class StepTape:
         }
 
     def nonfinite(self, record: Record, *, gradients: bool) -> str:
-        """The first result of the step that is not finite, in words; empty if all are.
+        """Text on the first result of the step that is not finite; empty if all are finite.
 
-        Outputs count if they get a gradient: masks may be infinite.
+        Outputs are only checked if they get a gradient; others, such as masks, may be infinite.
 
         Args:
             record: the record of the step.
@@ -147,8 +149,8 @@ class StepTape:
 
 
 def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by the names that the stage's graphs use; of buffers that F writes,
-    copies.
+    """Parameters and buffers by the names that the stage's graphs use. Buffers that F writes are
+    copied.
     """
     if not isinstance(stage, Stage):
         return StateReader(module).read()

@@ -14,12 +14,12 @@ from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 
 
 class AutogradStage(PartialStage):
-    """A module as a stage without graphs: W computes nothing, because I is the whole backward.
+    """A module as a stage without graphs. I is the whole backward, and W computes nothing.
 
     Args:
         module: the stage's module.
         index: the stage's index in the pipeline.
-        dtype: the dtype in which gradients are summed; None for that of each gradient.
+        dtype: the dtype in which gradients are summed; None for the dtype of each gradient.
     """
 
     def __init__(self, module: nn.Module, index: int, dtype: torch.dtype | None) -> None:
@@ -34,7 +34,7 @@ class AutogradStage(PartialStage):
         return super()._enter(inputs)
 
     def _check_attributes(self, module: nn.Module) -> None:
-        """Accept what split stages accept."""
+        """Accept tensors in attributes, as split stages do."""
 
 
 def with_full_backwards(schedule: Schedule) -> Schedule:

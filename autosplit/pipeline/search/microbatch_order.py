@@ -1,4 +1,5 @@
-"""The order of microbatches of different sizes, and the actions of each rank for that order.
+"""Search for the best order of microbatches of different sizes, and each rank's actions for that
+order.
 
     orders of the microbatches   short ones at both ends, long ones between, and a few others
     actions of each rank         list scheduling in time: of the F and I that can start, the one
@@ -46,8 +47,8 @@ Rows = Sequence[Sequence[int]]
 
 
 class _Step(NamedTuple):
-    """A step: its seconds, its microbatches in order, and the actions of each rank, numbered by
-    kind, stage and place in that order.
+    """A step: its seconds, its microbatches in order, and the actions of each rank. Actions are
+    numbered by kind, stage and place in the order.
     """
 
     seconds: float
@@ -56,10 +57,11 @@ class _Step(NamedTuple):
 
 
 def _column(costs: Costs) -> tuple[list[float], list[float], list[float]]:
-    """The costs of one microbatch by kind and stage: seconds; the bytes by which an action changes
-    what its rank keeps; and the weighted seconds of the chain of F and I that begins with it.
+    """The costs of one microbatch, each by kind and stage: (seconds of the action, bytes by which
+    it changes its rank's memory, weighted seconds of the chain of F and I that begins with it).
 
-    A microbatch counts the larger of its saved and deferred bytes from F to I, then the deferred.
+    From F to I, a microbatch counts the larger of its saved and its deferred bytes; from I to W,
+    its deferred bytes.
     """
     f, i, w = zip(*costs.times, strict=True)
     backward = [*accumulate(i)]
@@ -74,11 +76,11 @@ def _column(costs: Costs) -> tuple[list[float], list[float], list[float]]:
 
 
 class MicrobatchOrders:
-    """Finds the shortest step for a list of microbatches. Messages between ranks cost nothing here.
+    """Finds the shortest step for a list of microbatches. Messages between ranks count as free.
 
     Args:
         placement: the rank of every stage.
-        times: per stage, F, I and W of a usual microbatch, for which named schedules are built.
+        times: per stage, (F, I, W) of a usual microbatch, for which named schedules are built.
     """
 
     def __init__(self, placement: Sequence[int], times: Sequence[StageTimes]) -> None:
@@ -87,13 +89,13 @@ class MicrobatchOrders:
         self._prepared: dict[int, tuple[StepGraph, list[Rows]]] = {}
 
     def find(self, costs: Sequence[Costs], cap: float | Sequence[float] = math.inf) -> Schedule:
-        """Find the schedule of a list with the shortest step; deterministic.
+        """Find the schedule with the shortest step for a list of microbatches; deterministic.
 
         It takes at most one percent longer than any named schedule with this placement that keeps
         the cap, in the order of the list or sorted by length; ``naive`` is not tried.
 
         Args:
-            costs: per microbatch, the costs of every stage, of which times and memory are used.
+            costs: per microbatch, the costs of every stage; only times and memory are used.
             cap: the most bytes that a rank may keep of the microbatches: one number, or one for
                 each rank.
 
@@ -119,8 +121,8 @@ class MicrobatchOrders:
         return Schedule("auto", len(self._placement), len(costs), rows, self._placement, True)
 
     def _prepare(self, count: int) -> tuple[StepGraph, list[Rows]]:
-        """The graph of so many microbatches, and the rows of the named schedules. In these, I and W
-        stand for a full backward, which takes as long.
+        """Return (step graph of ``count`` microbatches, rows of the named schedules). In the rows,
+        I and W stand for a full backward, which takes the same time.
         """
         if count not in self._prepared:
             stages = len(self._placement)
@@ -142,20 +144,20 @@ class MicrobatchOrders:
 
 
 def _halves(action: Action) -> list[Action]:
-    """I and W of a full backward; any other action itself."""
+    """[I, W] for a full backward; [action] for any other action."""
     if action.kind is not ActionKind.BACKWARD:
         return [action]
     return [replace(action, kind=kind) for kind in _KINDS[1:]]
 
 
 class _OrderSearch:
-    """The search for one list.
+    """The search for one list of microbatches.
 
     Args:
         graph: the actions by kind, stage and place in an order of the list.
         costs: per microbatch, the costs of every stage.
         placement: the rank of every stage.
-        caps: per rank, the most bytes.
+        caps: per rank, the most bytes that it may keep.
     """
 
     def __init__(
@@ -218,7 +220,9 @@ class _OrderSearch:
         )
 
     def _construct(self, order: Sequence[int]) -> None:
-        """Place the actions of an order in time, as long as its step may be the shortest."""
+        """Place the actions of an order in time; stop when its step can no longer be the
+        shortest.
+        """
         count, caps = len(order), self._caps
         seconds, change, remaining = self._by_number(order)
         progress, kept = [0] * (len(seconds) // count), [0.0] * len(caps)
@@ -227,7 +231,7 @@ class _OrderSearch:
         ready, ends = scheduler.ready, scheduler.ends
 
         def choose(rank: int, now: float) -> int | None:
-            """The F or I with the most work after it, else a W."""
+            """The F or I with the most work after it, else a W; None to wait."""
             chosen, most = -1, -2.0
             for tasks in self._queues[rank]:
                 for task in tasks:
@@ -266,16 +270,14 @@ class _OrderSearch:
             self._best = _Step(makespan, order, rows)
 
     def _by_number(self, order: Sequence[int]) -> list[list[float]]:
-        """The costs of microbatches in an order, by the numbers of actions."""
+        """The costs of microbatches in an order, as lists by the number of the action."""
         columns = (self._columns[microbatch] for microbatch in order)
         fields = zip(*columns, strict=True)
         return [[*chain.from_iterable(zip(*rows, strict=True))] for rows in fields]
 
 
 def _orders(lengths: Sequence[float]) -> Iterator[list[int]]:
-    """Yield orders of the microbatches: as in the list, sorted, and with the longest ones in the
-    middle.
-    """
+    """Yield orders of the microbatches: as in the list, sorted, and with the longest in the middle."""
     ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
     yield [*range(len(lengths))]
     yield ascending
