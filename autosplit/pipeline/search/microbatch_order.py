@@ -277,7 +277,7 @@ class _OrderSearch:
 
 
 def _orders(lengths: Sequence[float]) -> Iterator[list[int]]:
-    """Yield orders of the microbatches: as in the list, sorted, and with the longest in the middle."""
+    """Yield orders of the microbatches: as in the list, sorted, and with the longest between."""
     ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
     yield [*range(len(lengths))]
     yield ascending
