@@ -142,7 +142,7 @@ def _export(
         track_global_tensors(exported)
         refuse_absent_gradients(exported, output.traced_code)
         refuse_written(exported)
-    _find_class_tensors(module, exported)
+    _read_from_user_module(module, exported)
     register_attributes(module, exported)
     if TORCH < (2, 12):
         _find_builtins(exported)
@@ -174,14 +174,15 @@ def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
         output.args = ((arguments[0],),)
 
 
-def _find_class_tensors(module: nn.Module, exported: Any) -> None:
-    """Make the generated code read tensors that are attributes of the module's class from the
-    user's module. The exported module has another class, which lacks them.
+def _read_from_user_module(module: nn.Module, exported: Any) -> None:
+    """Make the generated code read attributes of the user's module. The exported module has another
+    class: it lacks tensors that are attributes of the user's class, and the defaults of a forward,
+    which the code reads from the class if the module has hooks.
     """
     _, root = get_traced_fn(module)
-    if any(
-        isinstance(value, Tensor) for kind in type(root).__mro__ for value in vars(kind).values()
-    ):
+    attributes = (value for kind in type(root).__mro__ for value in vars(kind).values())
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    if has_hooks or any(isinstance(value, Tensor) for value in attributes):
         exported.graph._codegen.dynamo_bytecode_flatten.input_processor.root = root
 
 

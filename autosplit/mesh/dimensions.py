@@ -20,7 +20,7 @@ EXPERT, EXPERT_SHARD, CONTEXT = "ep", "efsdp", "cp"
 DIMENSIONS = {
     PIPELINE: "the stages of one pipeline",
     REPLICATE: "replicas of it, each with its own share of the batch",
-    SHARD: "replicas whose parameters fully_shard has sharded, each with its own share, too",
+    SHARD: "replicas whose parameters are sharded by fully_shard, each with its own share, too",
     EXPERT: "replicas of all but the experts, of which each has its own, and its own share, too",
     EXPERT_SHARD: f"'dp_shard' of experts; all else is sharded over {EXPERT!r}, too",
     CONTEXT: "replicas, each with its own part of every sequence",

@@ -19,8 +19,9 @@ from autosplit.capture.workarounds.custom_functions import make_traceable
 from autosplit.capture.workarounds.dynamo import forget_traced_values
 from autosplit.errors import AutosplitError, CaptureError, PlanError, PythonStateError
 from autosplit.planner.blocks import find_cuts, make_blocks
-from autosplit.planner.meta_model import named_tensors, stand_in_tensors
+from autosplit.planner.meta_model import named_tensors
 from autosplit.planner.operation_sequence import OperationSequence
+from autosplit.planner.precision import OWN_DTYPES, MixedPrecision
 from autosplit.planner.stage_module import StageLayout, StageModule
 from autosplit.runtime.build import warm_up
 from autosplit.text.figures import few, nearest
@@ -33,6 +34,7 @@ def _capture(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    precision: MixedPrecision,
     device: torch.device | None = None,
 ) -> OperationSequence:
     """Capture the operations of ``model(*args, **kwargs)`` in the model's present mode.
@@ -41,14 +43,16 @@ def _capture(
         model: the model.
         args: example positional inputs.
         kwargs: example keyword inputs.
+        precision: the dtypes of parameters, inputs and outputs.
         device: the device of an earlier capture, from which parameters may have moved; None: the
             model's device.
     """
-    has_values = not any(tensor.is_meta for tensor in named_tensors(model).values())
+    tensors = named_tensors(model).values()
+    has_values = not any(t.is_meta or precision.dtype_of(t) is not t.dtype for t in tensors)
     moved = device is not None
     try:
         device = device or device_of(model, (args, kwargs))
-        with stand_in_tensors(model, device, moved=moved), collecting_new_objects_only():
+        with precision.applied(model, device, moved=moved), collecting_new_objects_only():
             forward = _captured(model, args, kwargs, has_values=has_values)
     except CaptureError as error:
         raise CaptureError(
@@ -89,6 +93,7 @@ class WholeModel:
         args: example positional inputs.
         kwargs: example keyword inputs.
         training: whether it was captured in training mode; its present mode may differ.
+        precision: the dtypes of its parameters, inputs and outputs in the capture.
         names: names of the input tensors, in order; empty if all inputs are positional.
         line: the operations of the model.
         blocks: the ranges of operations between possible cuts.
@@ -103,9 +108,11 @@ class WholeModel:
         wanted: Sequence[int] = (),
         *,
         training: bool,
+        precision: MixedPrecision = OWN_DTYPES,
     ) -> None:
         self.model = model
         self.training = training
+        self.precision = precision
         self.args = args
         self.kwargs = kwargs
         self.names = _input_names(model, args, kwargs) if kwargs else ()
@@ -114,7 +121,11 @@ class WholeModel:
 
     @classmethod
     def capture(
-        cls, model: nn.Module, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        model: nn.Module,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+        precision: MixedPrecision = OWN_DTYPES,
     ) -> WholeModel:
         """Capture ``model(*args, **kwargs)`` in its present mode, without running it on real data.
         Only a model whose first call fills a cache or a setting is called once.
@@ -125,6 +136,7 @@ class WholeModel:
             args: example positional inputs of one microbatch, a tuple or one tensor. A dictionary
                 is passed as keyword inputs.
             kwargs: example keyword inputs.
+            precision: the dtypes of parameters, inputs and outputs.
 
         Raises:
             CaptureError: the model cannot be captured in one graph; names the user's line.
@@ -137,12 +149,19 @@ class WholeModel:
             )
         args, named = _apart(_inputs(args, kwargs))
         with working(f"capturing {type(named_module(model)).__name__} whole"):
-            line = _capture(model, args, named)
-        return cls(model, args, named, line, training=model.training)
+            line = _capture(model, args, named, precision)
+        return cls(model, args, named, line, training=model.training, precision=precision)
 
     def bound_to(self, model: nn.Module) -> WholeModel:
         """The same capture, for a copy of the model with other parameters and buffers."""
-        return WholeModel(model, self.args, self.kwargs, self.line, training=self.training)
+        return WholeModel(
+            model,
+            self.args,
+            self.kwargs,
+            self.line,
+            training=self.training,
+            precision=self.precision,
+        )
 
     @cached_property
     def crossing(self) -> tuple[tuple[Tensor, ...], ...]:
@@ -170,7 +189,7 @@ class WholeModel:
             if self.model.training is self.training:
                 self.model.train(not self.training)
             try:
-                return _capture(self.model, self.args, self.kwargs, device)
+                return _capture(self.model, self.args, self.kwargs, self.precision, device)
             except AutosplitError as error:
                 return error
 
@@ -185,7 +204,13 @@ class WholeModel:
         """
         places = [self._place(name) for name in cut_at]
         model = WholeModel(
-            self.model, self.args, self.kwargs, self.line, places, training=self.training
+            self.model,
+            self.args,
+            self.kwargs,
+            self.line,
+            places,
+            training=self.training,
+            precision=self.precision,
         )
         starts = [block.first for block in model.blocks]
         return model, [starts.index(place) for place in places]

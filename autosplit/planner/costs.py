@@ -254,7 +254,8 @@ def block_stage(
     copies: dict[int, Tensor] = {}
     for name, tensor in named_tensors(module).items():
         if id(tensor) not in copies:
-            copies[id(tensor)] = _private_copy(tensor, device, blank)
+            dtype = whole.precision.dtype_of(tensor)
+            copies[id(tensor)] = _private_copy(tensor, dtype, device, blank)
         assign(module, name, copies[id(tensor)])
     module.to(device)  # and the tensors that it makes itself
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
@@ -268,21 +269,27 @@ def block_stage(
         raise reworded(error, str(error).replace(f"stage {first}", block, 1)) from error
 
 
-def _private_copy(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:
+def _private_copy(tensor: Tensor, dtype: torch.dtype, device: torch.device, blank: bool) -> Tensor:
     has_values = not (tensor.is_meta or blank)
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().to(device, copy=True) if has_values else _make(tensor, device, blank)
     in_place = has_values and tensor.device == device
-    values = tensor if in_place else _make(tensor, device, blank, _SCALE)
-    return nn.Parameter(values.detach(), tensor.requires_grad)
+    values = tensor if in_place else _make(tensor, device, blank, _SCALE, dtype)
+    return nn.Parameter(values.detach().to(dtype), tensor.requires_grad)
 
 
-def _make(example: Tensor, device: torch.device, blank: bool, scale: float | None = None) -> Tensor:
+def _make(
+    example: Tensor,
+    device: torch.device,
+    blank: bool,
+    scale: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """A tensor with the layout of ``example``. Floats are random with this scale, or ones if
     ``scale`` is None. Integers are zero, which is always a valid index.
     """
     tensor = torch.empty_strided(
-        example.shape, example.stride(), dtype=example.dtype, device=device
+        example.shape, example.stride(), dtype=dtype or example.dtype, device=device
     )
     # Capturing may read small integers, such as a count of batches.
     if blank and tensor.nbytes > _SMALL:

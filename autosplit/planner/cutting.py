@@ -27,6 +27,7 @@ from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
 from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.planner.meta_model import Values, initial_values, materialise_stage
 from autosplit.planner.operation_sequence import OperationSequence
+from autosplit.planner.precision import OWN_DTYPES, MixedPrecision
 from autosplit.planner.stage_module import StageGraph, StageLayout, StageModule
 from autosplit.ranks.default_group import gather
 from autosplit.text.progress import working
@@ -291,6 +292,7 @@ def cut_model(
     seconds: float = 10.0,
     cut_at: Sequence[str] | None = None,
     memory_limit: float | Sequence[float] = math.inf,
+    precision: MixedPrecision = OWN_DTYPES,
 ) -> tuple[WholeModel, Solution]:
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
@@ -306,6 +308,7 @@ def cut_model(
         cut_at: see ``partition``.
         memory_limit: the most bytes of a rank: one number, or one for each rank. Ignored if no cuts
             keep it.
+        precision: the dtypes of parameters, inputs and outputs.
 
     Returns:
         (captured model, best cuts with their schedule).
@@ -324,7 +327,10 @@ def cut_model(
             f"cut_at has {len(cut_at)} names, which gives {len(cut_at) + 1} stages, but "
             f"stages={stages}"
         )
-    whole = model if isinstance(model, WholeModel) else WholeModel.capture(model, args, kwargs)
+    if isinstance(model, WholeModel):
+        whole = model
+    else:
+        whole = WholeModel.capture(model, args, kwargs, precision)
     firsts: list[int] | None = None
     if cut_at is not None:
         whole, firsts = whole.divided(cut_at)

@@ -17,7 +17,8 @@ import contextlib
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -120,12 +121,28 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return cast("nn.Parameter", result)
 
 
+def move_to_meta(model: nn.Module, parameters: Collection[int]) -> None:
+    """Replace parameters, given by ``id``, by parameters on the meta device, so that the model does
+    not keep their memory. Tied parameters stay tied.
+    """
+    replacements: dict[int, Tensor] = {}
+    for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        if id(parameter) in parameters:
+            key = id(parameter)
+            replacements[key] = replacements.get(key, _on_meta(parameter))
+            assign(model, name, replacements[key])
+
+
 @contextlib.contextmanager
 def stand_in_tensors(
-    model: nn.Module, device: torch.device | str = "cpu", *, moved: bool = False
+    model: nn.Module,
+    device: torch.device | str = "cpu",
+    dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype"),
+    *,
+    moved: bool = False,
 ) -> Iterator[None]:
     """Context in which stand-ins on ``device``, with arbitrary values, replace tensors on the meta
-    device.
+    device and tensors of other dtypes than ``dtype_of`` says.
 
     It serves tracing, which needs one device but no values. Stand-ins take no memory: on the CPU
     they are pages that are never touched, on other devices one expanded element. Tied tensors stay
@@ -142,13 +159,15 @@ def stand_in_tensors(
         name: tensor
         for name, tensor in named_tensors(model).items()
         if tensor.is_meta
+        or dtype_of(tensor) is not tensor.dtype
         or (moved and isinstance(tensor, nn.Parameter) and tensor.device != device)
     }
     replacements: dict[int, Tensor] = {}
     try:
         for name, tensor in lacking.items():
             if id(tensor) not in replacements:
-                replacements[id(tensor)] = alike(_stand_in(tensor, device), tensor)
+                stand_in = _stand_in(tensor, dtype_of(tensor), device)
+                replacements[id(tensor)] = alike(stand_in, tensor)
             assign(model, name, replacements[id(tensor)])
         yield
     finally:
@@ -179,14 +198,14 @@ def alike(values: Tensor, original: Tensor) -> Tensor:
     return parameter
 
 
-def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
-        return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        return torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
     # torch.empty would fill it under torch.use_deterministic_algorithms.
     length = spanned_elements(tensor.shape, tensor.stride())
-    storage = torch.UntypedStorage(length * tensor.element_size())
+    storage = torch.UntypedStorage(length * dtype.itemsize)
     with torch.no_grad():
-        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+        return torch.empty(0, dtype=dtype, device="cpu").set_(
             storage, 0, tensor.shape, tensor.stride()
         )
 

@@ -80,6 +80,11 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return total
 
 
+def flattened_mesh(mesh: Any, names: tuple[str, ...], name: str) -> Any:
+    """Several dimensions of a mesh as one, which ``mesh[name]`` then is as well."""
+    return mesh[names]._flatten(name)
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Timeout of a group for communication on a device. If the backend has no options, torch's
     default timeout.
@@ -117,7 +122,7 @@ def refuse_sharded(module: nn.Module) -> None:
             f"FSDP (fully_shard or FullyShardedDataParallel) manages {subject}, whose parameters "
             "are not whole here. Pass a whole module of fully_shard to autosplit.split, or to "
             "autosplit.pipelining.SplitPipelineStage for torch's schedules; pass PipelineTrainer a "
-            "function that builds and shards each stage, and a mesh with 'dp_shard'. In other "
+            "model without FSDP and a mesh with 'dp_shard', along which it shards. In other "
             "places, build the model without FSDP, and wrap the split module in "
             "DistributedDataParallel"
         )

@@ -433,7 +433,7 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-def _cast(dtype: torch.dtype, *, output: bool) -> Callable[..., Any]:
+def cast_hook(dtype: torch.dtype, *, output: bool) -> Callable[..., Any]:
     """A hook that casts a forward's positional and keyword inputs, or, with ``output``, its
     output.
     """
@@ -468,9 +468,9 @@ class PlainView:
             self._ids = frozenset(_handle_ids(state))
             policy = state._mp_policy
             if policy.cast_forward_inputs and policy.param_dtype:
-                self._casts["_forward_pre_hooks"] = _cast(policy.param_dtype, output=False)
+                self._casts["_forward_pre_hooks"] = cast_hook(policy.param_dtype, output=False)
             if policy.output_dtype is not None:
-                self._casts["_forward_hooks"] = _cast(policy.output_dtype, output=True)
+                self._casts["_forward_hooks"] = cast_hook(policy.output_dtype, output=True)
 
     def enter(self) -> None:
         attributes = self._module.__dict__

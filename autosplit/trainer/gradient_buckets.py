@@ -75,6 +75,7 @@ class GradientBucket:
             dtype.
         groups: the trainer's process groups.
         synchronize: a function that waits until the device has finished.
+        shares: the number by which sums are divided.
 
     Attributes:
         members: as passed.
@@ -84,9 +85,13 @@ class GradientBucket:
     name = "a bucket"
 
     def __init__(
-        self, members: Sequence[LocalCopies], groups: Groups, synchronize: Callable[[], None]
+        self,
+        members: Sequence[LocalCopies],
+        groups: Groups,
+        synchronize: Callable[[], None],
+        shares: int,
     ) -> None:
-        self.members = members
+        self.members, self._shares = members, shares
         self._groups, self._synchronize = groups, synchronize
         self._shapes = [local_tensor(member.copies[0]).shape for member in members]
         self._views: list[Tensor] = []
@@ -149,8 +154,8 @@ class GradientBucket:
                         work.wait()
                     self._synchronize()
             has_gradient = flags.tolist()
-            if (shares := self._groups.layout.shares) > 1:
-                self._flat.div_(shares)
+            if self._shares > 1:
+                self._flat.div_(self._shares)
             for number, member in enumerate(self.members):
                 self._publish(member, self._views[number] if has_gradient[number] else None)
             self.release()
@@ -200,6 +205,7 @@ class GradientBuckets:
         stages: for each stage of this rank, its parameters.
         groups: the trainer's process groups.
         synchronize: a function that waits until the device has finished.
+        shares: the number by which sums are divided; None: that of the shares of the batch.
 
     Attributes:
         buckets: the buckets, in the order in which their reductions start, which is the same on all
@@ -212,8 +218,10 @@ class GradientBuckets:
         stages: Mapping[int, Iterable[Tensor]],
         groups: Groups,
         synchronize: Callable[[], None],
+        shares: int | None = None,
     ) -> None:
         self._members, self._groups, self._synchronize = members, groups, synchronize
+        self._shares = groups.layout.shares if shares is None else shares
         self._stage_of = {id(p): stage for stage, parts in stages.items() for p in parts}
         holders = Counter(map(id, chain.from_iterable(stages.values())))
         self._direct = {
@@ -251,7 +259,7 @@ class GradientBuckets:
         for member in sorted(self._members, key=place):
             kinds[*place(member)[:2], member.process_group, member.dtype].append(member)
         buckets = [
-            GradientBucket(part, self._groups, self._synchronize)
+            GradientBucket(part, self._groups, self._synchronize, self._shares)
             for kind in kinds.values()
             for part in _cut(kind)
         ]

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError, ScheduleError, with_code
-from autosplit.mesh.dimensions import REPLICATE, RankLayout
+from autosplit.mesh.dimensions import REPLICATE, SHARD, RankLayout
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
 from autosplit.pipeline.engine.stage_builder import SplitStage
@@ -25,6 +25,7 @@ from autosplit.ranks.default_group import is_positive, process_count, wait_limit
 from autosplit.recorder.options import Recorder
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
 from autosplit.text.figures import parse_size
+from autosplit.trainer.default_shards import sharding_problem
 from autosplit.trainer.sharded_optimizer import check_mesh
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.tuning import first_schedule, usual_times
@@ -57,6 +58,11 @@ class StageOptions:
             of any stage, such as ``{"aux_loss": 0.01}`` for the routers of experts: scalar tensors,
             None in ``__init__``. Their weighted sum, averaged over microbatches, is trained with
             the loss; ``metrics()`` has each, without its weight, beside the loss.
+        sharding: how the trainer shards stages along "dp_shard" that the user has not sharded:
+            ``mp_policy`` and ``reshard_after_forward`` of torch's ``fully_shard``, and ``groups``,
+            a function ``groups(name, module)`` that says whether a module is a parameter group of
+            its own. Without them, entries of lists are groups ("layers.0"), and a stage is gathered
+            once a step in a pipeline of several ranks.
         planning: more arguments of ``autosplit.partition`` for a whole model, such as ``{"costs":
             "estimate", "cut_at": ["layers.8"]}``. The trainer sets the other arguments.
         stage_factory: builds stages in place of ``autosplit.Stage``; excludes ``options``.
@@ -73,6 +79,7 @@ class StageOptions:
     autocast: torch.dtype | None
     shared_parameters: Sequence[Sequence[Holder]]
     aux_losses: Mapping[str, float]
+    sharding: Mapping[str, Any]
     planning: Mapping[str, Any] | None
     stage_factory: StageFactory | None
     fullgraph: bool
@@ -84,6 +91,7 @@ class StageOptions:
         autocast: torch.dtype | None = None,
         shared_parameters: Sequence[Sequence[Holder]] = (),
         aux_losses: Mapping[str, float] | None = None,
+        sharding: Mapping[str, Any] | None = None,
         planning: Mapping[str, Any] | None = None,
         stage_factory: StageFactory | None = None,
         fullgraph: bool = False,
@@ -93,6 +101,7 @@ class StageOptions:
             "autocast": autocast,
             "shared_parameters": shared_parameters,
             "aux_losses": dict(aux_losses or {}),
+            "sharding": dict(sharding or {}),
             "planning": planning,
             "stage_factory": stage_factory,
             "fullgraph": fullgraph,
@@ -219,6 +228,8 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
     wait_limit(o.run.timeout)
     if o.run.shard_optimizer:
         check_mesh(o.mesh)
+    if text := sharding_problem(o.stages.sharding, o.mesh):
+        yield text
     if o.stages.stage_factory is not None and o.stages.options is not None:
         arguments = o.stages.changes or {"options": o.stages.options}
         names = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
@@ -355,6 +366,12 @@ class TrainerOptions:
         return self.mesh_layout
 
     @property
+    def shards(self) -> bool:
+        """Whether the trainer shards stages that the user has not sharded."""
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return SHARD in names and self.mesh_layout is not None and self.mesh_layout.shards > 1
+
+    @property
     def exchanges(self) -> bool:
         """Whether the graphs of several ranks exchange tensors with each other."""
         return self.mesh_layout is not None and self.mesh_layout.exchanges
@@ -415,6 +432,11 @@ class TrainerOptions:
             "recorder": self.run.recorder and (self.run.recorder.steps, *self.run.recorder.names),
             "grad_scaler": self.run.grad_scaler.state_dict() if self.run.grad_scaler else None,
             "aux_losses": self.stages.aux_losses,
+            "sharding": {
+                name: "given" if callable(value) else repr(value)
+                for name, value in self.stages.sharding.items()
+            },
+            "parameter groups": stages.groups,
             "shared_parameters": [*map(list, shared_parameters)],
             "wiring": stages.wiring,
             "stage_factory": None if isinstance(factory, SplitStage) else "given",

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
@@ -20,7 +19,6 @@ from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistri
 from autosplit.trainer.gradient_buckets import GradientBuckets, Wait
 from autosplit.trainer.gradient_norms import GradientNorms
 from autosplit.trainer.replicated_parameters import ReplicatedParameters
-from autosplit.trainer.sharded_optimizer import shard_stages
 from autosplit.trainer.sharded_stages import ShardedStages
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.stage_start import agree_on_start, build_seeded_modules
@@ -29,6 +27,8 @@ OptimizerFunction: TypeAlias = "Callable[[list[Any]], torch.optim.Optimizer]"
 """Builds an optimizer of a list of parameters, or of a list of (name, parameter) if its argument is
 called ``named`` or ``named_parameters``.
 """
+ShardFunction: TypeAlias = "Callable[[Mapping[int, nn.Module]], frozenset[int]]"
+"""Shards a rank's stages, by index; returns the ``id`` of trained parameters that stay whole."""
 _NAMED_ARGUMENTS = ("named", "named_parameters")
 
 
@@ -52,8 +52,7 @@ class RankModel:
         groups: the trainer's process groups.
         device: the device of the modules.
         synchronize: a function that waits until the device has finished.
-        optimizer_mesh: the mesh of the replicas among which the optimizer's state is divided; None:
-            it is not divided.
+        shard: shards the modules; None: the trainer shards nothing.
 
     Attributes:
         modules: this rank's modules by stage.
@@ -66,8 +65,8 @@ class RankModel:
         reduces: whether a step reduces gradients over other copies or other ranks.
 
     Raises:
-        PipelineError: a stage is not a module, or sharded stages share parameters; also raises the
-            errors of ``ShardedStages`` and ``ReplicatedParameters``.
+        PipelineError: a stage is not a module; also raises the errors of ``ShardedStages`` and
+            ``ReplicatedParameters``.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class RankModel:
         groups: Groups,
         device: torch.device,
         synchronize: Callable[[], None],
-        optimizer_mesh: DeviceMesh | None = None,
+        shard: ShardFunction | None = None,
     ) -> None:
         modules, drew = build_seeded_modules(stages.build, schedule.stages_on(groups.rank), device)
         self.modules, self._has_model_names = modules, stages.wiring is not None
@@ -91,19 +90,13 @@ class RankModel:
             _check_tied(index, module, shared)
             modules[index] = module.to(device)
         agree_on_start(modules, shared, groups, drew=drew)
-        whole: frozenset[int] = frozenset()
-        if optimizer_mesh is not None:
-            whole = shard_stages(modules, shared, optimizer_mesh, groups)
+        whole = frozenset[int]() if shard is None else shard(modules)
         self.sharded = sharded = ShardedStages(modules, groups, synchronize, whole)
-        if sharded.parameters and shared and optimizer_mesh is None:
-            raise PipelineError(
-                "parameters that fully_shard has sharded are shared by several stages "
-                "(shared_parameters), and gradients cannot be summed over shards and stages "
-                "together: use 'dp_replicate' in place of 'dp_shard', or no shared parameters"
-            )
         copies = ReplicatedParameters(modules, shared, schedule, groups, sharded.gathered_shardings)
         parameters_of = {stage: [*module.parameters()] for stage, module in modules.items()}
         self.buckets = GradientBuckets(copies.reduced, parameters_of, groups, synchronize)
+        # Each shard's gradient is the mean over the shares of the batch already.
+        self._tied_shards = GradientBuckets(copies.tied_shards, {}, groups, synchronize, shares=1)
         self._tied = copies if shared else None
         has_shards, has_replicas = bool(sharded.parameters), groups.layout.shares > 1
         self._checks = [
@@ -118,6 +111,7 @@ class RankModel:
         self._reductions: list[Callable[[], Sequence[Wait]]] = [
             *([self.buckets.start] if copies.reduced else []),
             *([lambda: [sharded.start()]] if has_shards else []),
+            *([lambda: [self._sum_tied_shards]] if copies.tied_shards else []),
         ]
         self.parameters = _trainable(modules.values())
         self._has_dtensors = any(map(is_dtensor, self.parameters))
@@ -337,6 +331,12 @@ class RankModel:
         for parameter, earlier in earlier_gradients:
             if earlier is not None:
                 parameter.grad = self._add_earlier(parameter, earlier)
+
+    def _sum_tied_shards(self) -> None:
+        """Sum the reduced gradients of sharded parameters over the stages that have them."""
+        self._tied_shards.begin()
+        for wait in self._tied_shards.start():
+            wait()
 
     @torch.no_grad()
     def _add_earlier(self, parameter: nn.Parameter, earlier: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class RankStages:
         ]
         self._factory = factory
         self._shares_tensors = groups.layout.tensor_ranks > 1
-        self._last = schedule.stages - 1
+        self._last, self._is_cut = schedule.stages - 1, stages.wiring is not None
         self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._reusable_stages: dict[nn.Module, Any] = {}
         self._arranged = False
@@ -151,8 +151,15 @@ class RankStages:
         """
         modules = self.complete(batch, evaluates=True)
         plan.aux = self._with_aux_losses(modules)
+        # A stage of a whole model calls no module inside, whose hooks would gather its parameters.
+        gathered = partial(self._model.sharded.gathered, frees_all=False)
         return {
-            index: ModuleStage(module, index, self._dataflow.shared_places(index))
+            index: ModuleStage(
+                module,
+                index,
+                self._dataflow.shared_places(index),
+                **({"gathering": partial(gathered, index)} if self._is_cut else {}),
+            )
             for index, module in modules.items()
         }
 

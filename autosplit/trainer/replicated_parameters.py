@@ -70,6 +70,8 @@ class ReplicatedParameters:
     Attributes:
         reduced: the parameters whose gradients must be reduced, in the same order on all ranks that
             have copies.
+        tied_shards: the tied parameters that are sharded: their reduced gradients must be summed
+            over the stages that have them.
 
     Raises:
         PipelineError: a shared parameter does not exist, is in two groups, or differs between its
@@ -101,13 +103,16 @@ class ReplicatedParameters:
         if self._layout.tensor_ranks > 1:
             for ranks in pipeline_ranks:
                 broadcast_from(whole, *self._copy_group(ranks, "tensor"), groups)
-        along = {False: ("replicate", "shard", "inner"), True: ("replicate",)}
+        along: dict[str, Sequence[str]] = {"whole": ("replicate", "shard", "inner")}
+        along |= {"expert": ("replicate",)} if self._layout.experts else {}
+        along |= {"shard": ()} if self._layout.sharded else {}
         self._copy_groups = {
-            (ranks, expert): self._copy_group(ranks, *along[expert])
+            (ranks, kind): self._copy_group(ranks, *fields)
             for ranks in dict.fromkeys([*pipeline_ranks, *(ranks for ranks, _ in tied_ranks)])
-            for expert in ((False, True) if self._layout.experts else (False,))
+            for kind, fields in along.items()
         }
         self._duplicates: set[int] = set()
+        self.tied_shards: list[LocalCopies] = []
         self.reduced = self._equalize_all(tied_ranks)
 
     # --- at the start -----------------------------------------------------------------------------
@@ -148,14 +153,16 @@ class ReplicatedParameters:
         Returns:
             The copies whose gradients must be reduced.
         """
-        members = []
+        members: list[LocalCopies] = []
         handled = {*self._gathered_shardings}
         for ranks, holders in tied_ranks:
             copies = [*dict.fromkeys([self._tied[at] for at in holders if at in self._tied])]
             if copies:
                 handled.update(map(id, copies))
                 self._duplicates.update(map(id, copies[self._groups.rank == ranks[0] :]))
-                members += self._equalize(copies, ranks, is_tied=True)
+                is_shard = self._kind(copies[0]) == "shard"
+                kept = self.tied_shards if is_shard else members
+                kept += self._equalize(copies, ranks, is_tied=True)
         for tensor in _tensors(self._modules):
             if id(tensor) not in handled:
                 members += self._equalize([tensor], (self._groups.rank,))
@@ -170,7 +177,7 @@ class ReplicatedParameters:
             The copies if their gradient must be reduced; else an empty list.
         """
         first, *duplicates = copies
-        source, process_group = self._copy_groups[ranks, is_expert(sharding_of(first))]
+        source, process_group = self._copy_groups[ranks, self._kind(first)]
         broadcast_from([first], source, process_group, self._groups)
         with torch.no_grad():
             for copy in duplicates:
@@ -181,6 +188,12 @@ class ReplicatedParameters:
         if not (first.requires_grad and is_shared):
             return []
         return [LocalCopies(copies, process_group, is_tied)]
+
+    def _kind(self, tensor: Tensor) -> str:
+        """Return which ranks have copies of a tensor, a key of ``_copy_groups``."""
+        if id(tensor) in self._gathered_shardings:
+            return "shard"
+        return "expert" if is_expert(sharding_of(tensor)) else "whole"
 
     def _sharding(self, tensor: Tensor) -> Sharding | None:
         """Return a tensor's sharding; for a parameter of ``fully_shard``, its sharding while it is

@@ -70,7 +70,7 @@ def shard_stages(
     """
     from torch.distributed.fsdp import fully_shard  # takes long to import
 
-    _check_built_alike(modules, groups)
+    check_replicas_built_alike(modules, groups)
     tied = {holder for holders in shared for holder in map(tuple, holders)}
     whole: set[int] = set()
     first, replicas = groups.root_and_group(groups.layout.shard_groups())
@@ -86,13 +86,13 @@ def shard_stages(
         whole.update(map(id, kept))
         kept.update(p for _, p in named if not p.requires_grad)
         sharded = {name: p for name, p in named if p not in kept}
-        _check_parameters(index, module, sharded)
+        check_group(index, module, sharded, "shard_optimizer")
         if sharded:
             fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=kept)
     return frozenset(whole)
 
 
-def _check_built_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
+def check_replicas_built_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
     """Check that replicas have equal parameters, so that they can gather them from each other;
     collective.
     """
@@ -101,22 +101,31 @@ def _check_built_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None
     check_built_alike(rows, groups.layout.peers, "replicas of the same stages")
 
 
-def _check_parameters(stage: int, module: nn.Module, sharded: dict[str, nn.Parameter]) -> None:
-    """Check that one reduce-scatter can carry the gradients of a stage.
+def check_group(
+    stage: int, module: nn.Module, trained: dict[str, nn.Parameter], option: str
+) -> None:
+    """Check that one reduce-scatter can carry the gradients of a parameter group.
+
+    Args:
+        stage: the stage.
+        module: the module that ``fully_shard`` is called for.
+        trained: the trained parameters of the group.
+        option: the user's option that shards them.
 
     Raises:
         PipelineError: the parameters have several dtypes, or their gradients are sparse.
     """
-    names = {parameter.dtype: name for name, parameter in reversed(sharded.items())}
+    names = {parameter.dtype: name for name, parameter in reversed(trained.items())}
     if len(names) > 1:
         dtypes = " and ".join(f"{name!r} {dtype}" for dtype, name in reversed(names.items()))
         raise PipelineError(
-            f"shard_optimizer needs one dtype for the trained parameters of a stage; in stage "
-            f"{stage} are {dtypes}: convert them, or leave shard_optimizer out"
+            f"{option} needs one dtype for the trained parameters of a group; in stage {stage} "
+            f"are {dtypes}: convert them, or leave {option} out"
         )
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) is True:
             raise PipelineError(
-                f"stage {stage}: shard_optimizer cannot reduce the sparse gradients of {name!r}: "
-                "build it with sparse=False, or leave shard_optimizer out"
+                f"stage {stage}: {option} cannot reduce the sparse gradients of "
+                f"{name or type(part).__name__!r}: build it with sparse=False, or leave {option} "
+                "out"
             )

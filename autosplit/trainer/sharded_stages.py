@@ -96,7 +96,8 @@ class ShardedStages:
             for group in stage.groups:
                 _check_shard_ranks(index, group, groups)
         if groups.layout.shards > 1:
-            _check_all_sharded(modules, {*self.gathered_shardings, *whole})
+            shard = EXPERT_SHARD if groups.layout.experts else SHARD
+            _check_all_sharded(modules, {*self.gathered_shardings, *whole}, shard)
         self._restore = contextlib.ExitStack()
         indices = groups.everybody.gather([*self._stages])
         self.indices = frozenset(itertools.chain.from_iterable(indices))
@@ -194,16 +195,21 @@ class ShardedStages:
         self._order.begin_order()
 
     @contextlib.contextmanager
-    def gathered(self, stage: int) -> Iterator[None]:
-        """Context in which a stage's parameters are gathered; it frees them at its end."""
+    def gathered(self, stage: int, *, frees_all: bool = True) -> Iterator[None]:
+        """Context in which a stage's parameters are gathered. At its end it frees all of them, or
+        only those that a forward is to free.
+        """
         sharded = self._stages.get(stage)
-        if sharded is not None:
-            sharded.unshard(whole=True)
+        if sharded is None:
+            yield
+            return
+        sharded.unshard(whole=True)
         try:
             yield
         finally:
-            if sharded is not None:
-                sharded.reshard()
+            for group in sharded.groups:
+                if frees_all or group.reshards_after_forward:
+                    group.reshard()
 
     def levels(self, schedule: Schedule) -> list[int]:
         """Return the most bytes of gathered parameters and unreduced gradients during each action
@@ -347,11 +353,13 @@ def _fully_shard_advice(layout: RankLayout, *, experts: bool) -> str:
     return advice
 
 
-def _check_all_sharded(modules: Mapping[int, nn.Module], sharded: Collection[int]) -> None:
+def _check_all_sharded(
+    modules: Mapping[int, nn.Module], sharded: Collection[int], shard: str
+) -> None:
     """Check that each trained parameter is sharded.
 
-    The trainer does not call ``fully_shard`` itself: the user knows which modules should be
-    parameter groups, and in which precision.
+    The trainer shards stages along "dp_shard" that the user has not sharded as a whole, and no
+    experts.
 
     Raises:
         PipelineError: names a parameter that is not sharded.
@@ -360,9 +368,7 @@ def _check_all_sharded(modules: Mapping[int, nn.Module], sharded: Collection[int
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in sharded:
                 raise PipelineError(
-                    f"the mesh has {SHARD!r}, and parameter {name!r} of stage {stage} is not "
-                    f"sharded: in the function that builds stages, call fully_shard(module, "
-                    f"mesh=mesh[{SHARD!r}]) for the whole stage (after its blocks, if these are "
-                    "to be parameter groups of their own), or pass a mesh with 'dp_replicate' "
-                    "instead"
+                    f"the mesh has {shard!r}, and parameter {name!r} of stage {stage} is not "
+                    f"sharded: call fully_shard(module, mesh=mesh[{shard!r}]) for the whole stage, "
+                    "without ignored_params, in the function that builds stages"
                 )

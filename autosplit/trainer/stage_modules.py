@@ -69,9 +69,11 @@ class StageSource:
         wiring: the dataflow between stages; None: a chain.
         shared: parameters of which several stages hold a copy, as groups of (stage, name).
         shared_buffers: buffers of which several stages hold a copy.
-        cut: whether the trainer itself has cut the stages from a whole model.
         planning: options of ``StageOptions.planning`` that cut the model again, without measuring;
             None if the trainer has not cut it.
+        groups: names of modules that are parameter groups of shards, inner ones first; None: they
+            are chosen for each stage.
+        model: the whole model that the trainer has cut; None if the stages were given.
     """
 
     count: int
@@ -79,8 +81,14 @@ class StageSource:
     wiring: Wiring | None = None
     shared: Sequence[Sequence[Holder]] = ()
     shared_buffers: Sequence[Sequence[Holder]] = ()
-    cut: bool = False
     planning: Mapping[str, Any] | None = None
+    groups: tuple[str, ...] | None = None
+    model: nn.Module | None = None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the trainer itself has cut the stages from a whole model."""
+        return self.model is not None
 
     @classmethod
     def of(cls, model: StageList, count: int | None = None) -> StageSource:

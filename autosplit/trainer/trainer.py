@@ -21,6 +21,7 @@ from autosplit.ranks.groups import await_device
 from autosplit.ranks.session import choose_device
 from autosplit.trainer.agreement import StepReduction, check_unanimous
 from autosplit.trainer.batches import Batch, BatchPart, Inputs, paired
+from autosplit.trainer.default_shards import shard_by_default
 from autosplit.trainer.loss_gradients import Weight
 from autosplit.trainer.options import (
     MemoryLimit,
@@ -33,8 +34,9 @@ from autosplit.trainer.options import (
     parse_limit,
     store_for,
 )
-from autosplit.trainer.rank_model import OptimizerFunction, RankModel
+from autosplit.trainer.rank_model import OptimizerFunction, RankModel, ShardFunction
 from autosplit.trainer.runner import Runner
+from autosplit.trainer.sharded_optimizer import shard_stages
 from autosplit.trainer.stage_modules import LossFunction, StageSource, union_of_groups
 from autosplit.trainer.step_reports import StepReports
 from autosplit.trainer.verification import Verification
@@ -101,9 +103,9 @@ class PipelineTrainer(StepReports):
             Each replica takes its own share of the batch. At the end of a step the replicas reduce
             gradients to their mean, as under DistributedDataParallel. All replicas start with the
             parameters and buffers of the first.
-            A function that builds stages shards them with torch's ``fully_shard`` over
-            ``mesh["dp_shard"]``, or over ``mesh["dp_replicate", "dp_shard"]``. Parameters are
-            gathered for a step and sharded between steps. Stages become tensor parallel by torch's
+            The trainer shards stages along ``"dp_shard"`` by torch's ``fully_shard``, unless a
+            function that builds stages has done so; see ``StageOptions``. Parameters are gathered
+            for a step and sharded between steps. Stages become tensor parallel by torch's
             ``parallelize_module`` over ``mesh["tp"]``; the ranks along it take the same batch.
         memory_limit: the most bytes that a rank may hold, or a text such as ``"12GiB"``; or a
             sequence of these, one for each rank of the pipeline. It counts parameters, gradients,
@@ -204,7 +206,7 @@ class PipelineTrainer(StepReports):
                 self._groups,
                 self.device,
                 synchronize,
-                options.optimizer_mesh,
+                self._shard_function(source, options),
             )
             self._releases.append(rank_model.restore_process_groups)
             if not isinstance(factory, SplitStage):
@@ -233,6 +235,19 @@ class PipelineTrainer(StepReports):
         if (flight := self._runner.flight) is not None:
             self._releases.append(flight.release)
             self._around_step = partial(flight.recording, self.metrics)
+
+    def _shard_function(self, source: StageSource, options: TrainerOptions) -> ShardFunction | None:
+        """Return what shards this rank's stages; None if the trainer does not shard them."""
+        if options.optimizer_mesh is not None:
+            return partial(
+                shard_stages,
+                shared=self.shared_parameters,
+                mesh=options.optimizer_mesh,
+                groups=self._groups,
+            )
+        if not options.shards:
+            return None
+        return partial(shard_by_default, source=source, options=options, groups=self._groups)
 
     def __repr__(self) -> str:
         """The rank, its stages and the schedule, in one line."""

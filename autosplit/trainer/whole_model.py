@@ -14,6 +14,7 @@ from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.options import SplitOptions
+from autosplit.trainer.default_shards import group_names
 from autosplit.trainer.options import TrainerOptions
 from autosplit.trainer.stage_modules import (
     Partitioned,
@@ -67,11 +68,12 @@ def cut_whole_model(
             there are auxiliary losses.
         CaptureError: the model cannot be captured in one graph; names the user's line.
         PlanError: the model cannot be cut into ``count`` stages.
-        ShardedError: the mesh would shard the stages.
+        ShardedError: the mesh has a dimension for experts.
     """
     # Only whole models need the planner, which takes long to import.
     from autosplit.planner.costs import BlockOptions
     from autosplit.planner.cutting import PLANNING, Partition, cut_model
+    from autosplit.planner.precision import MixedPrecision
 
     if count is None or example is None:
         raise PipelineError(
@@ -90,12 +92,10 @@ def cut_whole_model(
             "the trainer cuts from a whole model have graphs instead: pass the stages as a list, "
             "or a function that builds one"
         )
-    has_shards = options.mesh_layout is not None and options.mesh_layout.shards > 1
-    if has_shards and not options.run.shard_optimizer:
+    if options.mesh_layout is not None and options.mesh_layout.experts:
         raise ShardedError(
-            "the mesh has 'dp_shard', but the trainer does not shard a whole model that it cuts: "
-            "pass a function that builds stage number index and calls fully_shard(stage, "
-            "mesh=mesh['dp_shard']), or a mesh with 'dp_replicate' instead"
+            "the mesh has 'ep', but the trainer does not cut a model with experts: pass a function "
+            "that builds stage number index with its experts, and shards it along 'efsdp'"
         )
     planning = options.stages.planning or {}
     if unknown := [name for name in planning if name not in PLANNING]:
@@ -107,6 +107,8 @@ def cut_whole_model(
     first = options.schedule_for(count, len(options.layout(count).pipeline))
     factory = options.factory(cut=True)
     split = factory.options if isinstance(factory, SplitStage) else SplitOptions()
+    sharding = options.stages.sharding
+    groups = group_names(model, sharding.get("groups")) if options.shards else ()
     whole, solution = cut_model(
         model,
         example,
@@ -115,11 +117,20 @@ def cut_whole_model(
         _request_for_cut(request, first),
         BlockOptions(split, options.stages.autocast),
         memory_limit=options.limits(len(first.ranks)) or math.inf,
+        precision=MixedPrecision(sharding.get("mp_policy"), groups),
         **planning,
     )
     parts = Partition(whole, solution.firsts)
     again = {"cut_at": [*parts.cuts], "costs": solution.blocks.plain}
-    stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True, planning=again)
+    stages = StageSource(
+        count,
+        parts.build,
+        parts.wiring,
+        parts.shared,
+        planning=again,
+        groups=groups,
+        model=model,
+    )
     return stages, solution.schedule
 
 

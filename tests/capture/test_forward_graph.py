@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autosplit.capture.export import export
-from autosplit.capture.forward_graph import Effect, EffectRecorder, examine
+from autosplit.capture.forward_graph import Effect, EffectRecorder, capture_forward, examine
 
 A, B = torch.randn(128, 128), torch.randn(128, 128)
 IMAGE, KERNEL = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)
@@ -93,3 +94,34 @@ def test_nodes_of_a_captured_graph() -> None:
     assert not product.random
     assert dropout.storages.isdisjoint(product.storages)
     assert torch.equal(model.calls, torch.zeros(1))  # nothing has run on real data
+
+
+def _behind(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return call
+
+
+class Cached(nn.Module):
+    """Returns a default of its forward, which is behind a decorator, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @_behind
+    def forward(self, x: Tensor, cache: object = None) -> dict[str, Any]:
+        return {"y": self.linear(x), "cache": cache}
+
+
+def test_a_model_that_is_called_by_keywords_may_have_hooks() -> None:
+    model = Cached()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {"x": kwargs["x"] + 1}), with_kwargs=True
+    )
+    captured = capture_forward(model, (), {"x": torch.randn(2, 4)})
+    assert [leaf is None for leaf in captured.leaves] == [False, True]
+    called = [node.target for node in captured.module.graph.nodes if node.op == "call_function"]
+    assert len(called) == 2  # with the hook

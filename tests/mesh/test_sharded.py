@@ -275,8 +275,7 @@ def test_refusals() -> None:
 
     def partly(index: int) -> nn.Module:
         module: Any = uneven(index)
-        fully_shard(module[0], mesh=mesh["dp_shard"])
-        return module
+        return fully_shard(module, mesh=mesh["dp_shard"], ignored_params={module[2].scale})
 
     def failing(index: int) -> nn.Module:
         return nn.Sequential(scale(), *[NoNaN()] * index)
@@ -290,25 +289,16 @@ def test_refusals() -> None:
     strange = tuple(tensor.clone() for tensor in local)
     if number_of(mesh):
         strange[0][2] = float("nan")  # of microbatch 1
-    tied = [((0, "2.scale"), (1, "2.scale"))]
     no_mesh = "and PipelineTrainer has no mesh with 'dp_shard': pass mesh=init_device"
-    whole, along = nn.Linear(6, 6), "along the trainer's mesh these ranks are ["
+    along = "along the trainer's mesh these ranks are ["
     assert_refused(
         [
-            ("the mesh has 'dp_shard', and parameter '0.0.weight' of stage", built(uneven)),
-            ("in the function that builds stages, call fully_shard(module, mesh=", built(partly)),
-            (
-                "the mesh has 'dp_shard', but the trainer does not shard a whole model that",
-                built(whole, example=local[0][:2]),
-            ),
+            ("parameter '2.scale' of stage", built(partly)),
+            ("is not sharded: call fully_shard(module, mesh=mesh['dp_shard'])", built(partly)),
             (along, built(wrongly(mesh["pp"]))),
             (f"are sharded over the ranks [0, 1, 2, 3]; {along}", built(wrongly(None))),
             (no_mesh, built(wrongly(pairs["dp_replicate"]), pairs)),
             (no_mesh, built(wrongly(None), None, stages=4)),
-            (
-                "shared by several stages (shared_parameters), and gradients cannot be summed over",
-                built(sharded(mesh), shared_parameters=tied),
-            ),
             (
                 "the reduction of gradients is switched off for stage",
                 ran(unreduced),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -48,13 +48,20 @@ class ModuleStage:
         module: the stage's module.
         index: the stage's index in the pipeline.
         shared: positions of arguments that other stages may read as well.
+        gathering: returns a context for each call of the module.
 
     Attributes:
         part_names: names of the parts of the loss in the outputs; None before the first call.
     """
 
-    def __init__(self, module: nn.Module, index: int, shared: Sequence[int] = ()) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        shared: Sequence[int] = (),
+        gathering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._module, self._gathering = module, gathering
         self._index = index
         self._shared = shared
         self.part_names: tuple[str, ...] | None = None
@@ -69,7 +76,8 @@ class ModuleStage:
         args = tuple(inputs)
         inputs.clear()
         versions_before = versions(args[place] for place in self._shared)
-        outputs = self._module(*args)
+        with self._gathering():
+            outputs = self._module(*args)
         if versions(args[place] for place in self._shared) != versions_before:
             raise PipelineError(
                 f"stage {self._index} writes in place into an input that other stages take, so "

@@ -1,0 +1,351 @@
+"""Stages along "dp_shard" that the trainer shards itself, over four Gloo processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from autosplit.pipeline import PipelineTrainer
+from autosplit.trainer.default_shards import group_names
+from autosplit.trainer.plan import partition
+from tests.kept_ranks import ranks
+from tests.mesh.workers import (
+    WIDTH,
+    assert_refused,
+    assert_round_trip,
+    assert_step,
+    by_hand,
+    mesh_of,
+    place,
+    share,
+    trainer,
+    whole,
+)
+from tests.zoo import Made
+
+MESH = {"pp": 2, "dp_shard": 2}
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WORDS = 32
+
+
+def number_of(mesh: DeviceMesh) -> int:
+    return place(mesh, "dp_replicate", "dp_shard", "cp")
+
+
+def share_of(mesh: DeviceMesh, step: int = 0) -> tuple[Tensor, Tensor]:
+    return share(number_of(mesh), step)
+
+
+# --- whole models of transformers -----------------------------------------------------------------
+
+
+def llama() -> tuple[nn.Module, str]:
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_cache=False,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    return model, "model.layers"
+
+
+def gpt2() -> tuple[nn.Module, str]:
+    config = transformers.GPT2Config(
+        vocab_size=WORDS,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=8,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    return model, "transformer.h"
+
+
+def tokens(replica: int, step: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    ids = torch.randint(WORDS, (4, 8), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _loss(output: Any, _: Any) -> Tensor:
+    result: Tensor = output.loss.float()
+    return result
+
+
+def of_fsdp(build: Any, replica: int, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of a replica's share, and the gradients of plain FSDP2 over two ranks."""
+    mesh = mesh_of(pp=2, dp_shard=2)["dp_shard"]
+    torch.manual_seed(0)
+    model, blocks = build()
+    for block in model.get_submodule(blocks).children():
+        fully_shard(block, mesh=mesh, **options)
+    sharded: Any = fully_shard(model, mesh=mesh, **options)
+    losses = []
+    for microbatch in range(2):
+        sharded.set_requires_gradient_sync(microbatch == 1)
+        part = {name: item.chunk(2)[microbatch] for name, item in tokens(replica).items()}
+        loss = _loss(model(**part), None)
+        (loss / 2).backward()
+        losses.append(loss.item())
+    named = model.named_parameters(remove_duplicate=False)
+    return losses, {name: whole(parameter.grad) for name, parameter in named}
+
+
+def of_trainer(mesh: DeviceMesh | None, build: Any, **options: Any) -> PipelineTrainer:
+    torch.manual_seed(0)
+    model, blocks = build()
+    planning = {"costs": "estimate", "cut_at": [f"{blocks}.1"]}
+    example = {name: item[:2] for name, item in tokens(0).items()}
+    options = {"microbatches": 2, "planning": planning, "example": example, **options}
+    return trainer(mesh, model, loss_fn=_loss, **options)
+
+
+@ranks(4)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(
+    ("build", "sharding"),
+    [(llama, {"mp_policy": HALF}), (gpt2, {"reshard_after_forward": True})],
+    ids=["tied-bf16", "zero3"],
+)
+def test_a_whole_model_is_that_of_fsdp(build: Any, sharding: dict[str, Any]) -> None:
+    """Bit for bit, but for the sum of a weight that two stages have."""
+    mesh = mesh_of(**MESH)
+    losses, gradients = of_fsdp(build, number_of(mesh), **sharding)
+    batch = tokens(number_of(mesh)), ()
+    with of_trainer(mesh, build, sharding=sharding) as engine:
+        tied = {name for group in engine.shared_parameters for _, name in group}
+        assert bool(tied) == (build is not gpt2)
+        assert engine.forward_backward(batch).tolist() == losses
+        for stage, module in engine.modules.items():
+            for name, gradient in engine.gradients()[stage].items():
+                assert isinstance(gradient, DTensor)
+                if name in tied:
+                    # FSDP2 adds the two parts in the dtype of the parameters.
+                    torch.testing.assert_close(
+                        whole(gradient), gradients[name], rtol=0.02, atol=1e-4
+                    )
+                else:
+                    assert torch.equal(whole(gradient), gradients[name]), name
+            groups = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
+            assert [n.rpartition(".")[2] for n in groups] == ["", str(stage)]
+        assert engine.evaluate(batch).tolist() == losses
+        engine.step(batch)
+        for module in engine.modules.values():
+            assert {type(p.data) for p in module.parameters()} == {DTensor}
+
+
+# --- smaller models -------------------------------------------------------------------------------
+
+
+def scale() -> nn.Module:
+    return Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.full((1,), 1.5)))
+
+
+def uneven(index: int) -> nn.Sequential:
+    """Stage ``index``: an inner width and a scale that two ranks cannot divide."""
+    torch.manual_seed(index)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)),
+        nn.LayerNorm(WIDTH),
+        scale(),
+    )
+
+
+def uneven_model() -> nn.Module:
+    return nn.Sequential(uneven(0), uneven(1))
+
+
+def of_cut(
+    mesh: DeviceMesh | None, model: nn.Module | None = None, **options: Any
+) -> PipelineTrainer:
+    planning = {"costs": "estimate", "cut_at": ["1.0"]}
+    example = torch.zeros(2, WIDTH)
+    options = {"max_grad_norm": 1e9, "planning": planning, "example": example, **options}
+    return trainer(mesh, model or uneven_model(), **options)
+
+
+def with_number(index: int) -> nn.Module:
+    """A stage with a parameter that is a number."""
+    number = nn.Parameter(torch.tensor(1.5))
+    return nn.Sequential(*uneven(index), Made(lambda m, x: x * m.number, number=number))
+
+
+def part_sharded(mesh: DeviceMesh) -> Any:
+    """Builds stages of which one module is sharded."""
+
+    def build(index: int) -> nn.Module:
+        module: Any = with_number(index)
+        fully_shard(module[0], mesh=mesh["dp_shard"])
+        return module  # type: ignore[no-any-return]
+
+    return build
+
+
+@ranks(4)
+def test_stages_are_those_of_one_process() -> None:
+    """Bit for bit: a model that the trainer cuts, within a limit; and stages of which the user has
+    sharded a part, or none.
+    """
+    mesh = mesh_of(**MESH)
+    losses, *rest = by_hand(uneven, 2, 2)
+    expected = losses[number_of(mesh)], *rest
+    sharding = {"reshard_after_forward": True, "groups": lambda name, _: name in ("0.0", "1.0")}
+    model = uneven_model()
+    with of_cut(mesh, model, sharding=sharding, memory_limit="1GiB") as engine:
+        is_released = [p.is_meta for p in model.parameters()]
+        assert is_released == [stage == engine.rank for stage in _stages(model)]
+        assert_step(engine, share_of(mesh), expected, lambda stage, name: name)
+        assert engine.evaluate(share_of(mesh)).tolist() == expected[0]
+        groups = [n for m in engine.modules.values() for n, p in m.named_modules() if _is_fsdp(p)]
+        assert groups == ["", f"{engine.rank}.0"]
+    losses, *rest = by_hand(with_number, 2, 2)
+    with trainer(mesh, part_sharded(mesh), max_grad_norm=1e9) as engine:
+        assert_step(engine, share_of(mesh), (losses[number_of(mesh)], *rest))
+        names = [name for m in engine.modules.values() for name, p in _plain(m)]
+        assert names == ["3.number"]
+    flat = mesh_of(dp_replicate=2, dp_shard=2)
+    losses, *rest = by_hand(uneven, 2, 4)
+    with trainer(flat, uneven, max_grad_norm=1e9) as engine:
+        expected = losses[number_of(flat)], *rest
+        assert_step(engine, share_of(flat), expected, exact=lambda name: False)
+        assert not any(_plain(module) for module in engine.modules.values())
+
+
+def _stages(model: nn.Module) -> list[int]:
+    """The stage of each parameter of a model of stages."""
+    return [int(name[0]) for name, _ in model.named_parameters()]
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _plain(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in module.named_parameters() if not isinstance(p.data, DTensor)]
+
+
+def frozen(index: int) -> nn.Module:
+    module = uneven(index)
+    return module.requires_grad_(index > 0)
+
+
+@ranks(4)
+def test_frozen_stages_are_sharded_and_parts_of_sequences_share() -> None:
+    mesh = mesh_of(**MESH)
+    losses, gradients, norm = by_hand(frozen, 2, 2)
+    expected = losses[number_of(mesh)], gradients, norm
+    with trainer(mesh, frozen, max_grad_norm=1e9) as engine:
+        assert engine.forward_backward(share_of(mesh)).tolist() == expected[0]
+        for name, gradient in engine.gradients().get(1, {}).items():
+            assert torch.equal(whole(gradient), gradients[f"1.{name}"])
+        assert not any(_plain(module) for module in engine.modules.values())
+    flat = mesh_of(dp_shard=2, cp=2)
+    losses, *rest = by_hand(uneven, 2, 4)
+    with trainer(flat, uneven, max_grad_norm=1e9) as engine:
+        expected = losses[number_of(flat)], *rest
+        assert_step(engine, share_of(flat), expected, exact=lambda name: False)
+        parameter: Any = engine.modules[0].get_parameter("0.0.weight")
+        assert parameter.device_mesh.size() == 4
+
+
+def tied(index: int) -> nn.Module:
+    """A stage with a parameter that all stages share."""
+    local = uneven(index)
+    torch.manual_seed(7)
+    return Made(
+        lambda m, x: m.block(x) * m.tied, block=local, tied=nn.Parameter(torch.randn(WIDTH))
+    )
+
+
+@ranks(4)
+def test_tied_shards_start_equal_and_stay_equal() -> None:
+    """Their gradients are summed over stages, on one rank or several, as those of replicas."""
+    mesh, copies = mesh_of(**MESH), mesh_of(pp=2, dp_replicate=2)
+    shared = [tuple((stage, "tied") for stage in range(4))]
+    options: dict[str, Any] = {"shared_parameters": shared, "max_grad_norm": 1.0}
+    results = []
+    for used in (copies, mesh):
+        with trainer(used, tied, 4, schedule="interleaved", **options) as engine:
+            for step in range(3):
+                losses = engine.step(share_of(used, step))
+            values = [whole(module.tied.detach()) for module in engine.modules.values()]
+            results.append((losses, engine.grad_norm, values))
+    (losses, norm, values), (same_losses, same_norm, sharded) = results
+    torch.testing.assert_close(same_losses, losses)
+    assert same_norm == pytest.approx(norm, rel=1e-5)
+    assert torch.equal(*sharded)
+    torch.testing.assert_close(sharded, values)
+
+
+@ranks(4)
+def test_checkpoints_have_the_names_of_the_whole_model() -> None:
+    mesh, line = mesh_of(**MESH), mesh_of(pp=4)
+    planning = {"costs": "estimate", "cut_at": ["0.1", "1.0", "1.1"]}
+    assert_round_trip(
+        lambda: of_cut(mesh),
+        lambda: of_cut(None, ranks=1),
+        lambda step: share_of(mesh, step),
+        lambda stage, name: name,
+        line=lambda: of_cut(line, stages=4, planning=planning),
+    )
+
+
+@ranks(4)
+def test_what_cannot_be_sharded_is_refused() -> None:
+    mesh, turned = mesh_of(**MESH), mesh_of(dp_shard=2, dp_replicate=2)
+
+    def built(build: Any, used: DeviceMesh | None = mesh, **options: Any) -> Any:
+        return lambda: trainer(used, build, **options)
+
+    def mixed(index: int) -> nn.Module:
+        return nn.Sequential(nn.Sequential(uneven(0), uneven(0).bfloat16()))
+
+    def sparse(index: int) -> nn.Module:
+        return nn.Sequential(nn.Embedding(4, WIDTH, sparse=True), uneven(index))
+
+    plan = partition(uneven_model(), torch.zeros(2, WIDTH), stages=2, costs="estimate")
+    none = mesh_of(pp=2, dp_replicate=2)
+    assert_refused(
+        [
+            ("needs one dtype for the trained parameters of a group; in", built(mixed)),
+            ("cannot reduce the sparse gradients of 'Embedding'", built(sparse)),
+            ("name 'dp_replicate' before 'dp_shard'", built(uneven, turned)),
+            ("unknown option 'policy' in sharding", built(uneven, sharding={"policy": HALF})),
+            ("has no effect without a mesh dimension 'dp_shard'",
+             built(uneven, none, sharding={"mp_policy": HALF})),
+            ("the stages of a plan have the dtypes of its capture",
+             built(plan, sharding={"mp_policy": HALF}, stages=None)),
+        ]
+    )  # fmt: skip
+
+
+def test_groups_are_entries_of_lists_that_alone_have_their_parameters() -> None:
+    lists = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3))
+    lists[2][0].weight = lists[1][1].weight
+    model = nn.ModuleDict(
+        {"layers": lists, "head": nn.Linear(2, 2), "act": nn.Sequential(nn.GELU())}
+    )
+    assert group_names(model) == ("layers.2.1", "layers.1.0", "layers.0")
+    assert group_names(model, lambda name, part: name in ("head", "layers.0.1", "layers.1")) == (
+        "head",
+        "layers.0.1",
+    )
