@@ -204,16 +204,18 @@ class StepReduction:
         pipelines, weighted by the microbatches' weights. Means of auxiliary losses are not
         weighted. Waits as ``wait`` does.
         """
-        numbers = self._await_reduced()
-        rows = numbers[: self._batches].view(-1, self._losses)
+        numbers, count = self._await_reduced(), self._losses
+        # As few calls as possible: a user may log every step.
         if self._weighted:
-            means = (rows[:-1] * rows[-1]).sum(1) / rows[-1].sum()
+            rows = numbers[: self._batches].view(-1, count)
+            means = ((rows[:-1] * rows[-1]).sum(1) / rows[-1].sum()).tolist()
         else:
-            means = rows.mean(1)
-            means[0] = rows[0].to(self._dtype).mean()
-        aux = numbers[self._aux : self._squares] / self._losses
-        names = "loss", *self._part_names, *self._aux_names
-        return dict(zip(names, [*means.tolist(), *aux.tolist()], strict=True))
+            means = [numbers[:count].to(self._dtype).mean().item()]
+            if self._part_names:
+                means += numbers[count : self._batches].view(-1, count).mean(1).tolist()
+        if self._aux_names:
+            means += (numbers[self._aux : self._squares] / count).tolist()
+        return dict(zip(("loss", *self._part_names, *self._aux_names), means, strict=True))
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
         """Check that pipelines that share tensors had one batch and have equal losses.

@@ -66,26 +66,24 @@ def check_part_names(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def batch_counts(metas: Metas, tokens: int | None = None) -> dict[str, int]:
+def batch_counts(metas: Metas) -> dict[str, int]:
     """Count the ``"samples"`` and ``"tokens"`` of a batch; a count that is unknown is left out.
+
+    Tokens are the elements of the first tensor of integers among the inputs, such as token ids.
 
     Args:
         metas: shapes and dtypes of the batch's tensors, by path.
-        tokens: the number of tokens, if the caller knows it; None: the elements of the first
-            tensor of integers among the inputs, such as token ids.
     """
     counts = {}
     samples = (meta.shape[0] for meta in metas.values() if meta.shape)
     if (count := next(samples, None)) is not None:
         counts["samples"] = count
-    if tokens is None:
-        integers = (
-            math.prod(meta.shape)
-            for path, meta in metas.items()
-            if path.startswith("inputs") and _holds_integers(meta.dtype)
-        )
-        tokens = next(integers, None)
-    if tokens is not None:
+    integers = (
+        math.prod(meta.shape)
+        for path, meta in metas.items()
+        if path.startswith("inputs") and _holds_integers(meta.dtype)
+    )
+    if (tokens := next(integers, None)) is not None:
         counts["tokens"] = tokens
     return counts
 

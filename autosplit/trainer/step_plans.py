@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from autosplit.trainer.batch_agreement import (
 )
 from autosplit.trainer.batches import Batch, BatchSlot, BatchSplitter, Microbatches, signature
 from autosplit.trainer.loss_gradients import StepWeights
+from autosplit.trainer.step_metrics import batch_counts
 
 _MAX_PLANS = 63  # the bits of an int64 that is not negative
 
@@ -69,6 +71,16 @@ class StepPlan:
     executor: Executor | None = None
     loss_grads: Sequence[list[Tensor | None]] = ()
     aux: Sequence[WithAuxLosses] = ()
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """The batch's ``"samples"`` and ``"tokens"``, as far as it has them."""
+        return batch_counts(self.metas)
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of one microbatch in this rank's stages."""
+        return sum(functions.flops for functions in self.functions)
 
 
 class StepPlans:

@@ -31,7 +31,6 @@ from autosplit.trainer.report_page import (
 from autosplit.trainer.runner import Runner
 from autosplit.trainer.step_metrics import (
     StepFigures,
-    batch_counts,
     device_peak,
     learning_rates,
     peak_rate,
@@ -162,11 +161,11 @@ class StepReports(RankSession):
                 "returns the losses"
             )
         metrics = figures.means() | {"seconds": seconds}
-        for name, count in batch_counts(step.metas, tokens).items():
+        counts = step.counts if tokens is None else step.counts | {"tokens": tokens}
+        for name, count in counts.items():
             metrics[f"{name}_per_s"] = count / seconds
         if step.functions:
-            flops = sum(functions.flops for functions in step.functions)
-            metrics["flops_per_s"] = flops * self.schedule.microbatches / seconds
+            metrics["flops_per_s"] = step.flops * self.schedule.microbatches / seconds
         if figures.norm is not None:
             metrics["grad_norm"] = figures.norm
         if self._drops_nonfinite:
@@ -204,7 +203,7 @@ class StepReports(RankSession):
         step = self._runner.last_step
         if self._figures.means is None or step is None:
             return ""
-        text, counts = f"loss {self._figures.means()['loss']:.4g}", batch_counts(step.metas)
+        text, counts = f"loss {self._figures.means()['loss']:.4g}", step.counts
         unit = next((name for name in ("tokens", "samples") if name in counts), None)
         if unit is None:
             return text

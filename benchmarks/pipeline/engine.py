@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import resource
 import statistics
@@ -17,11 +18,13 @@ from autosplit.pipeline.builders.build import build
 from autosplit.ranks.launch import launch
 from autosplit.trainer.trainer import PipelineTrainer
 
-from ..results import Rows, mark, table
+from ..results import Rows, Target, mark, table, verdicts
 
 TARGET_US = 30.0
+REPORTS = Target("metrics() and the bar, of a step", at_most=0.01, style=".2%")
 _MICROBATCHES = 64
 _STEPS = 30
+_REPORTED = 300  # steps after each of which a report is made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +58,14 @@ class Idle:
 
 
 def measure(soak: int) -> Rows:
-    """Overhead on one rank and on two, and the soak."""
+    """Overhead on one rank and on two, of reports, and the soak."""
     alone = launch(_overhead, 1, (4, 1), timeout=120)[0]
     paired = max(launch(_overhead, 2, (4, 2), timeout=120))
     before, after, seconds = launch(_soak, 2, (soak,), timeout=1800)[0]
     return [
         {"name": "an action, all stages on one rank", "us": alone},
         {"name": "an action, messages between two ranks", "us": paired},
+        {"name": REPORTS.name, "share": launch(_reports, 1, timeout=120)[0]},
         {"name": "soak", "steps": soak, "before": before, "after": after, "seconds": seconds},
     ]
 
@@ -74,12 +78,16 @@ def render(rows: Rows) -> str:
         if "us" in row
     ]
     soak = next(row for row in rows if row["name"] == "soak")
+    shares = {row["name"]: row["share"] for row in rows if "share" in row}
+    reports = (
+        f"{verdicts([(REPORTS, shares)])} A step has 24 actions on one rank.\n" if shares else ""
+    )
     grown = (soak["after"] - soak["before"]) / 2**20
     return f"""\
 {table(["", "microseconds"], cells)}
 
 Target: {TARGET_US:.0f} us. Time is that of the rank's thread, without waits.
-
+{reports}
 Soak: {soak["steps"]} steps of a small model on two ranks, {soak["seconds"]:.0f} s; resident memory
 of rank 0 grew by {grown:.1f} MiB between a tenth of the steps and the end."""
 
@@ -112,6 +120,27 @@ def _overhead(stages: int, ranks: int) -> float:
             seconds.append(time.thread_time() - start)
     actions = max(len(row) for row in schedule.ranks)
     return 1e6 * statistics.median(seconds) / actions
+
+
+def _reports() -> float:
+    """Thread time of ``metrics()`` and ``progress()`` after each step, over that of the step."""
+    stages = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)]
+    batch = torch.ones(32, 16), torch.zeros(32, 16)
+    seconds: dict[str, list[float]] = {"step": [], "reports": []}
+    with PipelineTrainer(
+        stages, nn.functional.mse_loss, torch.optim.SGD, microbatches=4, ranks=1
+    ) as trainer:
+        batches = trainer.progress(itertools.repeat(batch, _REPORTED))
+        for _ in range(_REPORTED):
+            start = time.thread_time()
+            following = next(batches)
+            before = time.thread_time()
+            trainer.step(following)
+            after = time.thread_time()
+            trainer.metrics()
+            seconds["step"].append(after - before)
+            seconds["reports"].append(time.thread_time() - after + before - start)
+    return statistics.median(seconds["reports"]) / statistics.median(seconds["step"])
 
 
 def _soak(steps: int) -> tuple[int, int, float]:

@@ -84,6 +84,11 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
     tensors and submodules of the graph module, and to the functions of called graphs, which are
     boxed too. The function returns a list in the order of the outputs.
 
+    Args:
+        name: the function's name.
+        module: the graph.
+        fold_views: write views that a single matrix product reads inside its call, for readers.
+
     Raises:
         PassError: a value in the graph has no source form.
     """
@@ -92,8 +97,8 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
     last_use = _delayed(last_uses(graph), products)
     reused = reusable_operands(graph)
 
-    def name_of(node: fx.Node) -> str:
-        return _call(node, name_of) if node in products else node_name(node)
+    def expression_of(node: fx.Node) -> str:
+        return _call(node, expression_of) if node in products else node_name(node)
 
     lines = [f"def {name}(args, constants={{}}):"]
     lines += _unpack(placeholders(graph), last_use)
@@ -111,7 +116,7 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
             lines.append(f"    # {_without_folder(line)}")
             source = line
         lines += stride_check(node, node_name)
-        lines.append(_statement(node, last_use.get(node, []), reused.get(node), name_of))
+        lines.append(_statement(node, last_use.get(node, []), reused.get(node), expression_of))
     return "\n".join(lines) + "\n"
 
 

@@ -154,9 +154,9 @@ def _is_copy(node: fx.Node) -> bool:
     """
     base: Any = node.args[0]
     old, new = base.meta["val"], node.meta["val"]
-    own = storage_root(base).op != "placeholder" or origin_of(node).is_backward
+    is_private = storage_root(base).op != "placeholder" or origin_of(node).is_backward
     same = old.dtype is new.dtype and tuple(old.stride()) == tuple(new.stride())
-    return bool(node.args[1] == 1 and own and same and old.device.type in _COPIES)
+    return bool(node.args[1] == 1 and is_private and same and old.device.type in _COPIES)
 
 
 def drop_summed_dimensions(program: SplitGraphs) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -90,6 +91,36 @@ def test_a_schedule_is_prepared_once_for_all_shapes() -> None:
         for rows in (4, 8, 12):
             trainer.step((torch.ones(rows, WIDTH), torch.zeros(rows, WIDTH)))
     assert calls.call_count == 1
+
+
+def calls_in(work: Callable[[], object]) -> int:
+    """The number of functions that are called, those of C included."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
+
+
+def test_metrics_and_the_bar_add_nothing_to_a_step_and_are_few_calls() -> None:
+    batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
+    with PipelineTrainer(
+        [nn.Linear(WIDTH, WIDTH) for _ in range(2)],
+        nn.functional.mse_loss,
+        torch.optim.SGD,
+        microbatches=4,
+        ranks=1,
+    ) as trainer:
+        batches = iter(trainer.progress([batch] * 8))
+        for _ in range(4):
+            trainer.step(next(batches))
+        step = calls_in(lambda: trainer.step(batch))
+        trainer.metrics()
+        assert calls_in(lambda: trainer.step(batch)) == step
+        reports = calls_in(trainer.metrics) + calls_in(lambda: next(batches))
+        assert reports < 0.02 * step
 
 
 def test_step_async_without_a_norm_has_no_metrics() -> None:
