@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.autograd.module_proxy import refuse_proxies
+from autosplit.capture.size_rule import SizeRule
 from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
@@ -104,6 +105,7 @@ class Stage:
         *,
         index: int = 0,
         options: SplitOptions | None = None,
+        varying: Sequence[Sequence[Any]] = (),
         **changes: Unpack[SplitArguments],
     ) -> None:
         """Capture ``module(*args)`` and split it. I returns gradients of inputs with
@@ -111,12 +113,13 @@ class Stage:
 
         Args:
             module: the module of the stage.
-            args: example inputs, or a single input. An input is a tensor, or an object that
-                contains tensors, such as a ``BlockMask`` or a dataclass. ``forward`` accepts
-                objects that equal the examples in everything except their tensors.
-            index: position in the pipeline, for error texts.
+            args: example inputs, or a single one: tensors, or objects that contain tensors (a
+                ``BlockMask``, a dataclass). ``forward`` takes such objects, too. A number that
+                differs needs a capture of its own: pass numbers that vary as tensors.
+            index: position in the pipeline, for messages.
             options: how the module is split and its graphs run; None: the defaults. Set
                 ``defer_whole_backward`` for the first stage of a pipeline.
+            varying: further example inputs, whose sizes the first capture leaves open.
             changes: fields of ``SplitOptions`` by name, such as ``backend="inductor"``.
 
         Raises:
@@ -127,11 +130,11 @@ class Stage:
         self.module = module
         owner = f"stage {index}"
         _refuse_split(owner, module)
-        options = split_options(options, changes, ["index"])
+        options = split_options(options, changes, ["index", "varying"])
         self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
         self._graphs = StageSpecializations(
-            owner, module, args, options, self.sharding if self._sharded else None
+            owner, module, args, options, self.sharding if self._sharded else None, varying
         )
         self._outputs = self._graphs.outputs
         self._inputs: dict[int, RecomputableState] = {}
@@ -230,20 +233,28 @@ class Stage:
         """
         return not self._sharded and self.functions.most_joined(self.grad_dtype) > 1
 
-    def prepare(self, args: Sequence[Tensor]) -> None:
+    def prepare(self, args: Sequence[Any], varying: Sequence[Sequence[Any]] = ()) -> None:
         """Capture graphs for inputs of these sizes now, instead of at their first forward.
 
         Afterwards ``functions`` and ``output_specs`` are for these sizes.
 
         Args:
             args: example inputs, which may differ from the first examples in their sizes only.
+            varying: further example inputs, whose sizes a capture leaves open.
 
         Raises:
             SplitError: the inputs differ in more than sizes, or their outputs would.
             CaptureError: the module cannot be captured for these inputs.
         """
+        self._graphs.expect_sizes([args, *varying])
         self._graphs.check_inputs(list(args))
         self._graphs.for_inputs()
+
+    def size_rule(self) -> SizeRule:
+        """The sizes of the outputs as expressions of the sizes of the inputs, for the inputs that
+        were prepared last, and for all others that their graphs fit.
+        """
+        return self._graphs.size_rule()
 
     def accepts(self, args: Sequence[Tensor]) -> bool:
         """Whether ``forward`` accepts these inputs, not considering their sizes."""

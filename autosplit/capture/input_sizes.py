@@ -14,8 +14,10 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from autosplit.capture.size_rule import SizeRule, leaf_text
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import tree_flatten
@@ -129,6 +131,48 @@ class InputSizes:
             return int(expression)
 
         return value
+
+    def rule(self, leaves: Sequence[Any], outputs: Sequence[Sequence[Any]]) -> SizeRule:
+        """The sizes of outputs as expressions of the sizes of inputs.
+
+        Args:
+            leaves: the inputs of a call; only those that are no tensors are read.
+            outputs: the sizes of each output, as the graph has them.
+        """
+
+        def text(size: Any) -> str:
+            expression = size.node.expr if isinstance(size, torch.SymInt) else size
+            return str(PythonPrinter().doprint(self._env.replace(sympy.sympify(expression))))
+
+        inputs: list[tuple[str, ...] | str | None] = [
+            None if isinstance(leaf, Tensor) else leaf_text(leaf) for leaf in leaves
+        ]
+        for at, traced in self._tensors.items():
+            inputs[at] = tuple(map(text, traced.shape))
+        places = tuple(
+            (str(symbol), leaf, at)
+            for symbol, (leaf, kind, at) in self._places.items()
+            if kind == "size"
+        )
+        bounds = [
+            relation(symbol, bound)
+            for symbol in self._places
+            for relation, bound in (
+                (sympy.Ge, self._env.var_to_range[symbol].lower),
+                (sympy.Le, self._env.var_to_range[symbol].upper),
+            )
+            if isinstance(bound, sympy.Integer)  # not infinite
+        ]
+        assumed = [self._env.replace(c) for c in (*bounds, *(g.expr for g in self._env.guards))]
+        names = {name for name, *_ in places}
+        conditions = [
+            PythonPrinter().doprint(condition)
+            for condition in assumed
+            # Strides follow from the sizes of inputs without gaps.
+            if condition is not sympy.true and {*map(str, condition.free_symbols)} <= names
+        ]
+        shapes = tuple(tuple(map(text, shape)) for shape in outputs)
+        return SizeRule(places, tuple(inputs), tuple(dict.fromkeys(conditions)), shapes)
 
     def within(self, leaves: Sequence[Any]) -> Within:
         """Return a function from sizes of this graph to sizes of the graph that calls it.

@@ -72,9 +72,12 @@ class Control:
     Attributes:
         rank: this rank's number among the members.
         ranks: the number of members.
-        members: as passed.
-        as_lost_peer: as passed.
+        members: see Args.
+        as_lost_peer: see Args.
+        most_numbers: the most numbers of ``all_reduce_and``, equal on all members.
     """
+
+    most_numbers = 3
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class Control:
         return wait_for_sum
 
     def all_reduce_and(self, *numbers: int) -> list[int]:
-        """Reduce up to three int64 numbers over all ranks with bitwise AND.
+        """Reduce up to ``most_numbers`` int64 numbers over all ranks with bitwise AND.
 
         Raises:
             LostPeerError: a rank did not take part.
@@ -144,7 +147,7 @@ class Control:
         """
         if self.ranks == 1:
             return [*numbers]
-        call, padding = crc32(self._call().encode()), [0] * (3 - len(numbers))
+        call, padding = crc32(self._call().encode()), [0] * (self.most_numbers - len(numbers))
         # The size is the same in all calls, as ranks may be in different ones.
         values = [call, ~call, *numbers, *padding]
         reduced = torch.tensor(values, dtype=torch.int64, device="cpu")

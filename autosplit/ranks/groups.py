@@ -135,11 +135,13 @@ class Groups(Control):
         )
         self._group = self.new_group(range(self.ranks), "gloo") if self.ranks > 1 else None
         self.everybody: Control = self
+        self.most_numbers = 3 + 2 * len(layout.pipelines)
         if len(layout.pipelines) > 1:
             world = self._new(layout.ranks, "gloo")
             self.everybody = Control(
                 layout.ranks, self._world_rank, world, self._as_lost_peer, self._current_call
             )
+            self.everybody.most_numbers = self.most_numbers
 
     def _current_call(self) -> str:
         return self.activity.phase

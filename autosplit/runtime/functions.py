@@ -49,6 +49,7 @@ from .sliced_backward import SlicedBackward
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
+    from autosplit.capture.size_rule import SizeRule
 
 
 _MAX_SPECIALIZED = 3  # sets of outputs without a gradient that get their own graphs
@@ -512,6 +513,19 @@ class SplitFunctions:
         pairs = outputs(self._graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
         values = {role.name: getattr(value, "meta", {}).get("val") for role, value in pairs}
         return self._specs({name: v for name, v in values.items() if isinstance(v, Tensor)})
+
+    def size_rule(self, leaves: Sequence[Any]) -> SizeRule | None:
+        """The sizes of the outputs as expressions of the sizes of the inputs; None if all sizes are
+        fixed.
+
+        Args:
+            leaves: the inputs of a call; only those that are no tensors are read.
+        """
+        pairs = outputs(self._graphs.forward.graph, Kind.OUTPUT)
+        shapes = {role.name: value.meta["val"].shape for role, value in pairs}
+        if self.capture.sizes is None:
+            return None
+        return self.capture.sizes.rule(leaves, [shapes[name] for name in self.capture.outputs])
 
     @cached_property
     def flops(self) -> int:

@@ -53,19 +53,22 @@ class OpenSizes:
         Raises:
             AutosplitError: any error that ``make`` raises without symbolic sizes.
         """
-        varying = self.of(structure, leaves)
+        varying, reason = self.of(structure, leaves), ""
         if varying:
             try:
                 functions = make(varying)
             except (FirstCallError, ShardedError):
                 raise
             except Exception as error:  # also torch's own: a graph with fixed sizes may succeed
-                self._refuse(structure, f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
             else:
                 if fits(functions):
                     return functions
-                self._refuse(structure, "the graph does not fit the call it was captured for")
-        return make({})
+                reason = "the graph does not fit the call it was captured for"
+        functions = make({})
+        if reason:  # the sizes are at fault, not the call
+            self._refuse(structure, reason)
+        return functions
 
     def of(self, structure: Hashable, leaves: Sequence[Any]) -> Dimensions:
         """Record the sizes of these inputs. Return the dimensions whose sizes have varied, by input

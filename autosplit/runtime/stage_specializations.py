@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.capture.size_rule import SizeRule, leaf_text
 from autosplit.errors import CaptureError, FailingCallError, SplitError, reworded
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.runtime.functions import SplitFunctions
@@ -77,6 +78,7 @@ class StageSpecializations(Specializations):
         args: example arguments: tensors, or objects that contain tensors.
         options: how the module is split.
         sharding: see ``Specializations``.
+        varying: further example arguments, whose sizes the first capture leaves open.
 
     Attributes:
         outputs: paths of the module's outputs.
@@ -94,6 +96,7 @@ class StageSpecializations(Specializations):
         args: Sequence[Any],
         options: SplitOptions,
         sharding: ShardedModule | None = None,
+        varying: Sequence[Sequence[Any]] = (),
     ) -> None:
         super().__init__(
             module, options, computed=True, sharding=sharding, warned=True, values="constant"
@@ -110,6 +113,7 @@ class StageSpecializations(Specializations):
         self._example_layout = self._checked
         self._grad_mode = torch.is_grad_enabled()
         self.outputs: Sequence[str] = ()
+        self.expect_sizes([args, *varying])
         self.current = self.for_inputs(tensors)
         self.outputs = self.current.capture.outputs
         refuse_dtensors(name, module, self.current)
@@ -129,6 +133,22 @@ class StageSpecializations(Specializations):
         effect.
         """
         return self._specs_of(self.current, self.outputs)
+
+    def expect_sizes(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Let captures leave the sizes open in which these arguments differ."""
+        for args in rows:
+            call = ModuleCall.of(tuple(args), {})
+            self._sizes.of(call.signature.structure, call.leaves)
+
+    def size_rule(self) -> SizeRule:
+        """The sizes of the outputs as expressions of the sizes of the inputs, for the inputs that
+        were prepared last, and for all others that their graphs fit.
+        """
+        leaves = self._leaves_with(self._checked.blanks)
+        if (rule := self.current.size_rule(leaves)) is not None:
+            return rule
+        sizes = [tuple(x.shape) if isinstance(x, Tensor) else leaf_text(x) for x in leaves]
+        return SizeRule.fixed(sizes, [shape for shape, *_ in self.output_specs])
 
     def for_inputs(self, examples: Sequence[Tensor] = ()) -> SplitFunctions:
         """The graphs for the inputs of the last ``check_inputs`` and the module's present state.
@@ -159,38 +179,26 @@ class StageSpecializations(Specializations):
         return functions
 
     def _leaves_with(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The leaves of the example arguments, with ``tensors`` in place of the example tensors."""
+        """The leaves of the latest arguments, with these tensors in place of theirs."""
         replacements = iter(tensors)
         return [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-
-    def _tensors_in(self, args: Sequence[Any]) -> list[Tensor]:
-        """The tensors inside arguments that are objects.
-
-        Raises:
-            SplitError: the arguments differ from the examples in more than their tensors.
-        """
-        leaves, spec = tree_flatten(tuple(args))
-        if spec != self._spec or [*map(_fixed_part, leaves)] != [*map(_fixed_part, self._leaves)]:
-            raise SplitError(
-                f"{self._name}: its arguments differ from the example arguments in more than "
-                "tensors: in their structure, in numbers, or in functions inside them. Pass "
-                "numbers that vary as tensors, or one bound for all microbatches"
-            )
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def check_inputs(self, inputs: list[Any]) -> object:
         """Check dtypes, devices and numbers of dimensions of inputs. In place, flatten arguments
         that are objects, and give tensors the strides of the examples.
 
         Returns:
-            the key of ``steady`` for these inputs: one object for each combination of sizes; a new
-            object for each call if graphs may depend on values.
+            the key of ``steady`` for such inputs: the same object for the same sizes, unless graphs
+            depend on values; None for objects.
 
         Raises:
             SplitError: an input differs from the examples in more than its sizes.
         """
         if self._spec is not None:
-            inputs[:] = self._tensors_in(inputs)
+            leaves, self._spec = tree_flatten(tuple(inputs))
+            inputs[:] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            place = torch.empty(0)
+            self._leaves = [place if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         layout = self._layouts.get(tuple(map(_SHAPE, inputs))) or self._layout_for(inputs)
         for position, (tensor, spec) in enumerate(zip(inputs, layout.specs, strict=True)):
             if (tensor.dtype, tensor.device) != (spec.dtype, spec.device):
@@ -198,9 +206,10 @@ class StageSpecializations(Specializations):
             if tensor.stride() != spec.stride:
                 inputs[position] = spec.conform(tensor)
         self._checked = layout = layout.with_values(inputs) if layout.valued else layout
-        if self._spec is not None:
-            inputs[:] = self._leaves_with(inputs)
-        return layout
+        if self._spec is None:
+            return layout
+        inputs[:] = self._leaves_with(inputs)
+        return None  # graphs depend on what the objects contain
 
     def accepts(self, args: Sequence[Tensor]) -> bool:
         """Whether these inputs are like the examples, apart from their sizes."""
@@ -278,11 +287,6 @@ class StageSpecializations(Specializations):
             "forward reads was changed, such as parameters, their dtype or requires_grad, or "
             "autocast; build a new Stage, or a new trainer"
         )
-
-
-def _fixed_part(leaf: Any) -> Any:
-    """The part of an input leaf that must be equal in all microbatches."""
-    return Tensor if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _kind(tensor: Tensor, spec: TensorSpec) -> tuple[Any, ...]:

@@ -96,7 +96,8 @@ class StepReduction:
     The reduced vector has float64 numbers. Each rank fills in its own numbers, and 0 for the
     others:
 
-        losses      one for each pipeline and microbatch, from the rank with the last stage
+        losses      one for each pipeline and microbatch, from the rank with the last stage; a
+                    pipeline with fewer microbatches than another has zeros behind its own
         parts       one for each named part of the loss, pipeline and microbatch, likewise
         weights     one for each pipeline and microbatch, likewise; only if the step has weights
         batches     one for each pipeline, the sum of ``batch`` over its ranks
@@ -111,10 +112,9 @@ class StepReduction:
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        losses: maps a microbatch to its loss, the parts of the loss and its weight; empty on ranks
-            without the last stage.
-        count: the number of microbatches.
-        end: the rank, within each pipeline, of the last stage.
+        losses: by microbatch, the loss, its parts and its weight, as far as this rank has them.
+        counts: the number of microbatches of each pipeline.
+        end: the rank, within each pipeline, that has the last stage.
         squares: the sum of the squares of this rank's gradients, shape [1]; None without a norm.
         nonfinite: the last of this rank's stages with a gradient that is not finite; None if all
             are finite.
@@ -135,7 +135,7 @@ class StepReduction:
         guard: Guard,
         losses: Mapping[int, Sequence[Tensor]],
         *,
-        count: int,
+        counts: Sequence[int],
         end: int,
         squares: Tensor | None,
         dtype: torch.dtype,
@@ -150,6 +150,7 @@ class StepReduction:
         self._guard, self._raises = guard, raises
         self._dtype, self._part_names, self._weighted = dtype, part_names, weighted
         layout, self._end = groups.layout, end
+        count, self._counts = max(counts), counts
         self._losses = len(layout.pipelines) * count
         self._layout = layout
         rows = len(layout.pipelines)
@@ -174,7 +175,7 @@ class StepReduction:
         if nonfinite is not None:
             numbers[self._stages + groups.everybody.rank] = nonfinite + 1
         self._unreduced = numbers.clone()
-        self._has_all_losses = len(losses) == self._losses
+        self._has_all_losses = len(losses) == sum(counts)
         self._reduced: Tensor | None = None  # once this rank has waited for it
         self._numbers: Callable[[], Tensor] = lambda: numbers
         if groups.everybody.ranks > 1:
@@ -197,24 +198,28 @@ class StepReduction:
             if len(losses) > 1:
                 self._check_shared(losses, numbers[self._batches : self._stages].tolist())
             self._check_finite(numbers)
-        return losses[self._layout.index].to(self._dtype)
+        index = self._layout.index
+        return losses[index, : self._counts[index]].to(self._dtype)
 
     def means(self) -> dict[str, float]:
         """Return the mean ``"loss"`` and the means of its named parts over the microbatches of all
         pipelines, weighted by the microbatches' weights. Means of auxiliary losses are not
         weighted. Waits as ``wait`` does.
         """
-        numbers, count = self._await_reduced(), self._losses
+        numbers, count, total = self._await_reduced(), self._losses, sum(self._counts)
         # As few calls as possible: a user may log every step.
         if self._weighted:
             rows = numbers[: self._batches].view(-1, count)
             means = ((rows[:-1] * rows[-1]).sum(1) / rows[-1].sum()).tolist()
         else:
-            means = [numbers[:count].to(self._dtype).mean().item()]
+            losses = numbers[:count]
+            is_whole = total == count
+            mean = losses.to(self._dtype).mean() if is_whole else losses.sum() / total
+            means = [mean.item()]
             if self._part_names:
-                means += numbers[count : self._batches].view(-1, count).mean(1).tolist()
+                means += (numbers[count : self._batches].view(-1, count).sum(1) / total).tolist()
         if self._aux_names:
-            means += (numbers[self._aux : self._squares] / count).tolist()
+            means += (numbers[self._aux : self._squares] / total).tolist()
         return dict(zip(("loss", *self._part_names, *self._aux_names), means, strict=True))
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:

@@ -7,10 +7,11 @@ its batch before. Otherwise a bit mask of step plans in ``StepPlans`` is enough.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from autosplit.ranks.groups import Groups
 from autosplit.trainer.agreement import difference
 from autosplit.trainer.batches import BatchSlot
 
-Metas: TypeAlias = "dict[str, TensorMeta]"
-"""Shapes and dtypes of a batch's tensors by path: ``inputs``, or ``inputs[0]`` of several."""
+Metas: TypeAlias = "dict[str, TensorMeta | str]"
+"""Shapes and dtypes of a batch's tensors by path, and the texts of its numbers. A path is
+``inputs``, ``inputs[0]`` of several, or ``microbatches[0].inputs`` in a list of microbatches."""
 
 _ADVICE = "pass the same batch on every rank, or None for parts that the rank's stages do not use"
 _ADVICE_TO_REPLICAS = (
@@ -31,58 +33,136 @@ _ADVICE_TO_REPLICAS = (
 )
 
 
+class OfferedBatch(NamedTuple):
+    """The batch of one rank, as the other ranks see it.
+
+    Attributes:
+        refusal: why this rank cannot run it; empty if it can.
+        metas: shapes and dtypes of its tensors, by path.
+        requiring_grad: the tensors of it that need a gradient.
+        weights: the number of its weights: 0 for one number for all microbatches; None without.
+        microbatches: the length of a list of microbatches; 0 for a batch that is cut, None if this
+            rank passes nothing.
+    """
+
+    refusal: str
+    metas: Metas
+    requiring_grad: list[BatchSlot]
+    weights: int | None
+    microbatches: int | None
+
+
+class AgreedBatch(NamedTuple):
+    """The batch of one pipeline.
+
+    Attributes:
+        metas: shapes and dtypes of all tensors that any of its ranks has.
+        microbatches: the length of the list of microbatches; 0 for a batch that is cut.
+        weights: the numbers of weights of its ranks, see ``OfferedBatch``.
+    """
+
+    metas: Metas
+    microbatches: int
+    weights: set[int | None]
+
+    def check_weights(self, count: int) -> None:
+        """Check the number of weights.
+
+        Raises:
+            BatchError: it is not the number of microbatches.
+        """
+        for number in self.weights - {None, 0, count}:
+            raise BatchError(
+                f"weight has {number} numbers for {count} microbatches: pass one for each "
+                "microbatch, or a single number for all"
+            )
+
+
 def agree_on_batch(
-    refusal: str,
-    tensors: Mapping[str, Tensor],
-    requiring_grad: Iterable[BatchSlot],
-    groups: Groups,
-    *,
-    weighted: bool,
-) -> tuple[Metas, frozenset[BatchSlot]]:
+    offered: OfferedBatch, groups: Groups
+) -> tuple[list[AgreedBatch], frozenset[BatchSlot]]:
     """Agree with all ranks on the shapes of a batch, or raise on all of them; collective.
 
-    Without the agreement, ranks would wait for a rank that refuses its batch, and a loss of 4
-    samples' outputs and 8 samples' targets might broadcast. Replicas of the pipeline have different
-    samples, but the same number. So the mean of their gradients is the gradient of the mean over
-    all samples.
+    Without it, ranks would wait for one that refuses its batch, and a loss of 4 samples' outputs
+    and 8 samples' targets may broadcast. Replicas of the pipeline have different samples. Of a
+    batch that is cut they have equally many: so the mean of their gradients is the gradient of the
+    mean over all samples. Lists of microbatches may differ between replicas.
 
     Args:
-        refusal: why this rank cannot run its batch; empty if it can.
-        tensors: the batch on this rank, by path.
-        requiring_grad: the tensors of the batch that need a gradient.
+        offered: the batch of this rank.
         groups: the trainer's process groups.
-        weighted: whether this rank passes weights of the microbatches.
 
     Returns:
-        (shapes and dtypes of all tensors that any rank has, the slots of tensors that need a
-        gradient).
+        The batch of each pipeline, and the slots that need a gradient.
 
     Raises:
         BatchError: on every rank: a rank cannot run its batch, two ranks have different batches,
             only some pass weights, or a tensor needs a gradient on none or several ranks of a
             pipeline.
     """
-    metas = {path: TensorMeta.of(tensor) for path, tensor in tensors.items()}
-    rows = groups.everybody.gather((refusal, metas, [*requiring_grad], weighted))
-    refusals, metas_by_rank, slots_by_rank, weighted_ranks = zip(*rows, strict=True)
-    for rank, text in enumerate(refusals):
-        if text:
-            raise BatchError(refusal or f"rank {rank} refuses its batch: {text}")
-    if len({*weighted_ranks}) > 1:
+    rows: list[OfferedBatch] = groups.everybody.gather(offered)
+    for rank, row in enumerate(rows):
+        if row.refusal:
+            raise BatchError(offered.refusal or f"rank {rank} refuses its batch: {row.refusal}")
+    weighted = [row.weights is not None for row in rows]
+    if len({*weighted}) > 1:
         raise BatchError(
-            f"rank {weighted_ranks.index(True)} passes weight=, and rank "
-            f"{weighted_ranks.index(False)} does not: every rank passes the weights of its pipeline"
+            f"rank {weighted.index(True)} passes weight=, and rank {weighted.index(False)} does "
+            "not: every rank passes the weights of its pipeline"
         )
+    lengths = _agree_on_lengths(rows, groups)
     advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
-    if (differing := difference(dict(enumerate(metas_by_rank)))) is not None:
-        path, (first_rank, first_meta), (rank, meta) = differing
-        raise BatchError(
-            f"ranks have different batches: {path} is {first_meta} on rank {first_rank} and {meta} "
-            f"on rank {rank}; {advice}"
+    one_batch = [[*range(len(rows))]] if not any(lengths) else groups.layout.pipelines
+    for ranks in one_batch:
+        if (differing := difference({rank: rows[rank].metas for rank in ranks})) is not None:
+            path, (first_rank, first_meta), (rank, meta) = differing
+            raise BatchError(
+                f"ranks have different batches: {path} is {first_meta} on rank {first_rank} and "
+                f"{meta} on rank {rank}; {advice}"
+            )
+    if not any(lengths):
+        _check_sample_counts([row.metas for row in rows], advice)
+    slots = _agree_on_grad_slots([row.requiring_grad for row in rows], groups.layout.pipelines)
+    agreed = [
+        AgreedBatch(
+            {path: meta for rank in sources for path, meta in rows[rank].metas.items()},
+            length,
+            {rows[rank].weights for rank in ranks},
         )
-    _check_sample_counts(metas_by_rank, advice)
-    slots = _agree_on_grad_slots(slots_by_rank, groups.layout.pipelines)
-    return {path: meta for metas in metas_by_rank for path, meta in metas.items()}, slots
+        for ranks, sources, length in zip(
+            groups.layout.pipelines, itertools.cycle(one_batch), lengths, strict=False
+        )
+    ]
+    return agreed, slots
+
+
+def _agree_on_lengths(rows: Sequence[OfferedBatch], groups: Groups) -> list[int]:
+    """Return for each pipeline the length of its list of microbatches, 0 for a batch.
+
+    Raises:
+        BatchError: the ranks of a pipeline pass lists of different lengths; or some ranks pass a
+            list, and some a batch.
+    """
+    lengths = []
+    for ranks in groups.layout.pipelines:
+        counts = {r: n for r in ranks if (n := rows[r].microbatches) is not None}
+        lengths.append(next(iter(counts.values()), 0))
+        for rank, length in counts.items():
+            if length != lengths[-1]:
+                raise BatchError(
+                    f"ranks have different batches: rank {next(iter(counts))} passes "
+                    f"{_listed(lengths[-1])}, and rank {rank} passes {_listed(length)}; {_ADVICE}"
+                )
+    if any(lengths) and 0 in lengths:
+        raise BatchError(
+            "some replicas of the pipeline pass a list of microbatches, and some a batch: pass "
+            "step(microbatches=[...]) on all of them"
+        )
+    return lengths
+
+
+def _listed(length: int) -> str:
+    return f"a list of {length} microbatches" if length else "a batch"
 
 
 def _check_sample_counts(metas_by_rank: Sequence[Metas], advice: str) -> None:
@@ -90,7 +170,7 @@ def _check_sample_counts(metas_by_rank: Sequence[Metas], advice: str) -> None:
     counts: dict[int, str] = {}
     for rank, metas in enumerate(metas_by_rank):
         for path, meta in metas.items():
-            if meta.shape:
+            if isinstance(meta, TensorMeta) and meta.shape:
                 samples = meta.shape[0]
                 text = f"{path} has {samples} samples along dimension 0 on rank {rank}"
                 counts.setdefault(samples, text)
@@ -126,19 +206,10 @@ def _agree_on_grad_slots(
     return frozenset(holders)
 
 
-def check_static(metas: Metas, first: Metas) -> None:
-    """Check that a batch has the shapes and dtypes of the first batch.
-
-    Raises:
-        BatchError: names a tensor with another shape or dtype.
-    """
-    if (differing := difference({0: first, 1: metas})) is not None:
-        path, (_, first_meta), (_, meta) = differing
-        raise BatchError(
-            f"the batch's {path} is {meta}, but was {first_meta} in the first batch: the shapes of "
-            "this pipeline are static, as with every memory_limit and every model that the trainer "
-            "has cut; pad the odd batch or drop it"
-        )
+def digest_of(batch: object) -> int:
+    """Return a number of 47 bits, not zero, that is equal on ranks with equal values."""
+    digest = hashlib.sha256(repr(batch).encode()).digest()
+    return int.from_bytes(digest[:6]) >> 1 or 1
 
 
 _DIGEST_BYTES = 2**21
@@ -147,14 +218,13 @@ _STEP_DIGEST_BYTES = 2**14
 """The most bytes of a tensor that a digest reads in every later step."""
 
 
-def compare_contents(tensors: Mapping[str, Tensor], groups: Groups) -> None:
-    """Warn, on every rank, if ranks of the same pipeline have batches with different values;
-    collective.
+def compare_contents(tensors: Mapping[str, Any], groups: Groups) -> None:
+    """Warn, on every rank, if ranks of its pipeline have batches of different values; collective.
 
     A difference is no error, because a tensor that a rank's stages do not use may be a placeholder.
 
     Args:
-        tensors: the batch on this rank, by path.
+        tensors: the batch on this rank, by path; numbers are not compared.
         groups: the trainer's process groups.
     """
     digests = {path: _digest(tensor) for path, tensor in tensors.items() if type(tensor) is Tensor}

@@ -1,16 +1,21 @@
-"""Check a trainer's batches on one rank, cut them into microbatches, and deliver gradients to their
-tensors.
+"""Batches of a trainer on one rank: checked, cut into microbatches, and given their gradients.
+
+step((inputs, targets))         one batch, which is cut along dimension 0
+step(microbatches=[...])        a ``MicrobatchList``: nothing is cut
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError, with_code
+from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 
 BatchPart: TypeAlias = "Tensor | Sequence[Tensor]"
 """The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
@@ -29,32 +34,60 @@ Microbatches: TypeAlias = "list[list[Any]]"
 """For each microbatch its tensors, in order; None for tensors that this rank does not use."""
 
 
-def paired(batch: Any, target: BatchPart | None, named: Mapping[str, Tensor]) -> Batch | None:
-    """Return a batch as the pair (inputs, targets).
+@dataclass(frozen=True)
+class MicrobatchList:
+    """The microbatches of a step as the caller passes them, each of its own sizes.
+
+    Attributes:
+        batches: (inputs, targets) of each; None if the caller has passed a batch, too.
+    """
+
+    batches: Sequence[Any] | None
+
+
+def paired(
+    batch: Any,
+    target: BatchPart | None,
+    named: Mapping[str, Tensor],
+    microbatches: Sequence[Any] | None = None,
+) -> Batch | MicrobatchList | None:
+    """Return a batch as the pair (inputs, targets), or the list of microbatches.
 
     Args:
         batch: the pair; or only the inputs, with ``target``; or None, with ``named``.
         target: the targets.
         named: the inputs by name.
+        microbatches: pairs (inputs, targets), in place of the others.
     """
+    if microbatches is not None:
+        is_alone = batch is None and target is None and not named
+        return MicrobatchList(microbatches if is_alone else None)
     if named:
         # A batch beside named inputs becomes a pair that is an error on all ranks.
         batch = named if batch is None else (batch, named)
     return batch if target is None and not named else (batch, target)
 
 
+def chunk_sizes(samples: int, count: int) -> list[int]:
+    """The numbers of samples in the microbatches of a batch, as ``torch.chunk`` cuts it."""
+    size = -(-samples // count)
+    return [min(size, samples - start) for start in range(0, samples, size)] if size else []
+
+
 class BatchSplitter:
-    """Cuts batches into microbatches for one rank.
+    """Checks batches and lists of microbatches for one rank, and cuts batches into microbatches.
 
     Tensors that this rank does not use are checked too, so that a bad batch is an error on every
     rank that passes it.
 
     Args:
-        microbatches: M, the number of microbatches.
+        microbatches: M, the number of microbatches into which a batch is cut.
         device: the device of the microbatches.
         inputs: positions of the inputs that this rank's stages use; None for all inputs.
         targets: whether this rank has the last stage, which uses the targets.
-        names: the names of the inputs, if they may be passed as a dictionary.
+        names: the names of the inputs, if they may come as a dictionary.
+        flattens: whether stages take the tensors inside of inputs that are objects, as those of a
+            model that is cut do.
     """
 
     def __init__(
@@ -65,68 +98,168 @@ class BatchSplitter:
         inputs: frozenset[int] | None,
         targets: bool,
         names: Sequence[str] = (),
+        flattens: bool = False,
     ) -> None:
         self._count = microbatches
         self._device = device
         # By part, the numbers of the tensors that are used; None for all.
         self._used = {"inputs": inputs, "targets": None if targets else frozenset()}
-        self._names = names
+        self._names, self._flattens = names, flattens
 
-    def split(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
-        """Cut a batch that ``check_batch`` has accepted; return (inputs by microbatch, targets by
-        microbatch).
+    def split(
+        self, batch: Batch | MicrobatchList | None, count: int
+    ) -> tuple[Microbatches, Microbatches]:
+        """Return inputs and targets by microbatch, of a batch that ``check_batch`` has accepted.
 
-        Microbatches are views along dimension 0. A part that this rank does not use is an empty
-        list.
+        Microbatches of a batch are views along dimension 0. A part that this rank does not use is
+        an empty list.
+
+        Args:
+            batch: the batch, or the list of microbatches.
+            count: the number of microbatches.
         """
+        if isinstance(batch, MicrobatchList):
+            rows = zip(*batch.batches or (), strict=True)
+            all_inputs, all_targets = rows
+            return self._rows("inputs", all_inputs), self._rows("targets", all_targets)
         inputs, targets = (None, None) if batch is None else batch
-        return self._split_part("inputs", inputs), self._split_part("targets", targets)
+        return self._chunks("inputs", inputs, count), self._chunks("targets", targets, count)
 
-    def _split_part(self, name: str, part: Any) -> Microbatches:
+    def _rows(self, name: str, parts: Sequence[Any]) -> Microbatches:
+        used = self._used[name]
+        if parts[0] is None or (used is not None and not used):
+            return []
+        return [
+            [
+                self._moved(value, dense=True) if used is None or number in used else None
+                for number, value in enumerate(self._arguments(name, part))
+            ]
+            for part in parts
+        ]
+
+    def _moved(self, value: Any, *, dense: bool = False) -> Any:
+        """The value, with its tensors on the device of the microbatches; without gaps in memory if
+        ``dense``, so that their strides follow from their sizes.
+        """
+        if isinstance(value, Tensor):
+            moved = value.detach().to(self._device, non_blocking=True)
+            is_dense = (
+                not dense or torch.empty_like(moved, device="meta").stride() == moved.stride()
+            )
+            return moved if is_dense else moved.contiguous()
+        leaves, spec = tree_flatten(value)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            return value
+        return tree_unflatten(
+            [self._moved(x, dense=dense) if isinstance(x, Tensor) else x for x in leaves], spec
+        )
+
+    def _chunks(self, name: str, part: Any, count: int) -> Microbatches:
         used = self._used[name]
         if part is None or (used is not None and not used):
             return []
         chunks: list[Sequence[Tensor | None]] = []
-        for number, tensor in enumerate(self._in_order(part)):
+        for number, tensor in enumerate(self._arguments(name, part)):
             if used is not None and number not in used:
-                chunks.append([None] * self._count)
+                chunks.append([None] * count)
                 continue
-            moved = tensor.detach().to(self._device, non_blocking=True)
-            chunks.append(moved.chunk(self._count) if moved.dim() else [moved] * self._count)
-        return [*map(list, zip(*chunks, strict=True))] or [[] for _ in range(self._count)]
+            moved = self._moved(tensor)
+            chunks.append(moved.chunk(count) if moved.dim() else [moved] * count)
+        return [*map(list, zip(*chunks, strict=True))] or [[] for _ in range(count)]
 
-    def requiring_grad(self, batch: Batch | None) -> dict[BatchSlot, Tensor]:
-        """Return the tensors that need a gradient by slot, of a batch that ``check_batch`` has
-        accepted.
+    def first_inputs(self, batch: Batch | MicrobatchList | None) -> list[Any]:
+        """Return the inputs of the first microbatch as stages take them, in order."""
+        inputs, _ = next(iter(_pairs(batch))) or (None, None)
+        values = [] if inputs is None else self._arguments("inputs", inputs)
+        if isinstance(batch, MicrobatchList):
+            return values
+        return [v.chunk(self._count)[0] if v is not None and v.dim() else v for v in values]
+
+    def number_of(self, path: str) -> int:
+        """Return the number of an input or target by its path."""
+        index = re.match(r"(?:inputs|targets)\[([^\]]*)\]", path)
+        if index is None:
+            return 0
+        text = index[1]
+        if text.isdigit():
+            return int(text)
+        return self._names.index(text[1:-1]) if self._names else 0
+
+    def requiring_grad(self, batch: Batch | MicrobatchList | None) -> dict[BatchSlot, list[Tensor]]:
+        """Return the tensors that need a gradient, of a batch that ``check_batch`` has accepted: by
+        slot, one for the batch or one for each microbatch of a list.
 
         Raises:
-            PipelineError: no stage of this rank uses such a tensor.
+            PipelineError: no stage of this rank uses one of them, or it is beside an object.
         """
-        tensors = {}
-        for (name, used), part in zip(self._used.items(), batch or (), strict=False):
-            for number, (path, tensor) in enumerate(self._by_path(name, part).items()):
-                if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+        tensors: dict[BatchSlot, list[Tensor]] = {}
+        for pair in _pairs(batch):
+            for (name, used), part in zip(self._used.items(), pair or (), strict=False):
+                if part is None:
                     continue
-                if used is not None and number not in used:
+                leaves = self._by_path(name, part)
+                arguments = self._arguments(name, part)
+                if len(leaves) != len(arguments) and any(map(_requires_grad, leaves.values())):
                     raise PipelineError(
-                        f"the batch's {path} needs a gradient, and no stage of this rank uses it: "
-                        "pass it detached (x.detach()) or leave it out (None) here, and pass it "
-                        "with requires_grad on the rank whose stage uses it"
+                        f"a tensor of the batch's {name} needs a gradient, beside an object: pass "
+                        "tensors that need a gradient beside other tensors only"
                     )
-                tensors[name, number] = tensor
+                for number, tensor in enumerate(arguments):
+                    if not _requires_grad(tensor):
+                        continue
+                    if used is not None and number not in used:
+                        path = [*leaves][number]
+                        raise PipelineError(
+                            f"the batch's {path} needs a gradient, and no stage of this rank uses "
+                            "it: pass it detached (x.detach()) or leave it out (None) here, and "
+                            "pass it with requires_grad on the rank whose stage uses it"
+                        )
+                    tensors.setdefault((name, number), []).append(tensor)
         return tensors
 
-    def _in_order(self, part: Any) -> Sequence[Any]:
-        if isinstance(part, Mapping):
-            return [part.get(name) for name in self._names]
-        return part if isinstance(part, tuple | list) else [part]
+    def _top_values(self, name: str, part: Any) -> Mapping[str, Any]:
+        """Return the values of a part by path, in order; None for one that was left out."""
+        if name == "inputs" and self._names and isinstance(part, Mapping):
+            return {f"inputs[{key!r}]": part.get(key) for key in self._names}
+        if isinstance(part, tuple | list):
+            return {f"{name}[{number}]": value for number, value in enumerate(part)}
+        return {name: part}
 
-    def check_batch(self, batch: Batch | None) -> dict[str, Tensor]:
-        """Check a batch, and return all tensors that this rank has passed, by path.
+    def _arguments(self, name: str, part: Any) -> list[Any]:
+        """Return the values of a part in order, as stages or the loss take them."""
+        if name == "inputs" and self._flattens:
+            return [*self._by_path(name, part).values()]
+        return [*self._top_values(name, part).values()]
+
+    def check_batch(self, batch: Batch | MicrobatchList | None) -> dict[str, Any]:
+        """Check a batch or a list of microbatches, and return all tensors and numbers that this
+        rank has passed, by path.
 
         Raises:
-            PipelineError: a part that this rank uses is missing, is not made of tensors, or cannot
-                be cut into equal microbatches.
+            PipelineError: a part that this rank uses is missing, or a batch is not made of tensors,
+                or cannot be cut; or a microbatch of a list has another structure than the first.
+        """
+        if not isinstance(batch, MicrobatchList):
+            return self._check_pair(batch, cuts=True)
+        if not isinstance(batch.batches, tuple | list) or not batch.batches:
+            raise PipelineError(
+                "microbatches must be a list of pairs (inputs, targets), at least one, in place of "
+                f"a batch; got {_kind(batch.batches)}"
+            )
+        checked, first = dict[str, Any](), dict[str, Any]()
+        for number, pair in enumerate(batch.batches):
+            try:
+                leaves = self._check_pair(pair, cuts=False)
+            except PipelineError as error:
+                raise PipelineError(f"microbatches[{number}]: {error}") from error
+            first = first or leaves
+            _check_alike(number, leaves, first)
+            checked |= {f"microbatches[{number}].{path}": leaf for path, leaf in leaves.items()}
+        return checked
+
+    def _check_pair(self, batch: Any, *, cuts: bool) -> dict[str, Any]:
+        """Check that a batch is a pair that has all parts that this rank uses, and is made of
+        tensors if it is to be cut; return its leaves by path.
         """
         if batch is None:
             batch = None, None
@@ -140,7 +273,7 @@ class BatchSplitter:
                     right="trainer.step(x, target=y)",
                 )
             )
-        checked = {}
+        checked = dict[str, Any]()
         for (name, used), part in zip(self._used.items(), batch, strict=True):
             if part is None:
                 if used is None or used:
@@ -149,16 +282,19 @@ class BatchSplitter:
                         f"{name} on this rank"
                     )
                 continue
-            tensors = self._by_path(name, part)
-            self._check_complete(tensors, used or ())
-            for path, tensor in tensors.items():
-                if tensor is not None or name == "targets" or used is None:
-                    checked[path] = self._check_tensor(name, path, tensor)
+            leaves = self._by_path(name, part)
+            self._check_complete(leaves, used or ())
+            values = self._top_values(name, part)
+            for path, value in values.items():
+                if cuts and (value is not None or name == "targets" or used is None):
+                    self._check_tensor(name, path, value)
+            # None stands for an input that this rank leaves out.
+            checked |= {p: v for p, v in leaves.items() if v is not None or p not in values}
         return checked
 
-    def _check_complete(self, tensors: Mapping[str, object], used: Iterable[int]) -> None:
+    def _check_complete(self, leaves: Mapping[str, object], used: Iterable[int]) -> None:
         """Raise PipelineError if an input that a stage of this rank uses was left out."""
-        present = [tensor is not None for tensor in tensors.values()]
+        present = [leaf is not None for leaf in leaves.values()]
         for number in sorted(used):
             if number >= len(present) or not present[number]:
                 wanted = repr(self._names[number]) if self._names else f"number {number}"
@@ -168,24 +304,37 @@ class BatchSplitter:
                 )
 
     def _by_path(self, name: str, part: Any) -> Mapping[str, object]:
-        """Return the tensors of a part by path, in order; None for a tensor that was left out."""
+        """Return the tensors and numbers of a part by path, in order; None for one that was left
+        out.
+        """
         if name == "inputs" and self._names and isinstance(part, Mapping):
+            part = _with_leaves(part, self._names)
             unknown = [key for key in part if key not in self._names]
             if unknown:
                 raise PipelineError(
                     f"the batch's inputs have the unknown name {unknown[0]!r}; the model was cut "
                     f"with the inputs {', '.join(self._names)}"
                 )
-            return {f"inputs[{key!r}]": part.get(key) for key in self._names}
-        if isinstance(part, tuple | list):
-            return {f"{name}[{number}]": tensor for number, tensor in enumerate(part)}
-        return {name: part}
+        values = self._top_values(name, part)
+        if name == "inputs" and self._flattens and not self._names:
+            tensors = [
+                leaf
+                for value in values.values()
+                for _, leaf in flatten_named("", value)
+                if leaf is None or isinstance(leaf, Tensor)
+            ]
+            return {f"inputs[{number}]": tensor for number, tensor in enumerate(tensors)}
+        leaves: dict[str, object] = {}
+        for path, value in values.items():
+            is_leaf = value is None or isinstance(value, Tensor)
+            leaves |= {path: value} if is_leaf else dict(flatten_named(path, value))
+        return leaves
 
-    def _check_tensor(self, name: str, path: str, tensor: object) -> Tensor:
-        """Return a tensor whose samples make equal microbatches, or that has no dimensions.
+    def _check_tensor(self, name: str, path: str, tensor: object) -> None:
+        """Check a tensor whose samples are cut into microbatches, or that has no dimensions.
 
         Raises:
-            PipelineError: the tensor cannot be cut into equal microbatches, or is no tensor.
+            PipelineError: it has no samples, or is no tensor.
         """
         if isinstance(tensor, Mapping):
             if name == "targets":
@@ -204,17 +353,59 @@ class BatchSplitter:
             advice = ": torch.from_numpy(array) makes a tensor on the array's memory"
             raise PipelineError(
                 f"the batch's {name} must be a tensor or a tuple of tensors; "
-                f"got a {type(tensor).__name__}{advice if hasattr(tensor, '__array__') else ''}"
+                f"got a {type(tensor).__name__}{advice if hasattr(tensor, '__array__') else ''}. "
+                "Other objects cannot be cut: pass step(microbatches=[...])"
             )
-        rows = len(tensor) if tensor.dim() else self._count
-        if rows == 0 or rows % self._count:
-            fitting = max(rows // self._count, 1) * self._count
+        if tensor.dim() and not len(tensor):
             raise PipelineError(
-                f"the batch's {path} has shape {list(tensor.shape)}: {rows} samples along "
-                f"dimension 0 cannot be cut into {self._count} equal microbatches; pass "
-                f"{fitting} or another multiple of {self._count}"
+                f"the batch's {path} has shape {list(tensor.shape)}: 0 samples along dimension 0 "
+                f"cannot be cut into {self._count} microbatches"
             )
-        return tensor
+
+
+def _with_leaves(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return named inputs with the tensors of objects under their own names."""
+    leaves: dict[str, Any] = {}
+    for key, value in part.items():
+        if key in names or value is None or isinstance(value, Tensor):
+            leaves[key] = value
+        else:
+            leaves |= {p: v for p, v in flatten_named(key, value) if isinstance(v, Tensor)}
+    return leaves
+
+
+def _pairs(batch: Batch | MicrobatchList | None) -> Sequence[Any]:
+    """The pairs of a list of microbatches, or the batch alone."""
+    return batch.batches or () if isinstance(batch, MicrobatchList) else [batch]
+
+
+def _check_alike(number: int, leaves: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Check that a microbatch of a list has the structure, the dtypes and the numbers of dimensions
+    of the first; sizes and numbers may differ.
+
+    Raises:
+        PipelineError: names the difference.
+    """
+    forms = [{path: _form(leaf) for path, leaf in of.items()} for of in (leaves, first)]
+    for path in {**forms[1], **forms[0]}:
+        form, first_form = (of.get(path, "nothing") for of in forms)
+        if form != first_form:
+            raise PipelineError(
+                f"microbatches[{number}].{path} is {form}, but microbatches[0].{path} is "
+                f"{first_form}: the microbatches of a step have the same structure, dtypes and "
+                "numbers of dimensions; only sizes and numbers differ"
+            )
+
+
+def _requires_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _form(leaf: object) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return f"a tensor of {leaf.dim()} dimensions and {dtype}"
 
 
 def _kind(value: object) -> str:
@@ -233,11 +424,18 @@ def signature(batch: object) -> Hashable:
         return tuple([(name, signature(part)) for name, part in batch.items()])
     if isinstance(batch, tuple | list):
         return tuple(map(signature, batch))
-    return None if batch is None else type(batch).__name__
+    if isinstance(batch, MicrobatchList):
+        return (MicrobatchList, signature(batch.batches))
+    if batch is None or isinstance(batch, str | int | float | bool):
+        return type(batch).__name__, repr(batch)
+    leaves, spec = tree_flatten(batch)
+    if len(leaves) == 1 and leaves[0] is batch:
+        return type(batch).__name__
+    return spec, tuple(map(signature, leaves))
 
 
 def deliver_gradients(
-    tensors: Mapping[BatchSlot, Tensor],
+    tensors: Mapping[BatchSlot, Sequence[Tensor]],
     gradients: Mapping[BatchSlot, Mapping[int, Tensor]],
     count: int,
     divisor: float,
@@ -245,21 +443,33 @@ def deliver_gradients(
     """Run backward from tensors of a batch, as ``backward()`` of the step's loss would do.
 
     Args:
-        tensors: the tensors that need a gradient.
-        gradients: by slot and microbatch, the gradients of the mean loss over microbatches.
-            Microbatches whose loss does not depend on the tensor are missing; zeros stand for their
-            gradient.
+        tensors: the tensors that need a gradient: one of the whole batch, or one for each
+            microbatch of a list.
+        gradients: by microbatch, the gradients of the step's loss. Microbatches whose loss does not
+            depend on the tensor are missing.
         count: the number of microbatches.
         divisor: the number of replicas over which the step's loss is the mean, times the scale of
             the losses.
     """
-    roots, totals = [], []
-    for slot, tensor in tensors.items():
-        if by_microbatch := gradients.get(slot):
-            zeros = torch.zeros_like(next(iter(by_microbatch.values())))
-            chunks = [by_microbatch.get(microbatch, zeros) for microbatch in range(count)]
-            total = torch.cat(chunks) if tensor.dim() else torch.stack(chunks).sum(0)
-            roots.append(tensor)
-            totals.append((total / divisor if divisor != 1 else total).to(tensor.device))
+    roots, totals = list[Tensor](), list[Tensor]()
+    for slot, (tensor, *rest) in tensors.items():
+        by_microbatch = gradients.get(slot)
+        if not by_microbatch:
+            continue
+        if rest:
+            pairs = [([tensor, *rest][number], total) for number, total in by_microbatch.items()]
+        elif tensor.dim() and count > 1:
+            sizes = chunk_sizes(len(tensor), count)
+            zeros = next(iter(by_microbatch.values())).new_zeros
+            chunks = [
+                by_microbatch[number] if number in by_microbatch else zeros(size, *tensor.shape[1:])
+                for number, size in enumerate(sizes)
+            ]
+            pairs = [(tensor, torch.cat(chunks))]
+        else:
+            pairs = [(tensor, torch.stack([*by_microbatch.values()]).sum(0))]
+        for root, total in pairs:
+            roots.append(root)
+            totals.append((total / divisor if divisor != 1 else total).to(root.device))
     if roots:
         torch.autograd.backward(roots, totals)

@@ -4,6 +4,8 @@ A step trains the weighted mean of the losses over the microbatches of all repli
 w_m and the scale s of a ``GradScaler``, the gradient of microbatch m's loss is::
 
     s * w_m / sum(w)        without weights: s / M
+
+Sums and M are means over the replicas, as these reduce gradients to their mean.
 """
 
 from __future__ import annotations
@@ -26,39 +28,37 @@ class StepWeights(NamedTuple):
     """The weights of a step's microbatches.
 
     Attributes:
-        numbers: one weight for each microbatch.
-        refusal: the reason why the weights are refused; empty if they are accepted.
+        numbers: one for each microbatch, or one for all together.
+        length: the number of microbatches that they are for; 0 if there is one for all together.
+        refusal: why they are refused; empty if they are not.
     """
 
     numbers: Sequence[float]
+    length: int
     refusal: str = ""
 
+    def of_each(self, count: int) -> Sequence[float]:
+        """The weight of each of ``count`` microbatches."""
+        return self.numbers if self.length else [self.numbers[0] / count] * count
 
-def microbatch_weights(weight: Weight, count: int) -> StepWeights:
-    """Return the weight of each microbatch; a single number is cut into equal parts.
 
-    Args:
-        weight: the weights, such as numbers of tokens.
-        count: the number of microbatches.
-    """
+def step_weights(weight: Weight) -> StepWeights:
+    """Return the weights of a step, such as numbers of tokens."""
     values: Any = weight.tolist() if isinstance(weight, Tensor) else weight
     is_row = isinstance(values, list | tuple)
     numbers = values if is_row else [values]
-    if is_row and len(numbers) != count:
-        return StepWeights(
-            (),
-            f"weight has {len(numbers)} numbers for {count} microbatches: pass one for each "
-            "microbatch, or a single number for the batch",
-        )
+    length = len(numbers) if is_row else 0
+    if is_row and not length:
+        return StepWeights((), 0, "weight is empty: pass one number for each microbatch")
     for at, number in enumerate(numbers):
         if not _is_weight(number):
             return StepWeights(
                 (),
+                length,
                 f"{f'weight[{at}]' if is_row else 'weight'} is {number!r}: a weight must be a "
                 "positive finite number, such as the number of tokens that count in the loss",
             )
-    parts = [float(n) for n in numbers] if is_row else [float(numbers[0]) / count] * count
-    return StepWeights(parts)
+    return StepWeights([*map(float, numbers)], length)
 
 
 def _is_weight(number: Any) -> bool:
@@ -89,7 +89,6 @@ class LossGradients:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._groups, self._device, self._scaler = groups, device, scaler
-        self._count = schedule.microbatches
         self._has_losses = schedule.placement[schedule.stages - 1] == groups.rank
         self.scale = 1.0
         if scaler is not None:
@@ -99,7 +98,11 @@ class LossGradients:
             scaler.scale(torch.zeros((), device=device))  # creates its tensors
 
     def of_step(
-        self, dtype: torch.dtype, part_names: Sequence[str], weights: StepWeights | None = None
+        self,
+        dtype: torch.dtype,
+        part_names: Sequence[str],
+        counts: Sequence[int],
+        weights: StepWeights | None = None,
     ) -> list[list[Any]]:
         """Return, for each microbatch, the gradient of its loss, and None for each named part of
         the loss. Collective over replicas if there are weights.
@@ -107,13 +110,15 @@ class LossGradients:
         Args:
             dtype: the dtype of the losses.
             part_names: the names of the parts.
+            counts: the number of microbatches of each pipeline.
             weights: the weights of the step, if any.
         """
         if self._scaler is not None:
             self.scale = self._scaler.get_scale()
-        shares = [1.0 / self._count] * self._count
+        count = counts[self._groups.layout.index]
+        shares = [len(counts) / sum(counts)] * count
         if weights is not None:
-            shares = self._shares_of(weights.numbers)
+            shares = self._shares_of(weights.of_each(count))
         values = [self.scale * share for share in shares]
         gradients = torch.tensor(values, dtype=dtype, device=self._device).unbind()
         return [[gradient, *[None] * len(part_names)] for gradient in gradients]

@@ -119,7 +119,7 @@ class RankMemory:
         if step is not None and len(stages) == len(step.stages):
             kinds = {action.kind for action in row}
             for index, stage in stages.items():
-                received = received_bytes(stage, dataflow, step.boundaries)
+                received = received_bytes(stage, dataflow, step.boundaries[step.largest])
                 sizes[index] = StageBytes(stage, self._calls, received, kinds)
         memory = [StageMemory(0.0, 0.0)] * schedule.stages  # zero if the graphs are unknown
         for part in self._groups.gather({index: size.memory for index, size in sizes.items()}):
@@ -128,7 +128,8 @@ class RankMemory:
         if step is None or not sizes:
             return None
         borrowed = {index: size.borrowed_outputs for index, size in sizes.items()}
-        messages = message_levels(schedule, rank, dataflow, step.boundaries, borrowed)
+        boundaries = step.boundaries[step.largest]
+        messages = message_levels(schedule, rank, dataflow, boundaries, borrowed)
         levels, has_buckets = [], bool(self._written_buckets)
         state = levels_of(schedule, memory)[rank]
         for action, kept, sent in zip(row, state, messages, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -10,18 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.device import generators_kept
-from autosplit.errors import CaptureError, PipelineError
+from autosplit.errors import BatchError, CaptureError, PipelineError
 from autosplit.pipeline.engine.autocast import WithAutocast
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.evaluation import ModuleStage
-from autosplit.pipeline.engine.stage_builder import build_stages, compile_stages, traced
+from autosplit.pipeline.engine.stage_builder import (
+    MicrobatchExample,
+    SplitStage,
+    build_stages,
+    check_loss,
+    compile_stages,
+    traced,
+)
 from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableStage
-from autosplit.pipeline.engine.stage_seeds import StageSeeds
+from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
+from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageSet
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import Groups
+from autosplit.runtime.call_cache import CallCache
 from autosplit.stage import Stage
 from autosplit.trainer.aux_losses import WithAuxLosses, check_holders
-from autosplit.trainer.batches import Batch, Microbatches
+from autosplit.trainer.batches import Batch, Microbatches, MicrobatchList
 from autosplit.trainer.options import TrainerOptions
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.stage_modules import (
@@ -33,7 +43,7 @@ from autosplit.trainer.stage_modules import (
     explain_failed_capture,
 )
 from autosplit.trainer.step_metrics import check_part_names
-from autosplit.trainer.step_plans import StepPlan
+from autosplit.trainer.step_plans import Kind, StepPlan
 
 
 class RankStages:
@@ -91,79 +101,181 @@ class RankStages:
         self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._reusable_stages: dict[nn.Module, Any] = {}
         self._arranged = False
+        self._has_checked_aux = False
+        self._sets: dict[Hashable, StageSet] = {}
+        self._evaluation_stages: dict[Kind, dict[int, ModuleStage]] = {}
+        self._evaluation_boundaries = CallCache[tuple[Kind, MicrobatchSizes], Boundaries]()
+        self._evaluated: dict[Kind, tuple[torch.dtype, tuple[str, ...]]] = {}
         self.observer: Observer | None = None
+
+    def has_graphs(self, plan: StepPlan) -> bool:
+        """Whether all stages have graphs for the microbatches of a plan, as far as this rank knows
+        without a message; the same on all ranks of the pipeline.
+        """
+        if plan.evaluates:
+            return plan.kind in self._evaluated
+        built = self._sets.get(_set_key(plan))
+        if built is None or not built.has_rules:
+            return False
+        return all(built.boundaries_of(sizes) is not None for sizes in plan.microbatches)
 
     def build_stages(
         self,
         plan: StepPlan,
         schedule: Schedule,
-        batch: Batch | None,
+        batch: Batch | MicrobatchList | None,
         inputs: Microbatches,
         targets: Microbatches,
     ) -> None:
-        """Build and compile the stages of a training step from its first batch; collective.
+        """Build and compile the stages of a training step from its first batch; collective unless
+        they have graphs already.
 
         Args:
-            plan: the step plan; the stages and their graphs, their boundaries and the dtype of the
-                losses are set in it.
-            schedule: the schedule of training.
+            plan: gets the stages, the boundaries between them and the dtype of the losses.
+            schedule: the schedule of the step.
             batch: this rank's batch; None on a rank whose stages use none of it.
-            inputs: the batch's inputs, by microbatch.
-            targets: the batch's targets, by microbatch.
+            inputs: its inputs, by microbatch.
+            targets: its targets, by microbatch.
+
+        Raises:
+            BatchError: a stage cannot take a microbatch; names it.
         """
-        activity, modules = self._groups.activity, self.complete(batch)
+        key, modules = _set_key(plan), self.complete(batch)
         plan.aux = self._with_aux_losses(modules)
-        with activity.during("building its stages", announced=True):
-            plan.stages, plan.boundaries = build_stages(
-                modules,
-                schedule.stages,
-                self._dataflow,
-                self._groups,
-                self._stage_for,
-                inputs=_examples(plan, "inputs", inputs),
-                targets=_examples(plan, "targets", targets),
-                device=self._device,
+        built = self._sets.get(key)
+        if built is not None and not (built.has_rules or built.is_first(plan.microbatches[0])):
+            built = None  # a user's own stage factory is called for each size
+        is_new = built is None
+        if built is None:
+            built = StageSet(schedule.stages, self._dataflow)
+        if not plan.is_built:
+            self._build_missing(built, plan, modules, inputs, targets)
+        self._sets[key] = built
+        plan.stages, boundaries = built.stages, built.boundaries
+        plan.boundaries = [built.boundaries_of(sizes) or boundaries for sizes in plan.microbatches]
+        plan.dtype = boundaries.outputs[self._last][0].dtype
+        if is_new:
+            self._begin_training(plan, schedule)
+        if not plan.is_built:
+            self._model.report_gradients(traced(plan.stages), schedule)
+            with self._groups.activity.during("compiling its stages", announced=True):
+                compile_stages(plan.stages, schedule)
+        plan.is_built = True
+
+    def _build_missing(
+        self,
+        built: StageSet,
+        plan: StepPlan,
+        modules: Mapping[int, nn.Module],
+        inputs: Microbatches,
+        targets: Microbatches,
+    ) -> None:
+        """Build the stages for microbatches that their graphs do not fit; collective.
+
+        Raises:
+            BatchError: on all ranks of all pipelines: a stage cannot take a microbatch.
+        """
+        refusal, is_new = "", not built.boundaries.outputs
+        rows = {
+            sizes: MicrobatchExample(
+                number,
+                _examples(plan, "inputs", inputs, number),
+                _examples(plan, "targets", targets, number),
+                sizes,
             )
-        check_part_names([*self._aux_losses, *plan.boundaries.part_names])
+            for number, sizes in enumerate(plan.microbatches)
+            if is_new or built.boundaries_of(sizes) is None
+        }
+        largest_first = sorted(rows.values(), key=lambda row: -row.sizes.elements)
+        try:
+            if largest_first:
+                with self._groups.activity.during("building its stages", announced=True):
+                    build_stages(
+                        built,
+                        modules,
+                        self._groups,
+                        self._stage_for,
+                        largest_first,
+                        refuses=plan.listed or not is_new,
+                        device=self._device,
+                    )
+        except BatchError as error:
+            refusal = str(error)
+        if len(self._groups.layout.pipelines) > 1:
+            refusals = self._groups.everybody.gather(refusal)
+            refusal = refusal or next(filter(None, refusals), "")
+        if refusal:
+            raise BatchError(refusal)
+
+    def _begin_training(self, plan: StepPlan, schedule: Schedule) -> None:
+        """Prepare buckets and seeds for new stages; collective."""
+        check_part_names([*self._aux_losses, *plan.boundaries[0].part_names])
         if self._groups.layout.shares > 1 and not self._arranged:
             # Only once: reports of stages of other shapes name these buckets.
             self._model.arrange_buckets(traced(plan.stages), schedule)
             self._arranged = True
-        self._model.report_gradients(traced(plan.stages), schedule)
-        with activity.during("compiling its stages", announced=True):
-            compile_stages(plan.stages, schedule)
-        graphs = traced(plan.stages)
-        if len(graphs) == len(plan.stages):
-            plan.functions = [stage.functions for stage in graphs.values()]
-        plan.dtype = plan.boundaries.outputs[self._last][0].dtype
         stages = plan.stages.values()
         draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)
         # This also starts the step's clock on all ranks together, replicas included.
         if self._groups.everybody.all_reduce_and(0 if draws else -1) == [0]:
             self._seeds.expect_draws()
 
-    def for_evaluation(self, plan: StepPlan, batch: Batch | None) -> dict[int, ModuleStage]:
+    def for_evaluation(
+        self, plan: StepPlan, batch: Batch | MicrobatchList | None
+    ) -> dict[int, ModuleStage]:
         """Return the stages of an evaluation, which call the modules themselves.
 
         Args:
-            plan: the step plan; the stages with auxiliary losses are set in it.
+            plan: gets the boundaries, and the stages with auxiliary losses.
             batch: this rank's batch; None on a rank whose stages use none of it.
         """
-        modules = self.complete(batch, evaluates=True)
+        key, modules = plan.kind, self.complete(batch, evaluates=True)
         plan.aux = self._with_aux_losses(modules)
-        # A stage of a whole model calls no module inside, whose hooks would gather its parameters.
-        gathered = partial(self._model.sharded.gathered, frees_all=False)
-        return {
-            index: ModuleStage(
-                module,
-                index,
-                self._dataflow.shared_places(index),
-                **({"gathering": partial(gathered, index)} if self._is_cut else {}),
-            )
-            for index, module in modules.items()
-        }
+        plan.boundaries = [
+            self._evaluation_boundaries.get((key, sizes))
+            or self._evaluation_boundaries.remember((key, sizes), Boundaries())
+            for sizes in plan.microbatches
+        ]
+        if key not in self._evaluation_stages:
+            # A stage of a whole model calls no module inside, whose hooks would gather its
+            # parameters.
+            gathered = partial(self._model.sharded.gathered, frees_all=False)
+            self._evaluation_stages[key] = {
+                index: ModuleStage(
+                    module,
+                    index,
+                    self._dataflow.shared_places(index),
+                    **({"gathering": partial(gathered, index)} if self._is_cut else {}),
+                )
+                for index, module in modules.items()
+            }
+        return self._evaluation_stages[key]
 
-    def _stage_for(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+    def set_loss_of_evaluation(self, plan: StepPlan, losses: Mapping[int, list[Tensor]]) -> None:
+        """Set the dtype and the part names of the losses of an evaluation; collective for the first
+        of its kind.
+
+        Raises:
+            PipelineError: the loss is not one scalar, or a part has another metric's name.
+        """
+        if plan.kind not in self._evaluated:
+            stages = self._evaluation_stages[plan.kind]
+            names = stages[self._last].part_names or () if losses else ()
+            for outputs in losses.values():
+                check_loss([TensorMeta(t.shape, t.dtype, True) for t in outputs], names)
+            check_part_names([*(plan.aux[0].weights if plan.aux else ()), *names])
+            loss_dtype = next((loss.dtype for loss, *_ in losses.values()), None)
+            rows = self._groups.everybody.gather((loss_dtype, names, self._seeds.drew))
+            self._evaluated[plan.kind] = next(row[:2] for row in rows if row[0])
+            if any(drew for *_, drew in rows) and self._seeds.expect_draws():
+                draw_number()
+        plan.dtype, part_names = self._evaluated[plan.kind]
+        for boundaries in plan.boundaries:
+            boundaries.part_names = part_names
+
+    def _stage_for(
+        self, module: nn.Module, args: list[Any], varying: Sequence[list[Any]], *, index: int
+    ) -> TrainableStage:
         """Return a stage that runs ``module(*args)``.
 
         The module's earlier stage is used again if it accepts the arguments, because its graphs may
@@ -172,11 +284,12 @@ class RankStages:
         stage = self._reusable_stages.get(module)
         with self._model.sharded.gathered(index):
             if stage is not None and stage.accepts(args):
-                stage.prepare(args)
+                stage.prepare(args, varying) if isinstance(stage, Stage) else stage.prepare(args)
                 return cast(TrainableStage, stage)
+            options = {"varying": varying} if isinstance(self._factory, SplitStage) else {}
             try:
                 with generators_kept():
-                    new_stage = self._factory(module, args, index=index)
+                    new_stage = self._factory(module, args, index=index, **options)
             except CaptureError:
                 # The module is not called to explain the error if it has collectives: the ranks
                 # that share its tensors would have to call it, too.
@@ -219,14 +332,20 @@ class RankStages:
                     "give each stage its own module, or place both stages on one rank"
                 )
 
-    def complete(self, batch: Batch | None, *, evaluates: bool = False) -> Mapping[int, nn.Module]:
-        """Return this rank's modules by stage, with autocast and auxiliary losses; the last stage's
-        module computes the loss.
+    def complete(
+        self, batch: Batch | MicrobatchList | None, *, evaluates: bool = False
+    ) -> Mapping[int, nn.Module]:
+        """Return this rank's modules by stage, with autocast and auxiliary losses, and the loss in
+        the last stage's.
 
         The batch tells whether the loss gets one target or a tuple of targets, and how many.
         """
+        if isinstance(batch, MicrobatchList):
+            batch = next(iter(batch.batches or ()), None)
         targets = None if batch is None else batch[1]
-        count = None if isinstance(targets, Tensor) else len(targets or ())
+        count = len(targets) if isinstance(targets, tuple | list) else None
+        if targets is None:
+            count = 0
         key = evaluates, count
         if key not in self._completed:
             modules, last = dict(self._model.modules), self._last
@@ -249,7 +368,7 @@ class RankStages:
         return self._completed[key]
 
     def _with_aux_losses(self, modules: Mapping[int, nn.Module]) -> list[WithAuxLosses]:
-        """Return the stages with auxiliary losses, without autocast; collective if there are any.
+        """Return the stages with auxiliary losses, without autocast; collective for the first.
 
         Raises:
             PipelineError: no module of any stage has one of the losses.
@@ -258,7 +377,9 @@ class RankStages:
             return []
         inner = [m.module if isinstance(m, WithAutocast) else m for m in modules.values()]
         stages = [module for module in inner if isinstance(module, WithAuxLosses)]
-        check_holders(stages, self._aux_losses, self._groups.everybody)
+        if not self._has_checked_aux:
+            check_holders(stages, self._aux_losses, self._groups.everybody)
+            self._has_checked_aux = True
         return stages
 
     def _observe(self, output: Any, targets: Any) -> None:
@@ -267,11 +388,17 @@ class RankStages:
             self.observer(output, targets)
 
 
-def _examples(plan: StepPlan, name: str, part: Microbatches) -> list[Any]:
-    """Return the tensors of a part's first microbatch, with ``requires_grad`` as in the plan."""
+def _set_key(plan: StepPlan) -> Hashable:
+    """The key of the stages that run a plan's microbatches."""
+    return plan.kind, plan.grad_slots
+
+
+def _examples(plan: StepPlan, name: str, part: Microbatches, number: int) -> list[Any]:
+    """Return the arguments of a microbatch, with ``requires_grad`` as in the plan."""
+    values = part[number] if part else ()
     return [
-        None
-        if tensor is None
-        else tensor.detach().requires_grad_((name, number) in plan.grad_slots)
-        for number, tensor in enumerate(part[0] if part else ())
+        value.detach().requires_grad_((name, at) in plan.grad_slots)
+        if isinstance(value, Tensor)
+        else value
+        for at, value in enumerate(values)
     ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,14 +27,13 @@ from torch import Tensor
 
 from autosplit.device import generators_kept
 from autosplit.pipeline.engine.autograd_stage import AutogradStage, with_full_backwards
-from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.evaluation import forward_only
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget
-from autosplit.pipeline.engine.stage_builder import check_loss, compile_stages, traced
+from autosplit.pipeline.engine.stage_builder import compile_stages, traced
 from autosplit.pipeline.engine.stage_protocols import ForwardStage, StageFactory, TrainableStage
-from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
+from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import SpanRecorder, recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.gathers import add_gathers
@@ -45,15 +44,18 @@ from autosplit.pipeline.simulation.simulate import Span, window_of
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
 from autosplit.recorder.flight import FlightRecorder
+from autosplit.runtime.call_cache import CallCache
 from autosplit.torch_internals.autograd import call_accumulate_hooks
+from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.trainer.agreement import StepReduction
-from autosplit.trainer.aux_losses import WithAuxLosses, aux_sums, start_aux_losses
+from autosplit.trainer.aux_losses import aux_sums, start_aux_losses
 from autosplit.trainer.batch_agreement import summary_of
 from autosplit.trainer.batches import (
     Batch,
     BatchSlot,
     BatchSplitter,
     Microbatches,
+    MicrobatchList,
     deliver_gradients,
 )
 from autosplit.trainer.gradient_norms import GradientNorms
@@ -61,14 +63,14 @@ from autosplit.trainer.loss_gradients import (
     LossGradients,
     StepWeights,
     Weight,
-    microbatch_weights,
+    step_weights,
 )
 from autosplit.trainer.options import MEMORY, TrainerOptions
 from autosplit.trainer.rank_memory import RankMemory
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.rank_stages import RankStages
 from autosplit.trainer.stage_modules import Holder, LossFunction, Observer, StageSource
-from autosplit.trainer.step_metrics import check_part_names
+from autosplit.trainer.step_orders import StepOrders
 from autosplit.trainer.step_plans import StepPlan, StepPlans
 from autosplit.trainer.tuning import Tuner
 from autosplit.trainer.verification import Gradients, Verification, differences, gradients_of
@@ -138,12 +140,14 @@ class Runner:
         self.schedule = schedule
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
-        self._seeds = StageSeeds(groups, device, schedule, source)
-        self._count = schedule.microbatches
+        self._seeds = StageSeeds(groups, device, schedule.stages, source)
+        self._orders = StepOrders(options, schedule)
         self._scales = options.run.scales
         self.losses = LossGradients(groups, schedule, device, options.run.scaler)
         self._last = self.schedule.stages - 1
-        self._forwards = forward_only(self.schedule)
+        self._forwards: dict[int, Schedule] = {}
+        self._executors = CallCache[Hashable, tuple[Schedule, Executor]]()
+        self._reporting: Executor | None = None
         stages_here, wiring = schedule.stages_on(groups.rank), stages.wiring
         self._splitter = BatchSplitter(
             schedule.microbatches,
@@ -151,16 +155,7 @@ class Runner:
             inputs=self.dataflow.from_batch(stages_here),
             targets=self._last in stages_here,
             names=() if wiring is None else wiring.names,
-        )
-        self._plans = StepPlans(
-            self._splitter,
-            self._seeds,
-            groups,
-            self.dataflow,
-            model.modules,
-            source=source,
-            # A whole model is cut for one shape, and predicted memory holds for one.
-            static=stages.cut or options.memory_limit is not None,
+            flattens=wiring is not None,
         )
         self._rank_stages = RankStages(
             stages,
@@ -186,12 +181,23 @@ class Runner:
                 device,
                 scales=self._scales,
             )
-        self._grad_tensors: Mapping[BatchSlot, Tensor] = {}
+        self._plans = StepPlans(
+            self._splitter,
+            self._seeds,
+            groups,
+            self.dataflow,
+            model.modules,
+            microbatches=schedule.microbatches,
+            source=source,
+            has_graphs=self._rank_stages.has_graphs,
+            check=self._orders.check_steps,
+        )
+        self._grad_tensors: Mapping[BatchSlot, Sequence[Tensor]] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.last_step: StepPlan | None = None
         self.spans: list[Span] = []
         self._limited = False
-        self._prepared: dict[Schedule, PreparedSchedule] = {}
+        self._prepared = CallCache[Schedule, PreparedSchedule]()
 
     @property
     def settled(self) -> bool:
@@ -199,7 +205,11 @@ class Runner:
         return self._tuner is None
 
     def train(
-        self, batch: Batch | None, weight: Weight | None = None, *, waits: bool = True
+        self,
+        batch: Batch | MicrobatchList | None,
+        weight: Weight | None = None,
+        *,
+        waits: bool = True,
     ) -> StepReduction:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
 
@@ -212,12 +222,12 @@ class Runner:
         Returns:
             The started all-reduce of losses and norm over all ranks.
         """
-        weights = None if weight is None else microbatch_weights(weight, self._count)
+        weights = None if weight is None else step_weights(weight)
         plan, executor, inputs, targets = self._prepare_batch(batch, weights, waits=waits)
         loss_grads = plan.loss_grads
         if weights is not None or self._scales:
-            part_names = plan.boundaries.part_names
-            loss_grads = self.losses.of_step(plan.dtype, part_names, weights)
+            part_names = plan.boundaries[0].part_names
+            loss_grads = self.losses.of_step(plan.dtype, part_names, plan.pipeline_counts, weights)
         self._grad_tensors = self._splitter.requiring_grad(batch) if plan.grad_slots else {}
         self._batch_gradients = executor.batch_gradients
         model, memory, microbatches = self._model, self.memory, inputs + targets
@@ -234,7 +244,7 @@ class Runner:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(plan, tensors, self._recorder))
             losses, hooked = self._run_actions(
-                executor, self.stages, plan.aux, inputs, targets, loss_grads, recorder
+                plan, executor, self.stages, inputs, targets, loss_grads, recorder
             )
         call_accumulate_hooks(hooked)
         needs_norms = self.clips or self._checks_finite
@@ -243,6 +253,10 @@ class Runner:
             call()
         self.spans = recorder.spans() if recorder is not None else []
         self.last_step = plan
+        graphs = traced(plan.stages)
+        is_uniform = not plan.functions and len({*plan.microbatches}) == 1
+        if is_uniform and len(graphs) == len(plan.stages):
+            plan.functions = [stage.functions for stage in graphs.values()]
         if flight is not None:
             flight.end_actions(self.spans)
         self._tune()
@@ -250,9 +264,9 @@ class Runner:
 
     def _run_actions(
         self,
+        plan: StepPlan,
         executor: Executor,
         stages: Mapping[int, Any],
-        aux: Sequence[WithAuxLosses],
         inputs: Microbatches,
         targets: Microbatches,
         loss_grads: Sequence[list[Any]],
@@ -270,9 +284,10 @@ class Runner:
             for stage in stages.values():
                 if hasattr(stage, "waiting_hooks"):
                     stage.waiting_hooks = hooked
-            if aux:
-                start_aux_losses(aux, scale / self._count)
-            losses = executor.run(inputs, targets, recorder, loss_grads)
+            if plan.aux:
+                mean_count = sum(plan.pipeline_counts) / len(plan.pipeline_counts)
+                start_aux_losses(plan.aux, scale / mean_count)
+            losses = executor.run(inputs, targets, plan.boundaries, recorder, loss_grads)
             if recorder is not None and self.memory.recorder is not None:
                 self.memory.recorder.finish(itertools.chain(*losses.values()))
             for stage in stages.values():
@@ -308,7 +323,11 @@ class Runner:
         return self.memory
 
     def _prepare_batch(
-        self, batch: Batch | None, weights: StepWeights | None, *, waits: bool = True
+        self,
+        batch: Batch | MicrobatchList | None,
+        weights: StepWeights | None,
+        *,
+        waits: bool = True,
     ) -> tuple[StepPlan, Executor, Microbatches, Microbatches]:
         """Return (plan of a training step, its executor, inputs by microbatch, targets by
         microbatch).
@@ -319,36 +338,53 @@ class Runner:
         )
         executor = plan.executor
         if executor is None:
-            self._rank_stages.build_stages(plan, self.schedule, batch, inputs, targets)
-            plan.loss_grads = self.losses.of_step(plan.dtype, plan.boundaries.part_names)
-            executor = self._build_executor(plan, self.schedule, plan.stages)
+            schedule = self._orders.schedule_for(plan.microbatches)
+            self._rank_stages.build_stages(plan, schedule, batch, inputs, targets)
+            part_names = plan.boundaries[0].part_names
+            plan.loss_grads = self.losses.of_step(plan.dtype, part_names, plan.pipeline_counts)
+            executor = self._set_executor(plan, schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
         if self._tuner is not None and self.limits and not self._limited:
             self._limited = True
+            self._orders.keep_limit()
             self.memory.set_step(plan, _tensors(inputs + targets))
             self._change_schedule(self._tuner.search_schedule(self.stages))
             executor = plan.executor or executor
+        if self._reporting is not executor:
+            self._reporting, self.schedule = executor, plan.schedule
+            self._model.report_gradients(traced(plan.stages), self.schedule)
         return plan, executor, inputs, targets
+
+    def _set_executor(
+        self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
+    ) -> Executor:
+        """Set a plan's executor, which runs stages by a schedule. It is built once for both."""
+        key = id(schedule), id(stages), plan.grad_slots
+        if key not in self._executors:
+            built = self._build_executor(plan, schedule, stages)
+            self._executors.remember(key, (schedule, built))  # both stay alive, and their numbers
+        plan.schedule, plan.executor = self._executors[key]
+        return plan.executor
 
     def _build_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
-        """Build the executor that runs a plan's stages by a schedule; collective over all ranks."""
+        """Build an executor; collective over all ranks for pairs of ranks that are new."""
         groups, sharded = self._groups, self._model.sharded
         if schedule not in self._prepared:
             with_gathers = add_gathers(schedule, sharded.indices)
-            self._prepared[schedule] = PreparedSchedule(with_gathers, self.dataflow)
+            self._prepared.remember(schedule, PreparedSchedule(with_gathers, self.dataflow))
         prepared = self._prepared[schedule]
         groups.connect(prepared.pairs)
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = None
         if prepared.moves:
             moves = Moves(stages, prepared, groups, self._device, self._store)
-        plan.executor = Executor(
+        return Executor(
             stages,
             prepared.schedule,
             groups.rank,
-            Transport(routes, groups, plan.boundaries, device=self._device, posts=posts),
+            Transport(routes, groups, device=self._device, posts=posts),
             activity=groups.activity,
             moves=moves,
             batch_arguments=self._batch_arguments(plan),
@@ -356,7 +392,6 @@ class Runner:
             sharding=sharded if sharded.indices else None,
             watch=None if self.flight is None or plan.evaluates else self.flight.watch,
         )
-        return plan.executor
 
     def _batch_arguments(self, plan: StepPlan) -> dict[int, dict[int, BatchSlot]]:
         """Return the slots of the stages' arguments that come from the batch and need a gradient.
@@ -365,7 +400,7 @@ class Runner:
         arguments.
         """
         arguments: dict[int, dict[int, BatchSlot]] = {stage: {} for stage in self._model.modules}
-        targets = sum(path.startswith("targets") for path in plan.metas)
+        targets = len(plan.microbatches[0].targets)
         for name, number in plan.grad_slots:
             for stage, slots in arguments.items():
                 if name == "inputs":
@@ -375,30 +410,33 @@ class Runner:
                 slots |= dict.fromkeys(places, (name, number))
         return arguments
 
-    def compare_gradients(self, batch: Batch | None, weight: Weight | None = None) -> Verification:
+    def compare_gradients(
+        self, batch: Batch | MicrobatchList | None, weight: Weight | None = None
+    ) -> Verification:
         """Compare the gradients of a step with the gradients of a reference; no state changes.
 
         Args:
             batch: see ``PipelineTrainer.step``.
             weight: see ``PipelineTrainer.step``.
         """
-        weights = None if weight is None else microbatch_weights(weight, self._count)
+        weights = None if weight is None else step_weights(weight)
         step, model = (self.stages, self.memory.step), self._model
         is_plain = not (self._shares_tensors or model.sharded.indices)
         gradients: list[Gradients] = []
         with generators_kept():
             plan, executor, inputs, targets = self._prepare_batch(batch, weights)
-            loss_grads = self.losses.of_step(plan.dtype, plan.boundaries.part_names, weights)
+            part_names = plan.boundaries[0].part_names
+            loss_grads = self.losses.of_step(plan.dtype, part_names, plan.pipeline_counts, weights)
             stages: Mapping[int, Any] = plan.stages
             if is_plain:
                 modules = self._rank_stages.complete(batch).items()
                 stages = {at: AutogradStage(m, at, self._grad_dtype) for at, m in modules}
             other = self._build_executor(plan, with_full_backwards(self.schedule), stages)
-            plan.executor = executor
+            self._reporting = None
             for run, stages in ((other, stages), (executor, plan.stages)):  # noqa: B020
                 model.report_gradients(traced(stages), run.schedule)
                 with self._seeds.restoring(), model.preserving_state():
-                    self._run_actions(run, stages, plan.aux, inputs, targets, loss_grads)
+                    self._run_actions(plan, run, stages, inputs, targets, loss_grads)
                     for call in model.post_step:
                         call()
                     gradients.append(gradients_of(model.modules))
@@ -410,7 +448,7 @@ class Runner:
 
     def evaluate(
         self,
-        batch: Batch | None,
+        batch: Batch | MicrobatchList | None,
         weight: Weight | None = None,
         observer: Observer | None = None,
     ) -> StepReduction:
@@ -425,40 +463,33 @@ class Runner:
         Returns:
             The started all-reduce of the losses over all ranks.
         """
-        weights = None if weight is None else microbatch_weights(weight, self._count)
+        weights = None if weight is None else step_weights(weight)
         plan, inputs, targets = self._plans.agree_on_plan(batch, weights, evaluates=True)
-        is_first, executor = plan.executor is None, plan.executor
+        executor = plan.executor
         if executor is None:
-            stages = self._rank_stages.for_evaluation(plan, batch)
-            executor = self._build_executor(plan, self._forwards, stages)
+            stages, count = self._rank_stages.for_evaluation(plan, batch), len(plan.microbatches)
+            if count not in self._forwards:
+                self._forwards[count] = forward_only(self.schedule, count)
+            executor = self._set_executor(plan, self._forwards[count], stages)
         self._rank_stages.observer = observer
         if plan.aux:
             start_aux_losses(plan.aux, 0.0)
         with self._seeds.restoring():
-            losses = executor.run(inputs, targets)
+            losses = executor.run(inputs, targets, plan.boundaries)
         self._rank_stages.observer = None
         for call in self._model.post_step:
             call()
-        if is_first:
-            names = stages[self._last].part_names or () if losses else ()
-            for outputs in losses.values():
-                check_loss([TensorMeta(t.shape, t.dtype, True) for t in outputs], names)
-            check_part_names([*(plan.aux[0].weights if plan.aux else ()), *names])
-            loss_dtype = next((loss.dtype for loss, *_ in losses.values()), None)
-            rows = self._groups.everybody.gather((loss_dtype, names, self._seeds.drew))
-            plan.dtype, plan.boundaries.part_names = next(row[:2] for row in rows if row[0])
-            if any(drew for *_, drew in rows) and self._seeds.expect_draws():
-                draw_number()
+        self._rank_stages.set_loss_of_evaluation(plan, losses)
         return self._start_reduction(plan, losses, inputs + targets, weights)
 
     def _change_schedule(self, schedule: Schedule) -> None:
         """Use another schedule from the next step on; collective over all ranks."""
         _LOG.info("the schedule from the next step on: %r", schedule)
-        self.schedule = schedule
+        self.schedule = self._orders.schedule = schedule
         for plan in self._plans.of_training():
-            self._model.report_gradients(traced(plan.stages), schedule)
-            compile_stages(plan.stages, schedule)
-            self._build_executor(plan, schedule, plan.stages)
+            if len(plan.microbatches) == schedule.microbatches:
+                compile_stages(plan.stages, schedule)
+                self._set_executor(plan, schedule, plan.stages)
 
     def _start_reduction(
         self,
@@ -472,9 +503,10 @@ class Runner:
         nonfinite = None
         if norms is not None and self._checks_finite:
             nonfinite = self._model.nonfinite_stage(norms)
-        tensors = _tensors(batch)
+        tensors = _tensors(batch) if self._shares_tensors else []
         if weights is not None:
-            row = torch.tensor(weights.numbers, dtype=torch.float64, device="cpu")
+            numbers = weights.of_each(len(plan.microbatches))
+            row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             tensors.append(row)
             for microbatch, outputs in losses.items():
                 outputs.append(row[microbatch])
@@ -482,7 +514,7 @@ class Runner:
             self._groups,
             self._guard,
             losses,
-            count=self.schedule.microbatches,
+            counts=plan.pipeline_counts,
             end=self.schedule.placement[self._last],
             squares=norms.squares() if norms is not None and self.clips else None,
             nonfinite=nonfinite,
@@ -490,11 +522,16 @@ class Runner:
             window=window_of(() if plan.evaluates else self.spans),
             batch=summary_of(tensors) if self._shares_tensors else 0,
             dtype=plan.dtype,
-            part_names=plan.boundaries.part_names,
-            weighted=plan.weighted,
+            part_names=plan.boundaries[0].part_names,
+            weighted=plan.is_weighted,
             aux=aux_sums(plan.aux) if plan.aux else {},
         )
 
 
 def _tensors(batch: Microbatches) -> list[Tensor | None]:
-    return [tensor for microbatch in batch for tensor in microbatch]
+    tensors: list[Tensor | None] = []
+    for microbatch in batch:
+        for value in microbatch:
+            leaves = [value] if value is None or type(value) is Tensor else tree_flatten(value)[0]
+            tensors += [leaf for leaf in leaves if leaf is None or isinstance(leaf, Tensor)]
+    return tensors

@@ -11,6 +11,7 @@ import torch
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import data_sheet
+from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.trainer.batch_agreement import Metas
 
 
@@ -74,18 +75,28 @@ def batch_counts(metas: Metas) -> dict[str, int]:
     Args:
         metas: shapes and dtypes of the batch's tensors, by path.
     """
-    counts = {}
-    samples = (meta.shape[0] for meta in metas.values() if meta.shape)
-    if (count := next(samples, None)) is not None:
-        counts["samples"] = count
-    integers = (
-        math.prod(meta.shape)
-        for path, meta in metas.items()
-        if path.startswith("inputs") and _holds_integers(meta.dtype)
-    )
-    if (tokens := next(integers, None)) is not None:
-        counts["tokens"] = tokens
+    counts = dict[str, int]()
+    for of_microbatch in _by_microbatch(metas):
+        sizes = [(path, meta.dtype, meta.shape) for path, meta in of_microbatch if meta.shape]
+        integers = [
+            shape.numel()
+            for path, dtype, shape in sizes
+            if path.startswith("inputs") and _holds_integers(dtype)
+        ]
+        for name, numbers in ("samples", [shape[0] for *_, shape in sizes]), ("tokens", integers):
+            if numbers:
+                counts[name] = counts.get(name, 0) + numbers[0]
     return counts
+
+
+def _by_microbatch(metas: Metas) -> Iterable[list[tuple[str, TensorMeta]]]:
+    """The tensors of each microbatch of a list, with their paths within it; or of the batch."""
+    rows: dict[str, list[tuple[str, TensorMeta]]] = {}
+    for path, meta in metas.items():
+        *number, inner = path.split("].", 1) if path.startswith("microbatches[") else [path]
+        if isinstance(meta, TensorMeta):
+            rows.setdefault("".join(number), []).append((inner, meta))
+    return rows.values()
 
 
 def _holds_integers(dtype: torch.dtype) -> bool:

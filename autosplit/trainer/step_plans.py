@@ -6,68 +6,102 @@ Each rank numbers its plans by bits. A plan has the same bit on all ranks:
                                                               |            |
                                               a common bit: that plan      none: a new signature
                                                                            |
-                                              ranks exchange shapes and dtypes, and all look up
-                                              or add the same plan
+                     all ranks of each pipeline offer the same list of microbatches, whose sizes the
+                     graphs of all stages fit: each rank adds the plan alone
+                                                                           | else
+                     ranks exchange shapes and dtypes, and all look up or add the same plan
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError, PlanError
-from autosplit.pipeline.engine.boundaries import Boundaries
+from autosplit.capture.size_rule import Leaf, leaf_text
+from autosplit.errors import BatchError, PipelineError, PlanError
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.stage_builder import check_inputs
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
+from autosplit.pipeline.engine.stage_set import MicrobatchSizes
 from autosplit.pipeline.schedule.routes import StageDataflow
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import Groups
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.trainer.aux_losses import WithAuxLosses
 from autosplit.trainer.batch_agreement import (
+    AgreedBatch,
     Metas,
+    OfferedBatch,
     agree_on_batch,
-    check_static,
     compare_contents,
+    digest_of,
 )
-from autosplit.trainer.batches import Batch, BatchSlot, BatchSplitter, Microbatches, signature
+from autosplit.trainer.batches import (
+    Batch,
+    BatchSlot,
+    BatchSplitter,
+    Microbatches,
+    MicrobatchList,
+    chunk_sizes,
+    signature,
+)
 from autosplit.trainer.loss_gradients import StepWeights
 from autosplit.trainer.step_metrics import batch_counts
 
 _MAX_PLANS = 63  # the bits of an int64 that is not negative
+_COUNT_BITS = 16
+"""Bits of the number of microbatches, beside the digest of their sizes."""
+
+Kind = Hashable
+"""Paths, dtypes and numbers of dimensions of a microbatch's tensors, without sizes."""
 
 
 @dataclass
 class StepPlan:
-    """This rank's stages and executor for batches of one shape.
+    """The stages and the executor for microbatches of these sizes on this rank.
 
     Attributes:
         metas: shapes and dtypes of the batch's tensors, by path.
         evaluates: whether the step is an evaluation, which only runs forwards.
-        weighted: whether the step has weights of its microbatches.
+        microbatches: the sizes of each microbatch.
+        pipeline_counts: the number of microbatches of each pipeline.
+        kind: the kind of the microbatches.
+        listed: whether they are a list, and not a batch that is cut.
+        is_weighted: whether the microbatches have weights.
         grad_slots: the tensors of the batch that need a gradient, on any rank.
-        boundaries: shapes and dtypes of the tensors between stages.
-        dtype: the dtype of the losses; valid after the first batch of this shape.
-        stages: this rank's stages, in training; empty until the first batch of this shape.
-        functions: the stages' graphs for batches of this shape; empty if a stage has no graph.
-        executor: runs the stages; None until the first batch of this shape.
+        is_built: whether stages and executor have been built without a message, or will be.
+        boundaries: by microbatch, shapes and dtypes of the tensors between stages.
+        dtype: the dtype of the losses; valid once the first such batch has run.
+        stages: this rank's stages, in training; empty until the first such batch.
+        functions: the stages' graphs, after a step whose microbatches have the same sizes; empty if
+            a stage has no graph.
+        schedule: the schedule of the step; valid once there is an executor.
+        executor: runs them; None until the first such batch.
         loss_grads: by microbatch, the gradients of the last stage's outputs, in training.
         aux: this rank's stages with auxiliary losses; empty if there are none.
     """
 
     metas: Metas
     evaluates: bool
-    weighted: bool = False
+    microbatches: Sequence[MicrobatchSizes]
+    pipeline_counts: Sequence[int]
+    kind: Kind
+    listed: bool = False
+    is_weighted: bool = False
     grad_slots: frozenset[BatchSlot] = frozenset()
-    boundaries: Boundaries = field(default_factory=Boundaries)
+    is_built: bool = False
+    boundaries: Sequence[Boundaries] = ()
     dtype: torch.dtype = torch.float32
     stages: Mapping[int, TrainableStage] = field(default_factory=dict)
     functions: Sequence[SplitFunctions] = ()
+    schedule: Schedule = field(init=False, repr=False)
     executor: Executor | None = None
     loss_grads: Sequence[list[Tensor | None]] = ()
     aux: Sequence[WithAuxLosses] = ()
@@ -82,6 +116,11 @@ class StepPlan:
         """Floating-point operations of one microbatch in this rank's stages."""
         return sum(functions.flops for functions in self.functions)
 
+    @property
+    def largest(self) -> int:
+        """The number of the microbatch with the most elements."""
+        return max(range(len(self.microbatches)), key=lambda at: self.microbatches[at].elements)
+
 
 class StepPlans:
     """The step plans of this rank, numbered as on all other ranks.
@@ -92,8 +131,12 @@ class StepPlans:
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
         modules: this rank's modules by stage.
-        source: the rank of the pipeline that decides alone if a step does not wait.
-        static: whether all batches must have the shapes of the first batch.
+        microbatches: M, the number of microbatches into which a batch is cut.
+        source: the rank of the pipeline that decides alone where a step does not wait.
+        has_graphs: whether this rank knows that all stages have graphs for the microbatches of a
+            plan.
+        check: raises BatchError if no training step may run the microbatches of each pipeline, the
+            same on all ranks.
     """
 
     def __init__(
@@ -104,12 +147,15 @@ class StepPlans:
         dataflow: StageDataflow,
         modules: Mapping[int, nn.Module],
         *,
+        microbatches: int,
         source: int,
-        static: bool,
+        has_graphs: Callable[[StepPlan], bool],
+        check: Callable[[Sequence[Sequence[MicrobatchSizes]]], None],
     ) -> None:
         self._splitter, self._seeds, self._groups = splitter, seeds, groups
         self._dataflow, self._modules = dataflow, modules
-        self._source, self._static = source, static
+        self._count, self._source = microbatches, source
+        self._has_graphs, self._check = has_graphs, check
         self._plans: dict[int, StepPlan] = {}  # by bit, the least recently used first
         # By signature, the bits of the plans that may run such a batch: other ranks decide between
         # them, as this rank may see only a part of the batch.
@@ -122,7 +168,7 @@ class StepPlans:
 
     def agree_on_plan(
         self,
-        batch: Batch | None,
+        batch: Batch | MicrobatchList | None,
         weights: StepWeights | None,
         *,
         evaluates: bool,
@@ -133,8 +179,8 @@ class StepPlans:
         If any rank refuses the batch, nothing has changed. Collective.
 
         Args:
-            batch: this rank's batch.
-            weights: the weights of the batch's microbatches; None if there are none.
+            batch: this rank's batch, or its list of microbatches.
+            weights: the weights of its microbatches, if any.
             evaluates: whether the step is an evaluation.
             waits: whether to wait for the other ranks first.
 
@@ -144,94 +190,233 @@ class StepPlans:
                 ranks.
         """
         refusal = "" if weights is None else weights.refusal
-        key = evaluates, weights is not None, signature(batch)
+        length = None if weights is None else weights.length
+        key = evaluates, length, signature(batch)
         fitting = 0 if refusal else self._plan_bits.get(key, 0)
-        common, *numbers = self._common_plans(fitting, evaluates=evaluates, waits=waits)
-        self._seeds.begin_step(*numbers, evaluates=evaluates)
+        new = None if fitting or refusal else self._plan_of_list(batch, length, evaluates)
+        digest = 0 if new is None else digest_of((evaluates, length is None, new.metas))
+        common, *numbers = self._common_plans(
+            fitting, digest, new, evaluates=evaluates, waits=waits
+        )
+        self._seeds.begin_step(*numbers[:2], evaluates=evaluates)
+        counts = self._agreed_counts(numbers[2:])
         if common:
             bit = common & -common
-            if not fitting & bit:  # only if the other ranks have not waited
-                self._splitter.check_batch(batch)
-                raise PipelineError(
-                    "this rank has a batch of another shape than the other ranks, which already "
-                    "run the step, as step_async() does not wait: pass the same batch on every "
-                    "rank"
-                )
-            inputs, targets = self._splitter.split(batch)
+            if not fitting & bit:
+                self._refuse_late(batch)
+        elif counts:
+            if new is None or len(new.microbatches) != counts[self._groups.layout.index]:
+                self._refuse_late(batch)
+            bit = self._add(replace(new, pipeline_counts=counts, is_built=True))
         else:
-            bit, inputs, targets = self._agree_on_new_shape(
-                batch, refusal, weighted=weights is not None, evaluates=evaluates
-            )
-            self._plan_bits[key] = self._plan_bits.get(key, 0) | bit
+            bit = self._agree_on_new_shape(batch, refusal, length, evaluates=evaluates)
+        self._plan_bits[key] = self._plan_bits.get(key, 0) | bit
         plan = self._plans[bit] = self._plans.pop(bit)  # now the most recently used
-        return plan, inputs, targets
+        self._seeds.microbatches = max(plan.pipeline_counts)
+        return plan, *self._splitter.split(batch, len(plan.microbatches))
 
-    def _common_plans(self, fitting: int, *, evaluates: bool, waits: bool) -> list[int]:
+    def _refuse_late(self, batch: Batch | MicrobatchList | None) -> NoReturn:
+        """Raise the error of a rank with another batch than others that have not waited for it."""
+        self._splitter.check_batch(batch)
+        raise PipelineError(
+            "this rank has a batch of another shape than the other ranks, which already "
+            "run the step, as step_async() does not wait: pass the same batch on every "
+            "rank"
+        )
+
+    def _plan_of_list(
+        self, batch: Batch | MicrobatchList | None, weights: int | None, evaluates: bool
+    ) -> StepPlan | None:
+        """Return the plan of a list of microbatches that needs no message: this rank knows it
+        whole, and all stages have graphs for it. None otherwise.
+        """
+        if not isinstance(batch, MicrobatchList) or not self._contents_compared:
+            return None
+        try:
+            leaves = self._splitter.check_batch(batch)
+            if not evaluates and self._splitter.requiring_grad(batch):
+                return None
+            agreed = AgreedBatch(_metas(leaves), len(batch.batches or ()), {weights})
+            plan = self._plan_of(agreed, weights is not None, evaluates)
+            if not evaluates:
+                self._check([plan.microbatches])
+        except PipelineError:
+            return None  # ranks agree on the refusal
+        return plan if self._has_graphs(plan) else None
+
+    def _common_plans(
+        self, fitting: int, digest: int, new: StepPlan | None, *, evaluates: bool, waits: bool
+    ) -> list[int]:
         """Agree with all ranks on the plans that fit the batch; collective.
 
         Args:
             fitting: a bit mask of the plans that fit on this rank; 0 if it has not seen the
                 signature of its batch.
+            digest: the digest of a new plan; 0 without one.
+            new: the plan.
             evaluates: whether the step is an evaluation.
             waits: whether to wait for all ranks. If False, the mask of the rank whose stage takes
                 the first input of the batch is used.
 
         Returns:
-            [bit mask of the plans that fit on all ranks, then the two numbers of
-            ``StageSeeds.offer``, reduced over all ranks].
+            The bit mask of the plans that fit on all ranks; the numbers that ``StageSeeds.offer``
+            returned; and for each pipeline a number and its complement, if its ranks offer the same
+            new plan.
         """
-        groups, numbers = self._groups, (fitting, *self._seeds.offer(evaluates=evaluates))
-        if waits or len(groups.layout.pipelines) > 1:
+        layout = self._groups.layout
+        offers = [-1] * 2 * len(layout.pipelines)  # neutral to AND
+        offer = 0 if new is None else digest << _COUNT_BITS | len(new.microbatches)
+        offers[2 * layout.index : 2 * layout.index + 2] = offer, ~offer if offer else 0
+        groups, seeds = self._groups, self._seeds.offer(evaluates=evaluates)
+        numbers = fitting, *seeds, *offers
+        if waits or len(layout.pipelines) > 1:
             return groups.everybody.all_reduce_and(*numbers)
         return groups.broadcast(numbers, self._source)
 
     def _agree_on_new_shape(
-        self, batch: Batch | None, refusal: str, *, weighted: bool, evaluates: bool
-    ) -> tuple[int, Microbatches, Microbatches]:
+        self,
+        batch: Batch | MicrobatchList | None,
+        refusal: str,
+        weights: int | None,
+        *,
+        evaluates: bool,
+    ) -> int:
         """Find or add the plan for a batch whose signature is new to some rank, or which a rank
         refuses; collective.
 
         Returns:
-            (the plan's bit, inputs by microbatch, targets by microbatch).
+            The plan's bit.
 
         Raises:
             BatchError: a rank refuses the batch.
         """
-        tensors, grad_slots = dict[str, Tensor](), dict[BatchSlot, Tensor]()
-        inputs: Microbatches = []
-        targets: Microbatches = []
+        leaves, grad_slots = dict[str, Any](), list[BatchSlot]()
         try:
-            tensors = self._splitter.check_batch(batch)
+            leaves = self._splitter.check_batch(batch)
             if not evaluates:
-                grad_slots = self._splitter.requiring_grad(batch)
-            inputs, targets = self._splitter.split(batch)
-            check_inputs(self._modules, self._dataflow, inputs[0] if inputs else ())
+                grad_slots = [*self._splitter.requiring_grad(batch)]
+            inputs = self._splitter.first_inputs(batch)
+            check_inputs(self._modules, self._dataflow, inputs)
         except (PipelineError, PlanError) as error:
             refusal = refusal or str(error)
-        metas, slots = agree_on_batch(refusal, tensors, grad_slots, self._groups, weighted=weighted)
+        length = None if batch is None else 0
+        if isinstance(batch, MicrobatchList) and not refusal:
+            length = len(batch.batches or ())
+        offered = OfferedBatch(refusal, _metas(leaves), grad_slots, weights, length)
+        batches, slots = agree_on_batch(offered, self._groups)
         if not self._contents_compared:
-            compare_contents(tensors, self._groups)
+            compare_contents(leaves, self._groups)
             self._contents_compared = True
-        for bit, plan in self._plans.items():
-            if plan.evaluates != evaluates:
-                continue
-            if (metas, slots, weighted) == (plan.metas, plan.grad_slots, plan.weighted):
-                return bit, inputs, targets
-            if self._static:
-                check_static(metas, plan.metas)
-        bit = self._free_bit()
-        self._plans[bit] = StepPlan(metas, evaluates, weighted, slots)
-        return bit, inputs, targets
+        is_weighted = weights is not None
+        plans = [self._plan_of(agreed, is_weighted, evaluates) for agreed in batches]
+        self._check_pipelines(plans)
+        plan = plans[self._groups.layout.index]
+        plan.grad_slots, plan.pipeline_counts = slots, [len(plan.microbatches) for plan in plans]
+        return self._add(plan)
 
-    def _free_bit(self) -> int:
-        """Return a bit without a plan. If all bits have one, drop the least recently used plan.
+    def _check_pipelines(self, plans: Sequence[StepPlan]) -> None:
+        """Check the plans of all pipelines, equally on all ranks.
 
-        All ranks drop the same plan, because all have used their plans in the same order.
+        Raises:
+            BatchError: no step may run one, or replicas have microbatches of different kinds.
         """
+        if not plans[0].evaluates:
+            self._check([plan.microbatches for plan in plans])
+        for plan in plans:
+            if plan.kind != plans[0].kind:
+                raise BatchError(
+                    "replicas of the pipeline pass microbatches of different structures, dtypes or "
+                    "numbers of dimensions: only sizes and numbers may differ"
+                )
+
+    def _plan_of(self, agreed: AgreedBatch, is_weighted: bool, evaluates: bool) -> StepPlan:
+        """Return the plan of the batch of a pipeline.
+
+        Raises:
+            BatchError: there are more weights, or fewer, than microbatches.
+        """
+        if agreed.microbatches:
+            rows = [dict[str, TensorMeta | str]() for _ in range(agreed.microbatches)]
+            for path, meta in agreed.metas.items():
+                number, _, inner = path.removeprefix("microbatches[").partition("].")
+                rows[int(number)][inner] = meta
+        else:
+            rows = _cut_metas(agreed.metas, self._count)
+        agreed.check_weights(len(rows))
+        kind = tuple((path, *_form(meta)) for path, meta in rows[0].items())
+        return StepPlan(
+            agreed.metas,
+            evaluates,
+            [self._sizes_of(row) for row in rows],
+            [len(rows)],
+            kind,
+            bool(agreed.microbatches),
+            is_weighted,
+        )
+
+    def _sizes_of(self, metas: Metas) -> MicrobatchSizes:
+        """The sizes of a microbatch; an input that no rank has passed has none."""
+        parts: dict[str, list[Leaf]] = {"inputs": [], "targets": []}
+        numbers = {path: self._splitter.number_of(path) for path in metas}
+        for path in sorted(metas, key=numbers.__getitem__):
+            part, meta = parts[path.partition("[")[0].partition(".")[0]], metas[path]
+            if self._dataflow.wiring is not None and part is parts["inputs"]:
+                part += [""] * (numbers[path] - len(part))
+            part.append(meta if isinstance(meta, str) else tuple(meta.shape))
+        return MicrobatchSizes(tuple(parts["inputs"]), tuple(parts["targets"]))
+
+    def _agreed_counts(self, offers: Sequence[int]) -> list[int]:
+        """The number of microbatches of each pipeline, if all ranks offer new plans of lists that
+        fit together; else empty.
+        """
+        pairs = [*zip(offers[::2], offers[1::2], strict=True)]
+        if any(offer != ~complement for offer, complement in pairs):
+            return []
+        return [offer & (1 << _COUNT_BITS) - 1 for offer, _ in pairs]
+
+    def _add(self, plan: StepPlan) -> int:
+        """Add a plan, unless there is one for the same microbatches; return its bit.
+
+        If all bits have plans, the least recently used plan is dropped. All ranks drop the same
+        plan, as all have used their plans in the same order.
+        """
+        if not plan.listed:
+            for bit, earlier in self._plans.items():
+                if _identity(earlier) == _identity(plan):
+                    return bit
         free = next((1 << n for n in range(_MAX_PLANS) if 1 << n not in self._plans), 0)
         if not free:
             free = next(iter(self._plans))
             del self._plans[free]
             remaining = ((key, bits & ~free) for key, bits in self._plan_bits.items())
             self._plan_bits = {key: bits for key, bits in remaining if bits}
+        self._plans[free] = plan
         return free
+
+
+def _identity(plan: StepPlan) -> tuple[object, ...]:
+    return plan.evaluates, plan.listed, plan.metas, plan.grad_slots, plan.is_weighted
+
+
+def _metas(leaves: Mapping[str, Any]) -> Metas:
+    return {
+        path: TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf_text(leaf)
+        for path, leaf in leaves.items()
+    }
+
+
+def _form(meta: TensorMeta | str) -> tuple[Hashable, ...]:
+    return ("",) if isinstance(meta, str) else (meta.dtype, len(meta.shape))
+
+
+def _cut_metas(metas: Metas, count: int) -> list[Metas]:
+    """The shapes and dtypes of each microbatch of a batch that is cut."""
+    tensors = {path: meta for path, meta in metas.items() if isinstance(meta, TensorMeta)}
+    samples = next((meta.shape[0] for meta in tensors.values() if meta.shape), count)
+    return [
+        {
+            path: replace(meta, shape=torch.Size([size, *meta.shape[1:]])) if meta.shape else meta
+            for path, meta in tensors.items()
+        }
+        for size in chunk_sizes(samples, count)
+    ]

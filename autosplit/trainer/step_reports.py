@@ -123,7 +123,8 @@ class StepReports(RankSession):
             - ``"seconds"``: the time of the step, with the optimizer.
             - ``"samples_per_s"``, ``"tokens_per_s"``: of this pipeline's batch.
             - ``"flops_per_s"``: floating-point operations of this rank's stages, forward and
-              backward, per second; recomputation does not count.
+              backward, per second; recomputation does not count. Only if all microbatches have the
+              same sizes.
             - ``"mfu"``: ``"flops_per_s"`` over ``peak_flops``, the model FLOPs utilisation of PaLM
               (arXiv 2204.02311), Appendix B; only with ``peak_flops``.
             - ``"grad_norm"``: only with ``max_grad_norm``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
@@ -84,7 +84,8 @@ class PipelineTrainer(StepReports):
             a list of (name, parameter) instead, with the names of the whole model, so that weight
             decay and learning rates can go by name. In a list of stages, names begin with the
             stage's index.
-        microbatches: M, the number of equal parts into which a batch is cut along dimension 0.
+        microbatches: M, the number of parts into which a batch is cut along dimension 0, as
+            ``torch.chunk`` does. A step may take a list of microbatches instead.
         stages: the number of stages; required for a function and for a whole model.
         example: the inputs of one microbatch: a tensor, a tuple of tensors, or a dictionary of
             keyword arguments. Required for a whole model; not allowed for other models.
@@ -262,6 +263,7 @@ class PipelineTrainer(StepReports):
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
         *,
+        microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
         **named: Tensor,
     ) -> Tensor:
@@ -281,27 +283,33 @@ class PipelineTrainer(StepReports):
                 gradient of the step's loss, as from ``backward()``, on the one rank whose stage
                 reads it. Other ranks must pass it detached, or None.
             target: the targets, as in torch's pipelines: ``step(x, target=y)``.
-            weight: the weights of the microbatches, M positive numbers such as counts of tokens; or
-                one number for the batch. The loss of the step is then the weighted mean over the
-                microbatches of all replicas. Every rank passes the weights of its pipeline. None:
-                equal weights.
+            microbatches: a list of (inputs, targets) in place of a batch that is cut: as many as
+                there are, each of its own sizes. Inputs and targets may be any objects that hold
+                tensors, with the same structure, dtypes and numbers of dimensions. Replicas may
+                pass lists of different lengths. See docs/batches.md.
+            weight: the weights of the microbatches, a positive number for each such as its count of
+                tokens; or one number for all. The loss of the step is then the weighted mean over
+                the microbatches of all replicas. Every rank passes the weights of its pipeline.
+                None: equal weights.
             named: keyword inputs, for a model that was cut with them: ``step(input_ids=ids,
                 target=y)``.
 
         Returns:
-            The loss of each microbatch, shape [M], on the CPU, the same on every rank of the
-            pipeline. The loss of the step, to which the gradients belong, is their mean, weighted
-            by ``weight``, over all replicas of the pipeline.
+            The loss of each microbatch, shape [microbatches], on the CPU, the same on every rank of
+            the pipeline. The loss of the step, to which the gradients belong, is their mean,
+            weighted by ``weight``, over all replicas of the pipeline.
 
         Raises:
-            BatchError: a rank refuses the batch: it cannot be cut into M parts, its tensors have
-                different numbers of samples, ranks passed batches of different shapes, or a weight
-                is not a positive finite number. Nothing has run on any rank; the next step may
-                follow.
+            BatchError: a rank refuses the batch: its tensors have different numbers of samples, a
+                stage cannot take a microbatch, ranks passed batches of different shapes, or a
+                weight is not a positive finite number. Nothing has run on any rank; the next step
+                may follow.
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
         start = perf_counter()
-        losses = self.forward_backward(batch, target, weight=weight, **named)
+        losses = self.forward_backward(
+            batch, target, microbatches=microbatches, weight=weight, **named
+        )
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
                 self._model.step(self._max_norm, self._figures.norm, self._barrier)
@@ -313,6 +321,7 @@ class PipelineTrainer(StepReports):
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
         *,
+        microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
         **named: Tensor,
     ) -> StepReduction:
@@ -346,7 +355,9 @@ class PipelineTrainer(StepReports):
         with self._around_step():
             with self._guard.during("the forward and backward of step_async"):
                 self._figures.means = None
-                agreement = self._runner.train(paired(batch, target, named), weight, waits=False)
+                agreement = self._runner.train(
+                    paired(batch, target, named, microbatches), weight, waits=False
+                )
             waits = self._max_norm is not None or self._runner.flight is not None
             if waits or self._drops_nonfinite:
                 self._finish_reduction(agreement)
@@ -365,6 +376,7 @@ class PipelineTrainer(StepReports):
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
         *,
+        microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
         **named: Tensor,
     ) -> Tensor:
@@ -375,7 +387,7 @@ class PipelineTrainer(StepReports):
         start = perf_counter()
         with self._around_step():
             with self._guard.during("the forward and backward"):
-                agreement = self._runner.train(paired(batch, target, named), weight)
+                agreement = self._runner.train(paired(batch, target, named, microbatches), weight)
             losses = self._finish_reduction(agreement)
             self._figures.seconds = perf_counter() - start
         return losses
@@ -403,6 +415,7 @@ class PipelineTrainer(StepReports):
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
         *,
+        microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
         **named: Tensor,
     ) -> Verification:
@@ -418,13 +431,15 @@ class PipelineTrainer(StepReports):
         kernels round differently from autograd's. Returns the comparison, the same on all ranks.
         """
         with self._guard.during("the verification"):
-            return self._runner.compare_gradients(paired(batch, target, named), weight)
+            paired_batch = paired(batch, target, named, microbatches)
+            return self._runner.compare_gradients(paired_batch, weight)
 
     def evaluate(
         self,
         batch: Batch | Inputs | None = None,
         target: BatchPart | None = None,
         *,
+        microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
         **named: Tensor,
     ) -> Tensor:
@@ -435,10 +450,16 @@ class PipelineTrainer(StepReports):
         of ``step``. ``evaluation`` has the means.
         """
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
-            agreement = self._runner.evaluate(paired(batch, target, named), weight)
+            agreement = self._runner.evaluate(paired(batch, target, named, microbatches), weight)
         return self._finish_evaluation(agreement)
 
-    def measure(self, batch: Batch | None, metric_fn: Callable[[Any, Any], Any]) -> list[Any]:
+    def measure(
+        self,
+        batch: Batch | None,
+        metric_fn: Callable[[Any, Any], Any],
+        *,
+        microbatches: Sequence[Any] | None = None,
+    ) -> list[Any]:
         """Compute a metric of the model's outputs in eval mode, without gradients.
 
         Args:
@@ -457,7 +478,8 @@ class PipelineTrainer(StepReports):
         rows: list[Any] = []
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(
-                batch, observer=lambda output, targets: rows.append(metric_fn(output, targets))
+                paired(batch, None, {}, microbatches),
+                observer=lambda output, targets: rows.append(metric_fn(output, targets)),
             )
             metrics: list[Any] = next(filter(None, self._groups.gather(rows)))
         self._finish_evaluation(agreement)

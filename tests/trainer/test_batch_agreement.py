@@ -22,7 +22,6 @@ from tests.zoo import Made
 
 X, Y = data(16)
 FEWER = "the batch's inputs has 16 samples along dimension 0 on rank 0, but its targets has 4 samp"
-ODD = "the batch's inputs has shape [15, 6]: 15 samples along dimension 0 cannot be cut into 4"
 DIFFERENT = "ranks have different batches: "
 NOTHING = "a stage of this rank uses the batch's inputs; got None"
 
@@ -35,14 +34,6 @@ BATCHES: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
         ("got a ndarray: torch.from_numpy(array) makes a tensor",),
     ),
     "nothing": ((None,), (NOTHING, "uses the batch's targets; got None")),
-    "indivisible, a part each": (
-        ((X[:15], None), (None, Y[:15])),
-        (ODD, "the batch's targets has shape [15, 6]: 15 samples along"),
-    ),
-    "indivisible on the last": (
-        ((X, Y), (X[:15], Y[:15])),
-        (f"rank 1 refuses its batch: {ODD}", ODD),
-    ),
     "no inputs": (((None, Y), (X, Y)), (NOTHING, f"rank 0 refuses its batch: {NOTHING}")),
 }
 COLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {

@@ -133,9 +133,11 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
             {i: stage for i, stage in enumerate(stages) if schedule.placement[i] == rank},
             schedule,
             rank,
-            Transport(routes, port, boundaries, device=CPU, posts=posts[rank]),
+            Transport(routes, port, device=CPU, posts=posts[rank]),
         )
-        executor.run(inputs, [[] for _ in inputs], loss_grads=[[torch.tensor(1.0)]] * len(inputs))
+        count = len(inputs)
+        loss_grads: Any = [[torch.tensor(1.0)]] * count
+        executor.run(inputs, [[]] * count, [boundaries] * count, loss_grads=loss_grads)
 
     with ThreadPoolExecutor(len(schedule.ranks)) as pool:
         [*pool.map(run, range(len(schedule.ranks)))]

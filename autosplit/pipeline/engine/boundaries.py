@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,11 +59,11 @@ input one.
 
 
 class Boundaries:
-    """The agreed boundaries of batches of one shape, in training or in evaluation.
+    """The agreed boundaries of microbatches of one combination of sizes, in training or evaluation.
 
-    Boundary s is after stage s. The last boundary holds the loss, and no message crosses it. In
-    training all boundaries are known before the first step. In evaluation, a rank learns a boundary
-    from the first message over it.
+    Boundary s is after stage s. The last one holds the loss, and no message crosses it. In training
+    boundaries are known before the step, except after a stage without graphs. Else a rank knows a
+    boundary once a message has crossed it there.
 
     Attributes:
         outputs: by stage, the metadata of the stage's outputs.
@@ -74,19 +75,32 @@ class Boundaries:
         self.outputs: dict[int, Boundary] = {}
         self.part_names: tuple[str, ...] = ()
         self._get_gradient: dict[tuple[int, int], Sequence[bool]] = {}
+        self._tensors: dict[tuple[int, int, bool], Sequence[TensorMeta | None]] = {}
+
+    def of_other_sizes(self, outputs: Mapping[int, Boundary]) -> Boundaries:
+        """The boundaries of microbatches of other sizes, with the same gradients.
+
+        Args:
+            outputs: by stage, the outputs of the stage, as far as they are known.
+        """
+        other = copy.copy(self)
+        other.outputs, other._tensors = dict(outputs), {}
+        return other
 
     def tensors_in(
         self, message: StageMessage, dataflow: StageDataflow
     ) -> Sequence[TensorMeta | None]:
-        """Metadata of the tensors in a message over a known boundary; None for a gradient that is
-        not sent.
-        """
-        boundary, taker = message.boundary, message.taker
+        """The tensors in a message over a known boundary; None for a gradient that is not sent."""
+        boundary, taker, forward = key = message.boundary, message.taker, message.forward
+        if key in self._tensors:
+            return self._tensors[key]
         metas = dataflow.select(self.outputs[boundary], boundary, taker)
-        if message.forward:
-            return metas
         flags = self._get_gradient.get((boundary, taker)) or [m.requires_grad for m in metas]
-        return [meta if is_sent else None for meta, is_sent in zip(metas, flags, strict=True)]
+        tensors = [
+            meta if forward or is_sent else None for meta, is_sent in zip(metas, flags, strict=True)
+        ]
+        self._tensors[key] = tensors
+        return tensors
 
     def resolve_gradients(
         self, dependence: Sequence[Dependence | None], dataflow: StageDataflow

@@ -14,20 +14,20 @@ from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.torch_internals.state import preserve_modes, versions
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """A schedule with only the forwards of ``schedule``, on the same ranks.
+def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forwards of this number of microbatches, with the placement of ``schedule``.
 
     Each rank runs forwards in the order in which they could start if the rank were never busy. So
     no rank waits while it could run another of its forwards.
     """
     order = sorted(
-        itertools.product(range(schedule.stages), range(schedule.microbatches)),
+        itertools.product(range(schedule.stages), range(microbatches)),
         key=lambda pair: (sum(pair), pair),
     )
     return Schedule(
         name=f"{schedule.name}, forward only",
         stages=schedule.stages,
-        microbatches=schedule.microbatches,
+        microbatches=microbatches,
         ranks=tuple(
             tuple(
                 Action(stage, ActionKind.FORWARD, microbatch)

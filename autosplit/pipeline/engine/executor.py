@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.boundaries import Boundaries
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage, StageSharding
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
@@ -153,15 +154,16 @@ class Executor:
         self,
         inputs: Sequence[Sequence[Tensor]],
         targets: Sequence[Sequence[Tensor]],
+        boundaries: Sequence[Boundaries],
         recorder: SpanRecorder | None = None,
         loss_grads: Sequence[Values] = (),
     ) -> dict[int, list[Tensor]]:
         """Run the schedule once.
 
         Args:
-            inputs: per microbatch, the batch's inputs; empty if no stage of the rank reads any.
-            targets: per microbatch, the arguments of the last stage after its inputs; empty on
-                other ranks.
+            inputs: per microbatch, the batch's inputs; empty if no stage of the rank takes any.
+            targets: per microbatch, the arguments of the last stage after its inputs; likewise.
+            boundaries: per microbatch, the tensors between stages.
             recorder: records the start and end of every action; None: nothing is recorded.
             loss_grads: per microbatch, the gradient of the loss, a scalar tensor, then None for
                 each part of the loss; empty if the schedule only runs forward.
@@ -186,7 +188,7 @@ class Executor:
         try:
             if recorder is not None:
                 recorder.begin()
-            self.messages.begin_step()
+            self.messages.begin_step(boundaries)
             if self.moves is not None:
                 self.moves.begin_step(self._tensors_of_callers)
             for action, compute, fetch, deliver, waits, recorded in self._row:

@@ -4,14 +4,18 @@ between stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from autosplit.capture.size_rule import SizeRule
 from autosplit.errors import (
+    AutosplitError,
+    BatchError,
     CaptureError,
     FailingCallError,
     FirstCallError,
@@ -20,17 +24,16 @@ from autosplit.errors import (
     with_code,
 )
 from autosplit.pipeline.engine.boundaries import (
-    Boundaries,
     Boundary,
     Dependence,
     NamedLoss,
     TensorMeta,
 )
 from autosplit.pipeline.engine.stage_protocols import (
-    StageFactory,
     TrainableStage,
     unsupported_output,
 )
+from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageSet
 from autosplit.pipeline.engine.transport import Receive, bind_arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule, calls_of
@@ -56,8 +59,21 @@ class SplitStage:
     options: SplitOptions
     fullgraph: bool | str = False
 
-    def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+    def __call__(
+        self,
+        module: nn.Module,
+        args: list[Tensor],
+        *,
+        index: int,
+        varying: Sequence[Sequence[Any]] = (),
+    ) -> TrainableStage:
         """Make a stage for ``module(*args)``; see ``StageFactory``.
+
+        Args:
+            module: see there.
+            args: see there.
+            index: see there.
+            varying: further example inputs, whose sizes the first capture leaves open.
 
         Raises:
             CaptureError: the module cannot be captured, and cannot or must not run as several
@@ -65,7 +81,7 @@ class SplitStage:
             PipelineError: the module returns neither a tensor nor a tuple of tensors.
         """
         try:
-            stage = Stage(module, args, index=index, options=self.options)
+            stage = Stage(module, args, index=index, options=self.options, varying=varying)
         except (FailingCallError, FirstCallError):
             raise
         except CaptureError as error:
@@ -123,59 +139,163 @@ def check_inputs(
                 check(args)  # None for outputs of other stages
 
 
-def build_stages(
-    modules: Mapping[int, nn.Module],
-    stages: int,
-    dataflow: StageDataflow,
-    groups: Groups,
-    factory: StageFactory,
-    *,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    device: torch.device,
-) -> tuple[dict[int, TrainableStage], Boundaries]:
-    """Build this rank's stages, and agree on the tensors between all stages. Collective.
+@dataclass
+class MicrobatchExample:
+    """A microbatch for which stages are built.
 
-    Stages are built one after another. A stage's rank builds it for the outputs of earlier stages,
-    and sends the shapes of its outputs to all ranks.
+    Attributes:
+        number: its number in the step.
+        inputs: its inputs, as far as this rank's stages take any.
+        targets: its targets, likewise.
+        sizes: the sizes of all its inputs and targets.
+        outputs: by stage, its outputs, as far as they are known.
+    """
+
+    number: int
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    sizes: MicrobatchSizes
+    outputs: dict[int, Boundary] = field(default_factory=dict)
+
+
+class _StageFacts(NamedTuple):
+    """A stage's outputs and size rules, which its rank sends to all ranks.
+
+    Attributes:
+        outputs: the outputs for the first microbatch.
+        dependence: see ``Dependence``.
+        part_names: names of the parts of the loss.
+        rules: new size rules; None for a stage that has none.
+    """
+
+    outputs: Boundary
+    dependence: Dependence | None
+    part_names: tuple[str, ...]
+    rules: list[SizeRule] | None
+
+
+def build_stages(
+    built: StageSet,
+    modules: Mapping[int, nn.Module],
+    groups: Groups,
+    factory: Callable[..., TrainableStage],
+    rows: Sequence[MicrobatchExample],
+    *,
+    refuses: bool,
+    device: torch.device,
+) -> None:
+    """Build this rank's stages for microbatches of these sizes, and agree on the tensors between
+    all stages. Collective.
+
+    Stages are built one after another. The rank of each builds it for the outputs of the stages
+    before it, and shares its size rules with all ranks.
 
     Args:
+        built: gets the stages, the boundaries and the size rules.
         modules: this rank's modules by stage, the last one with its loss.
-        stages: the number of stages.
-        dataflow: the dataflow between stages.
         groups: the trainer's process groups.
-        factory: makes a stage.
-        inputs: one microbatch's inputs, as examples; only the inputs that this rank's stages read
-            are needed.
-        targets: one microbatch's targets, as examples; only the last stage's rank needs them.
+        factory: ``factory(module, arguments, varying, index=index)`` returns a stage for these
+            arguments. ``varying`` are arguments of other sizes.
+        rows: a microbatch of each combination of sizes that is new.
+        refuses: whether a microbatch that a stage cannot take is refused on all ranks, instead of
+            an error on this one.
         device: the device of example inputs.
 
     Raises:
+        BatchError: a stage cannot take a microbatch; names it.
         PipelineError: the loss is not one floating scalar that needs a gradient.
         LostPeerError: another rank failed or was not ready in time. Each stage has the whole
             timeout.
     """
-    built: dict[int, TrainableStage] = {}
-    boundaries = Boundaries()
-    dependence: list[Dependence | None] = []
-    for index in range(stages):
-        built_here: tuple[Boundary, Dependence | None, tuple[str, ...]] | None = None
+    dependence, is_new = list[Dependence | None](), not built.boundaries.outputs
+    for index in range(built.count):
+        facts: _StageFacts | BatchError | None = None
         if index in modules:
-            args = _examples(index, dataflow, boundaries, inputs, device)
-            if index == stages - 1:
-                args += targets
-            stage = built[index] = factory(modules[index], args, index=index)
-            metas = tuple([TensorMeta(*spec) for spec in stage.output_specs])
-            dataflow.check_outputs(index, len(metas))
-            names = _part_names(stage)
-            if index == stages - 1:
-                check_loss(metas, names)
-            built_here = metas, dependence_of(stage, len(metas)), names
-        of_ranks = groups.gather(built_here, f"stage {index} to be built")
-        boundaries.outputs[index], rows, boundaries.part_names = next(filter(None, of_ranks))
-        dependence.append(rows)
-    boundaries.resolve_gradients(dependence, dataflow)
-    return built, boundaries
+            make = partial(factory, modules[index], index=index)
+            try:
+                facts = _build_stage(built, index, make, rows, device)
+            except BatchError as error:
+                if not refuses:
+                    raise error.__cause__ or error from None
+                facts = BatchError(*error.args)
+        of_ranks = groups.gather(facts, f"stage {index} to be built")
+        facts = next(filter(None, of_ranks))
+        if isinstance(facts, BatchError):
+            raise facts
+        if is_new:
+            built.boundaries.outputs[index] = facts.outputs
+            built.boundaries.part_names = facts.part_names
+            dependence.append(facts.dependence)
+        _use_rules(built, index, facts, rows)
+    if is_new:
+        built.boundaries.resolve_gradients(dependence, built.dataflow)
+        built.remember_first(rows[0].sizes)
+
+
+def _build_stage(
+    built: StageSet,
+    index: int,
+    make: Callable[..., TrainableStage],
+    rows: Sequence[MicrobatchExample],
+    device: torch.device,
+) -> _StageFacts:
+    """Build one stage, or prepare it for further microbatches.
+
+    Raises:
+        BatchError: it cannot take a microbatch; its cause says why.
+    """
+    reached = [
+        row for row in rows if built.argument_sizes(index, row.sizes, row.outputs) is not None
+    ]
+    examples = [_examples(index, built, row, device, blank=row is not rows[0]) for row in reached]
+    rules, new_rules = built.rules[index], list[SizeRule]()
+    stage: Any = built.stages.get(index)
+    for number, row in enumerate(reached):
+        sizes = built.argument_sizes(index, row.sizes, row.outputs) or ()
+        if rules is None or any(rule.output_sizes(sizes) for rule in (*rules, *new_rules)):
+            continue
+        try:
+            if stage is None:
+                stage = built.stages[index] = make(examples[0], examples[1:])
+            elif not hasattr(stage, "prepare"):
+                rules = None
+                continue
+            elif isinstance(stage, Stage):
+                stage.prepare(examples[number], examples)
+            else:
+                stage.prepare(examples[number])
+        except AutosplitError as error:
+            raise BatchError(
+                f"microbatch {row.number} does not fit stage {index}: {error}"
+            ) from error
+        shapes = [shape for shape, *_ in stage.output_specs]
+        is_split = isinstance(stage, Stage)
+        new_rules.append(stage.size_rule() if is_split else SizeRule.fixed(sizes, shapes))
+    if len(new_rules) > 1:
+        stage.prepare(examples[0])  # memory is predicted for the largest microbatch
+    metas = tuple([TensorMeta(*spec) for spec in stage.output_specs])
+    built.dataflow.check_outputs(index, len(metas))
+    names = _part_names(stage)
+    if index == built.count - 1:
+        check_loss(metas, names)
+    dependence = dependence_of(stage, len(metas))
+    return _StageFacts(metas, dependence, names, None if rules is None else new_rules)
+
+
+def _use_rules(
+    built: StageSet, index: int, facts: _StageFacts, rows: Sequence[MicrobatchExample]
+) -> None:
+    """Add a stage's rules to those that all ranks have, and find its outputs for each row."""
+    rules = built.rules[index]
+    if rules is None or facts.rules is None:
+        built.rules[index] = None
+        rows[0].outputs[index] = facts.outputs
+        return
+    rules += facts.rules
+    for row in rows:
+        arguments = built.argument_sizes(index, row.sizes, row.outputs)
+        if arguments is not None and (outputs := built.outputs_of(index, arguments, rules)):
+            row.outputs[index] = outputs
 
 
 def _part_names(stage: TrainableStage) -> tuple[str, ...]:
@@ -214,27 +334,27 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
 
 
 def _examples(
-    index: int,
-    dataflow: StageDataflow,
-    boundaries: Boundaries,
-    inputs: Sequence[Tensor],
-    device: torch.device,
-) -> list[Tensor]:
-    """Example arguments of a stage, without targets."""
+    index: int, built: StageSet, row: MicrobatchExample, device: torch.device, *, blank: bool
+) -> list[Any]:
+    """Example arguments of a stage; outputs of other stages have no memory if ``blank``."""
 
     def outputs_of(stage: int) -> Receive:
-        metas = dataflow.select(boundaries.outputs[stage], stage, index)
-        return lambda: [_example(meta, device) for meta in metas]
+        metas = built.dataflow.select(row.outputs[stage], stage, index)
+        return lambda: [_example(meta, device, blank=blank) for meta in metas]
 
-    receives = [outputs_of(stage) for stage in dataflow.sources(index)]
-    examples = bind_arguments(index, dataflow, receives, lambda: [*inputs])()
-    return [example for example in examples if example is not None]
+    receives = [outputs_of(stage) for stage in built.dataflow.sources(index)]
+    examples = bind_arguments(index, built.dataflow, receives, lambda: [*row.inputs])()
+    targets = row.targets if index == built.count - 1 else ()
+    return [example for example in (*examples, *targets) if example is not None]
 
 
-def _example(meta: TensorMeta, device: torch.device) -> Tensor:
-    return torch.zeros(
-        meta.shape, dtype=meta.dtype, device=device, requires_grad=meta.requires_grad
-    )
+def _example(meta: TensorMeta, device: torch.device, *, blank: bool) -> Tensor:
+    example = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    if not blank:
+        return example.zero_().requires_grad_(meta.requires_grad)
+    if meta.shape:
+        example.untyped_storage().resize_(0)
+    return example.requires_grad_(meta.requires_grad)
 
 
 def check_loss(metas: Sequence[TensorMeta], part_names: Sequence[str] = ()) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autosplit.device import GeneratorStates, seed_generators
-from autosplit.pipeline.schedule.schedule import Action, Schedule
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.ranks.groups import Groups
 
 _STRIDE = 0x9E3779B97F4A7C15
@@ -53,17 +53,19 @@ class StageSeeds:
     Args:
         groups: the trainer's process groups.
         device: the device of this rank's stages.
-        schedule: the schedule, for its numbers of stages and microbatches.
+        stages: the number of stages.
         source: the rank of the pipeline whose generator draws the number of a step.
+
+    Attributes:
+        microbatches: the number of microbatches of the step, the most of any replica; set it after
+            ``begin_step``.
     """
 
-    def __init__(
-        self, groups: Groups, device: torch.device, schedule: Schedule, source: int
-    ) -> None:
+    def __init__(self, groups: Groups, device: torch.device, stages: int, source: int) -> None:
         layout = groups.layout
         shares = sorted({place.share for place in layout.places})
         self._share, self._shares = shares.index(layout.place.share), len(shares)
-        self._stages, self._microbatches = schedule.stages, schedule.microbatches
+        self._stages, self.microbatches = stages, 1
         self._is_source = groups.everybody.rank == layout.pipelines[0][source]
         self._device = device
         self._drawing = {True: False, False: False}  # by evaluates: of any rank
@@ -132,7 +134,7 @@ class StageSeeds:
 
     def seed_of(self, stage: int, microbatch: int, call: str = "F") -> int:
         """The seed of an action of this step, if its stage draws."""
-        place = (self._first + stage) * self._microbatches + microbatch
+        place = (self._first + stage) * self.microbatches + microbatch
         place = place * len(_CALLS) + max(_CALLS.find(call), 0)  # a recomputed F draws as F
         return seed_at(self._number, place)
 

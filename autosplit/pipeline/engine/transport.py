@@ -1,16 +1,17 @@
 """Pass tensors between stages: by point-to-point messages between ranks, by references within a
 rank.
 
-In training, ranks agree on shapes before the first step, so messages contain only data. In
-evaluation, the first message over a boundary is preceded by its shapes. Receives are posted ahead.
-No action waits for a send. The sent tensors are kept until a later message proves that they arrived
-(see ``Routes.acked_sends``), or until the step ends. An output that several stages read is sent to
-each.
+In training, every rank knows the shapes of a microbatch's messages before the step, so messages
+contain only data. In evaluation, and after a stage without graphs, the first message of these sizes
+over a boundary is preceded by its shapes. Receives are posted ahead, each into memory of its own.
+Sends are not waited for: their tensors are kept until a later message proves that they arrived (see
+``Routes.acked_sends``) or the step ends. An output that several stages take is sent to each.
 """
 
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -70,7 +71,6 @@ class Mailbox:
         link: carries the messages.
         peer: the other rank.
         routes: the messages from the peer, in its order.
-        boundaries: the tensors between stages.
         device: the device of received tensors.
     """
 
@@ -79,12 +79,13 @@ class Mailbox:
         link: Groups,
         peer: int,
         routes: Routes,
-        boundaries: Boundaries,
         device: torch.device,
     ) -> None:
         self._link, self._peer, self._device = link, peer, device
-        self._boundaries, self._dataflow = boundaries, routes.dataflow
-        self._sent_metas = {*boundaries.outputs}  # known to the peer
+        self._boundaries: Sequence[Boundaries] = ()
+        self._dataflow = routes.dataflow
+        # The stages whose outputs the peer knows.
+        self._sent_metas = weakref.WeakKeyDictionary[Boundaries, set[int]]()
         self._messages = routes.receives.get(peer, ())
         self._posted = self._retired = 0
         self._receiving: dict[StageMessage, _Transfer] = {}
@@ -98,17 +99,26 @@ class Mailbox:
         for transfer in (*self._receiving.values(), *self._sending):
             yield from (tensor for tensor in transfer.tensors if tensor is not None)
 
-    def begin_step(self) -> None:
-        """Prepare for the messages of a new step."""
+    def begin_step(self, boundaries: Sequence[Boundaries]) -> None:
+        """Prepare for the messages of a new step, with these boundaries by microbatch."""
         self._posted = self._retired = 0
+        if boundaries is not self._boundaries:
+            self._boundaries = boundaries
+            for of_microbatch in boundaries:
+                self._sent_metas.setdefault(of_microbatch, {*of_microbatch.outputs})
+
+    def _boundaries_of(self, message: StageMessage) -> Boundaries:
+        return self._boundaries[message.result.microbatch]
 
     def start_send(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> None:
         """Start sending a message; entries that are None are not sent."""
         transfer = _Transfer(message, "needs", [], [])
         self._sending.append(transfer)
-        if message.boundary not in self._sent_metas:
-            self._sent_metas.add(message.boundary)
-            text = bytearray(pickle.dumps(self._boundaries.outputs[message.boundary]))
+        boundaries = self._boundaries_of(message)
+        # The stage that gets a gradient has computed the tensor, and knows its shape.
+        if message.forward and message.boundary not in self._sent_metas[boundaries]:
+            self._sent_metas[boundaries].add(message.boundary)
+            text = bytearray(pickle.dumps(boundaries.outputs[message.boundary]))
             metas = torch.frombuffer(text.ljust(_META_BYTES), dtype=torch.uint8)
             self._start(transfer, self._link.isend, metas.to(self._device))
         for tensor in tensors:
@@ -127,9 +137,10 @@ class Mailbox:
 
     def post_next(self) -> None:
         """Post the next receive, if its shapes are known."""
-        is_left = self._posted < len(self._messages)
-        if is_left and self._messages[self._posted].boundary in self._boundaries.outputs:
-            self._post()
+        if self._posted < len(self._messages):
+            message = self._messages[self._posted]
+            if message.boundary in self._boundaries_of(message).outputs:
+                self._post()
 
     def await_message(
         self, message: StageMessage, place: int, acked_sends: int
@@ -152,8 +163,8 @@ class Mailbox:
         return transfer.tensors
 
     def _receive_metas(self, message: StageMessage) -> None:
-        """Receive the shapes at a boundary, before the first message over that boundary."""
-        outputs, boundary = self._boundaries.outputs, message.boundary
+        """Wait for the shapes at a boundary, ahead of the first message that crosses it."""
+        outputs, boundary = self._boundaries_of(message).outputs, message.boundary
         if boundary not in outputs:
             metas = torch.empty(_META_BYTES, dtype=torch.uint8, device=self._device)
             transfer = _Transfer(message, "makes", [], [])
@@ -166,7 +177,7 @@ class Mailbox:
         message = self._messages[self._posted]
         self._posted += 1
         transfer = self._receiving[message] = _Transfer(message, "makes", [], [])
-        for meta in self._boundaries.tensors_in(message, self._dataflow):
+        for meta in self._boundaries_of(message).tensors_in(message, self._dataflow):
             if meta is None:
                 transfer.tensors.append(None)
             else:
@@ -214,7 +225,6 @@ class Transport:
     Args:
         routes: the messages of this rank.
         link: carries the messages.
-        boundaries: the tensors between stages; the first message over an unknown boundary sets it.
         device: the device of received tensors.
         posts: for each action, the peers from which the next receives are posted before the action,
             as ``recv_posting_order`` returns them. Over NCCL, a posted receive is a kernel that
@@ -228,15 +238,15 @@ class Transport:
         self,
         routes: Routes,
         link: Groups,
-        boundaries: Boundaries,
         *,
         device: torch.device,
         posts: Mapping[Action, Sequence[int]],
     ) -> None:
-        self._posts, self._boundaries, self._device = posts, boundaries, device
+        self._posts, self._device = posts, device
+        self._boundaries: Sequence[Boundaries] = ()
         self._routes, self.dataflow = routes, routes.dataflow
         self._mailboxes = {
-            peer: Mailbox(link, peer, routes, boundaries, device)
+            peer: Mailbox(link, peer, routes, device)
             for peer in {**routes.sends, **routes.receives}
         }
         self._target = {
@@ -247,10 +257,16 @@ class Transport:
         }
         self._local: dict[StageMessage, list[Tensor | None]] = {}
 
-    def begin_step(self) -> None:
-        """Prepare for the messages of a new step."""
+    def begin_step(self, boundaries: Sequence[Boundaries]) -> None:
+        """Prepare for the messages of a new step.
+
+        Args:
+            boundaries: by microbatch, the tensors between stages; unknown ones are set by the first
+                message.
+        """
+        self._boundaries = boundaries
         for box in self._mailboxes.values():
-            box.begin_step()
+            box.begin_step(boundaries)
 
     def posts(self, action: Action) -> list[Callable[[], None]]:
         """The calls that post receives before an action."""
@@ -317,10 +333,11 @@ class Transport:
             (self._put_call(message), dataflow.positions(message.boundary, message.taker))
             for message in messages
         ]
-        outputs, stage = self._boundaries.outputs, result.stage
+        stage = result.stage
 
         def send(tensors: Sequence[Tensor]) -> None:
-            """Check a stage's outputs, and send each later stage the outputs that it reads."""
+            """Check a stage's outputs, and send each taker those that it takes."""
+            outputs = self._boundaries[result.microbatch].outputs
             if stage not in outputs:  # later outputs must match the first
                 dataflow.check_outputs(stage, len(tensors))
                 outputs[stage] = tuple(map(TensorMeta.of, tensors))
@@ -342,12 +359,10 @@ class Transport:
     def _gradient_sender(self, message: StageMessage) -> Send:
         put, result = self._put_call(message), message.result
         choose = gradients_for(message.boundary, message.taker, self.dataflow)
-        agreed = self._boundaries.tensors_in(message, self.dataflow)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            """Check a stage's input gradients, and send the agreed gradients to one earlier
-            stage.
-            """
+            """Check a stage's input gradients, and send the agreed ones to one source."""
+            agreed = self._boundaries[result.microbatch].tensors_in(message, self.dataflow)
             if choose is not None:
                 gradients = choose(gradients)
             if len(gradients) < len(agreed):
@@ -380,7 +395,8 @@ class Transport:
     def _refuse_unexpected(self, message: StageMessage, place: int) -> None:
         """Refuse a gradient for which the earlier stage does not wait, although it could use it."""
         boundary, taker = message.boundary, message.taker
-        metas = self.dataflow.select(self._boundaries.outputs[boundary], boundary, taker)
+        outputs = self._boundaries[message.result.microbatch].outputs[boundary]
+        metas = self.dataflow.select(outputs, boundary, taker)
         if metas[place].requires_grad:
             raise PipelineError(
                 f"there is a {self._gradient_name(message, place)} in microbatch "
@@ -400,8 +416,8 @@ class Transport:
 def _mismatch(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> PipelineError:
     return PipelineError(
         f"{name} in microbatch {result.microbatch} is {TensorMeta.of(tensor)}, but {meta} was "
-        "agreed on when the pipeline was built. Shapes between stages are static: give every "
-        "microbatch the same shape, or build a new trainer"
+        "agreed on for the sizes of its inputs: sizes between stages must follow from the sizes of "
+        "the batch, not from values or from state. Build a new trainer if the stage has changed"
     )
 
 

@@ -8,7 +8,7 @@ from autosplit.pipeline.simulation.simulate import simulate
 
 
 def _rows(name: str, stages: int, microbatches: int, ranks: int) -> list[str]:
-    schedule = forward_only(build(name, stages, microbatches, ranks=ranks))
+    schedule = forward_only(build(name, stages, 1, ranks=ranks), microbatches)
     return [" ".join(map(str, row)) for row in schedule.ranks]
 
 
@@ -19,6 +19,6 @@ def test_one_stage_a_rank() -> None:
 def test_stages_apart_do_not_wait_for_each_other() -> None:
     """0F1 does not stand behind 3F0, which needs the whole pipeline first."""
     assert _rows("zb-v", 4, 2, 2) == ["0F0 0F1 3F0 3F1", "1F0 1F1 2F0 2F1"]
-    schedule = forward_only(build("zb-v", 8, 4, ranks=4))
+    schedule = forward_only(build("zb-v", 8, 4, ranks=4), 4)
     # Rank 3 holds stages 3 and 4: it starts after 3, runs 8, and 3 more follow.
     assert simulate(schedule, lambda action: 1.0).makespan == 14.0

@@ -50,16 +50,14 @@ class NoBackward:
 def executor(stages: dict[int, Any], count: int, **schedule_options: Any) -> Executor:
     options = {"microbatches": 1, "ranks": 1, **schedule_options}
     schedule, groups = build("gpipe", count, **options), Groups(1, CPU, 1.0)
-    boundaries = Boundaries()
-    boundaries.outputs |= dict.fromkeys(range(count), ())
-    transport = Transport(routes_of(schedule)[0], groups, boundaries, device=CPU, posts={})
+    transport = Transport(routes_of(schedule)[0], groups, device=CPU, posts={})
     return Executor(stages, schedule, 0, transport)
 
 
 def test_a_lost_peer_is_passed_on_as_it_is_and_there_is_no_autograd_inside() -> None:
     stage = Forwards()
     with pytest.raises(LostPeerError, match=r"^lost rank 1\nMore: "):
-        executor({0: stage}, 1).run([[torch.ones(2)]], [[]])
+        executor({0: stage}, 1).run([[torch.ones(2)]], [[]], [Boundaries()])
     assert stage.modes == [False]
     assert torch.is_grad_enabled()
 
@@ -103,7 +101,7 @@ def test_weight_gradients_that_follow_each_other_are_one_call_of_a_stage_that_jo
         recorder = SpanRecorder(0)
         run = executor({0: stage}, 1, microbatches=count, weights="2bp").run
         loss_grads: list[Any] = [[torch.ones((), dtype=torch.float64)]] * count
-        losses = run(inputs, targets, recorder, loss_grads)
+        losses = run(inputs, targets, [Boundaries()] * count, recorder, loss_grads)
         gradients[accumulation] = stage.gradients
         assert [*losses] == [*range(count)]
         spans = [span for span in recorder.spans() if str(span.action).startswith("0W")]

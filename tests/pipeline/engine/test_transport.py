@@ -68,7 +68,9 @@ def _transport(*metas: TensorMeta, given: Sequence[bool] = ()) -> Transport:
     boundaries.outputs |= {0: metas, 1: (_meta(),)}
     boundaries.resolve_gradients([None, [given] if given else None], dataflow)
     routes = routes_of(build("gpipe", 2, 1, ranks=1))[0]
-    return Transport(routes, groups, boundaries, device=CPU, posts={})
+    transport = Transport(routes, groups, device=CPU, posts={})
+    transport.begin_step([boundaries])
+    return transport
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> TensorMeta:

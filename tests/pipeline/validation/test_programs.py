@@ -78,12 +78,13 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     boundaries.outputs |= dict.fromkeys(range(schedule.stages), (META,))
     link: Any = log
     posts = recv_posting_order(schedule, dataflow)[rank]
-    transport = Transport(routes_of(schedule)[rank], link, boundaries, device=CPU, posts=posts)
+    transport = Transport(routes_of(schedule)[rank], link, device=CPU, posts=posts)
     stages: Any = dict.fromkeys(schedule.stages_on(rank), Stage())
     executor = Executor(stages, schedule, rank, transport)
     microbatches = schedule.microbatches
     grads: Any = [[torch.ones(1)]] * microbatches
-    executor.run([[torch.zeros(1)]] * microbatches, [[]] * microbatches, log, grads)
+    inputs, sizes = [[torch.zeros(1)]] * microbatches, [boundaries] * microbatches
+    executor.run(inputs, [[]] * microbatches, sizes, log, grads)
     log.settle()
     return log.calls
 

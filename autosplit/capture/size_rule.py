@@ -1,0 +1,83 @@
+"""``SizeRule``: the sizes of a graph's outputs, as expressions of the sizes of its inputs.
+
+A rule is plain text, so that ranks can send it to each other: each rank then knows the sizes of all
+messages of a microbatch from the sizes of its inputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+Leaf: TypeAlias = "tuple[int, ...] | str"
+"""The sizes of an input that is a tensor, or the text of a number."""
+
+
+def leaf_text(leaf: object) -> str:
+    """The text of an input that is a number; of another object, of its class only."""
+    return repr(leaf) if isinstance(leaf, int | float | complex | str) else type(leaf).__name__
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """The sizes of a graph's outputs for inputs of any sizes for which the graph is valid.
+
+    Attributes:
+        places: symbol -> the input and the dimension whose size it is.
+        inputs: for each input, the expressions of its sizes, or the text of a number; None for an
+            input that the graph does not read.
+        conditions: expressions that are true of all sizes for which the graph is valid.
+        outputs: for each output, the expressions of its sizes.
+    """
+
+    places: tuple[tuple[str, int, int], ...]
+    inputs: tuple[tuple[str, ...] | str | None, ...]
+    conditions: tuple[str, ...]
+    outputs: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def fixed(cls, inputs: Sequence[Leaf], outputs: Sequence[Sequence[int]]) -> SizeRule:
+        """The rule of a graph that is valid for one combination of sizes."""
+        texts = tuple(leaf if isinstance(leaf, str) else tuple(map(str, leaf)) for leaf in inputs)
+        return cls((), texts, (), tuple(tuple(map(str, shape)) for shape in outputs))
+
+    @cached_property
+    def _evaluate(self) -> Callable[..., Any]:
+        """A function of the inputs and the symbols; returns None if the rule does not hold."""
+        names = ", ".join(name for name, *_ in self.places)
+        checks = [
+            f"inputs[{at}] == {leaf!r}"
+            if isinstance(leaf, str)
+            else f"inputs[{at}] == {_row(leaf)}"
+            for at, leaf in enumerate(self.inputs)
+            if leaf is not None
+        ]
+        checks += [f"({condition})" for condition in self.conditions]
+        outputs = _row([_row(shape) for shape in self.outputs])
+        text = f"lambda inputs, {names}: {outputs} if {' and '.join(checks) or True} else None"
+        evaluate: Callable[..., Any] = eval(text, {"math": __import__("math")})
+        return evaluate
+
+    def output_sizes(self, inputs: Sequence[Leaf]) -> tuple[tuple[int, ...], ...] | None:
+        """The sizes of each output; None if the graph is not valid for these inputs."""
+        if len(inputs) != len(self.inputs):
+            return None
+        values = []
+        for _, at, dimension in self.places:
+            leaf = inputs[at]
+            if isinstance(leaf, str) or dimension >= len(leaf):
+                return None
+            values.append(leaf[dimension])
+        sizes: tuple[tuple[int, ...], ...] | None = self._evaluate(inputs, *values)
+        return sizes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The rule without its compiled function, which cannot be pickled."""
+        return {key: value for key, value in vars(self).items() if key != "_evaluate"}
+
+
+def _row(texts: Sequence[str]) -> str:
+    """The text of a tuple of expressions."""
+    return f"({''.join(f'{text}, ' for text in texts)})"

@@ -1,0 +1,136 @@
+"""The stages of a rank for microbatches of one kind, and the sizes of all messages between stages.
+
+    sizes of a microbatch's inputs ──rule of stage 0──► outputs of stage 0
+                                   ──rule of stage 1──► outputs of stage 1 ...
+
+All ranks have the rules of all stages. So each rank knows every message of a microbatch before the
+step, and also whether the graphs of any stage are missing, without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from autosplit.capture.size_rule import Leaf, SizeRule
+from autosplit.pipeline.engine.boundaries import Boundaries, Boundary
+from autosplit.pipeline.engine.stage_protocols import TrainableStage
+from autosplit.pipeline.schedule.routes import StageDataflow
+from autosplit.runtime.call_cache import CallCache
+
+Outputs = Mapping[int, Boundary]
+"""By stage, its outputs, as far as they are known."""
+
+
+class MicrobatchSizes(NamedTuple):
+    """The sizes of a microbatch.
+
+    Attributes:
+        inputs: of each of its inputs, objects flattened.
+        targets: of each of its targets, likewise.
+    """
+
+    inputs: tuple[Leaf, ...]
+    targets: tuple[Leaf, ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all inputs that are tensors."""
+        return sum(torch.Size(leaf).numel() for leaf in self.inputs if not isinstance(leaf, str))
+
+    def fits_within(self, larger: MicrobatchSizes) -> bool:
+        """Whether no size is above that of a larger microbatch."""
+        pairs = zip((*self.inputs, *self.targets), (*larger.inputs, *larger.targets), strict=False)
+        return all(
+            isinstance(leaf, str) or isinstance(limit, str) or all(map(int.__le__, leaf, limit))
+            for leaf, limit in pairs
+        )
+
+
+class StageSet:
+    """This rank's stages for microbatches whose tensors have the same numbers of dimensions and
+    dtypes.
+
+    Args:
+        count: the number of stages.
+        dataflow: the dataflow between stages.
+
+    Attributes:
+        stages: this rank's stages.
+        boundaries: the tensors between stages for the first microbatch.
+        rules: by stage, its size rules; None for a stage without any, whose outputs are known for
+            the first microbatch only.
+    """
+
+    def __init__(self, count: int, dataflow: StageDataflow) -> None:
+        self.count, self.dataflow = count, dataflow
+        self.stages: dict[int, TrainableStage] = {}
+        self.boundaries = Boundaries()
+        self.rules: list[list[SizeRule] | None] = [[] for _ in range(count)]
+        self._first: MicrobatchSizes | None = None
+        self._by_sizes = CallCache[MicrobatchSizes, Boundaries]()
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether all stages have size rules."""
+        return None not in self.rules
+
+    def remember_first(self, sizes: MicrobatchSizes) -> None:
+        """Use ``boundaries`` for microbatches of these sizes."""
+        self._first = sizes
+
+    def is_first(self, sizes: MicrobatchSizes) -> bool:
+        """Whether ``boundaries`` are those of microbatches of these sizes."""
+        return self._first == sizes
+
+    def boundaries_of(self, sizes: MicrobatchSizes) -> Boundaries | None:
+        """The tensors between stages for a microbatch; None if the graphs of a stage are missing.
+
+        Outputs after a stage without rules are not known.
+        """
+        if self.is_first(sizes):
+            return self.boundaries
+        if (boundaries := self._by_sizes.get(sizes)) is not None:
+            return boundaries
+        outputs: dict[int, Boundary] = {}
+        for stage, rules in enumerate(self.rules):
+            arguments = self.argument_sizes(stage, sizes, outputs)
+            if arguments is None or rules is None:
+                continue
+            boundary = self.outputs_of(stage, arguments, rules)
+            if boundary is None:
+                return None
+            outputs[stage] = boundary
+        return self._by_sizes.remember(sizes, self.boundaries.of_other_sizes(outputs))
+
+    def argument_sizes(
+        self, stage: int, sizes: MicrobatchSizes, outputs: Outputs
+    ) -> tuple[Leaf, ...] | None:
+        """The sizes of a stage's arguments; None if the outputs of an earlier stage are unknown."""
+        if any(source not in outputs for source in self.dataflow.sources(stage)):
+            return None
+        wiring = self.dataflow.wiring
+        if wiring is not None:
+            leaves = [
+                sizes.inputs[source.position]
+                if source.stage is None
+                else tuple(outputs[source.stage][source.position].shape)
+                for source in wiring.inputs[stage]
+            ]
+        else:
+            leaves = [tuple(m.shape) for m in outputs[stage - 1]] if stage else [*sizes.inputs]
+        return (*leaves, *(sizes.targets if stage == self.count - 1 else ()))
+
+    def outputs_of(
+        self, stage: int, arguments: Sequence[Leaf], rules: Sequence[SizeRule]
+    ) -> Boundary | None:
+        """A stage's outputs by the rule that fits its arguments; None if none fits."""
+        for rule in reversed(rules):
+            if (shapes := rule.output_sizes(arguments)) is not None:
+                metas = self.boundaries.outputs[stage]
+                pairs = zip(metas, shapes, strict=True)
+                return tuple(replace(meta, shape=torch.Size(shape)) for meta, shape in pairs)
+        return None

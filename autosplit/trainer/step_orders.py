@@ -1,0 +1,111 @@
+"""The schedule of each step, for its number of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+from autosplit.errors import BatchError, PipelineError, ScheduleError
+from autosplit.pipeline.engine.stage_set import MicrobatchSizes
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.trainer.options import TrainerOptions
+
+
+class StepOrders:
+    """The schedules of a trainer's steps, one for each number of microbatches.
+
+    Args:
+        options: the trainer's options.
+        schedule: the schedule for M microbatches.
+    """
+
+    def __init__(self, options: TrainerOptions, schedule: Schedule) -> None:
+        self._options, self._schedule = options, schedule
+        self._by_count: dict[int, Schedule] = {}
+        self._offered: Sequence[MicrobatchSizes] = ()
+        self._largest: Sequence[MicrobatchSizes] = ()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule for M microbatches; a search may replace it."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._by_count = {}
+
+    def check_steps(self, steps: Sequence[Sequence[MicrobatchSizes]]) -> None:
+        """Check that each pipeline has a schedule for its microbatches.
+
+        All ranks call it with the same sizes.
+
+        Raises:
+            BatchError: there is none, or a microbatch may exceed the memory limit.
+        """
+        for microbatches in steps:
+            self.schedule_for(microbatches)
+            for number, sizes in enumerate(microbatches):
+                if self._largest and not any(map(sizes.fits_within, self._largest)):
+                    raise BatchError(
+                        f"microbatch {number} has the sizes {sizes.inputs}, and memory_limit has "
+                        f"chosen the schedule for at most {self._largest[0].inputs}: pass the "
+                        "largest microbatches in the first step, or build a new trainer"
+                    )
+        self._offered = [max(row, key=attrgetter("elements")) for row in steps]
+
+    def keep_limit(self) -> None:
+        """Refuse larger microbatches than those that were checked last, for which a schedule within
+        the memory limit is searched now.
+        """
+        self._largest = self._offered
+
+    def schedule_for(self, microbatches: Sequence[MicrobatchSizes]) -> Schedule:
+        """Return the order of a step, the same on all ranks. It is not collective.
+
+        Raises:
+            BatchError: the schedule does not exist for this number of microbatches.
+        """
+        count = len(microbatches)
+        if count == self.schedule.microbatches:
+            return self.schedule
+        if count not in self._by_count:
+            is_searched = self._options.tunes and count < self.schedule.microbatches
+            build = self._shortened if is_searched else self._build
+            self._by_count[count] = build(count)
+        return self._by_count[count]
+
+    def _shortened(self, count: int) -> Schedule:
+        """The schedule without its last microbatches, which needs no more memory."""
+        rows = [
+            tuple([action for action in row if action.microbatch < count])
+            for row in self.schedule.ranks
+        ]
+        return replace(self.schedule, microbatches=count, ranks=tuple(rows))
+
+    def _build(self, count: int) -> Schedule:
+        """Build the schedule for another number of microbatches."""
+        wanted = self._options.schedule
+        text = f"the step has {count} microbatches"
+        if isinstance(wanted.schedule, Schedule):
+            raise BatchError(
+                f"{text}, and the trainer's schedule is a Schedule for "
+                f"{wanted.schedule.microbatches}: pass as many, or the name of a schedule"
+            )
+        if self._options.memory_limit is not None:
+            raise BatchError(
+                f"{text}, and memory_limit has chosen a schedule for {wanted.microbatches}: pass "
+                "fewer, or build the trainer for more"
+            )
+        options = replace(self._options, schedule=replace(wanted, microbatches=count))
+        try:
+            built = options.schedule_for(self.schedule.stages, len(self.schedule.ranks))
+        except (PipelineError, ScheduleError) as error:
+            raise BatchError(f"{text}: {error}") from error
+        if built.placement != self.schedule.placement:
+            raise BatchError(
+                f"{text}, for which {built.name!r} would place stages on other ranks: pass another "
+                "number of microbatches"
+            )
+        return built

@@ -1,0 +1,263 @@
+"""A step takes any list of microbatches: other lengths, another number of them, objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autosplit.errors import BatchError
+from autosplit.ranks.control import Control
+from autosplit.trainer.trainer import PipelineTrainer
+from tests.kept_ranks import ranks
+from tests.pipeline.trainer_options import grouped
+
+VOCABULARY, WIDTH = 16, 8
+LENGTHS = [[5, 9, 7], [3, 4], [12, 3, 8, 8, 10, 11], [6] * 4]
+"""The lengths of the microbatches of each step."""
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Embedding(nn.Module):
+    """The first stage: embeds tokens, attends, and drops."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)[:, None]
+        x = F.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0]
+        return self.drop(torch.tanh(self.linear(x)))
+
+
+def stage(index: int, drop: float = 0.0) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Linear(WIDTH, VOCABULARY) if index else Embedding(drop)
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def listed(lengths: list[int], seed: int = 0) -> list[Pair]:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    shapes = [(2, length) for length in lengths]
+    return [
+        (
+            torch.randint(VOCABULARY, shape, generator=generator),
+            torch.randint(VOCABULARY, shape, generator=generator),
+        )
+        for shape in shapes
+    ]
+
+
+def trainer(drop: float = 0.0, **options: Any) -> PipelineTrainer:
+    arguments = {"microbatches": 4, "timeout": 60.0, **options}
+    return PipelineTrainer(
+        [stage(index, drop) for index in range(2)],
+        loss_fn,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        **grouped(**arguments),
+    )
+
+
+def assert_parameters(engine: PipelineTrainer, other: Any) -> None:
+    for index, module in engine.modules.items():
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, other[index].get_parameter(name)), (index, name)
+
+
+def captures(engine: PipelineTrainer) -> set[int]:
+    made: Any = engine.stages.values()
+    return {len(each.captured) for each in made}
+
+
+def test_bits_of_plain_autograd_with_one_capture_for_all_lengths_and_counts() -> None:
+    model = nn.ModuleList([stage(0), stage(1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with trainer(ranks=1) as engine:
+        for step, lengths in enumerate(LENGTHS):
+            pairs = listed(lengths, step)
+            losses = [loss_fn(model[1](model[0](x)), y) for x, y in pairs]
+            for loss in losses:
+                torch.autograd.backward(loss / len(losses))
+            expected = torch.stack(losses).detach()
+            assert torch.equal(engine.evaluate(microbatches=pairs), expected)
+            counts = engine.measure(None, lambda logits, _: logits.shape[1], microbatches=pairs)
+            assert counts == lengths
+            assert torch.equal(engine.step(microbatches=pairs), expected)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_parameters(engine, model)
+            metrics = engine.metrics()
+            assert metrics["loss"] == pytest.approx(float(expected.mean()))
+            tokens = metrics["tokens_per_s"] * metrics["seconds"]
+            assert tokens == pytest.approx(2 * sum(lengths))
+        assert captures(engine) == {1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "zb-h1"}, {"schedule": "1f1b", "weights": "2bp"}, {"drop": 0.5}]
+)
+@ranks(2)
+def test_two_ranks_have_the_bits_of_one_without_messages_about_lengths(
+    options: dict[str, Any],
+) -> None:
+    rank, gather = dist.get_rank(), Control.gather
+    with (
+        trainer(**options) as engine,
+        trainer(options.get("drop", 0.0), ranks=1) as alone,
+        mock.patch.object(Control, "gather", autospec=True, side_effect=gather) as gathers,
+    ):
+        for step, lengths in enumerate(LENGTHS):
+            pairs, weights = listed(lengths, step), [float(length) for length in lengths]
+            torch.manual_seed(step)
+            expected = alone.step(microbatches=pairs, weight=weights)
+            gathers.reset_mock()
+            torch.manual_seed(step)
+            assert torch.equal(engine.step(microbatches=pairs, weight=weights), expected)
+            assert (gathers.call_count == 0) == (step > 0)
+            assert_parameters(engine, alone.modules)
+        parts = [(x if rank == 0 else None, y if rank == 1 else None) for x, y in pairs]
+        assert torch.equal(engine.evaluate(microbatches=parts), alone.evaluate(microbatches=pairs))
+        pairs = listed([13, 4])
+        expected = alone.step(microbatches=pairs)
+        torch.manual_seed(0)
+        assert (
+            torch.equal(engine.step_async(microbatches=pairs).wait(), expected) or "drop" in options
+        )
+        assert captures(engine) == {1}
+
+
+@ranks(2)
+def test_replicas_take_lists_of_different_lengths() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    share = mesh["dp_replicate"].get_local_rank()
+    with trainer(mesh=mesh) as engine, trainer(ranks=1) as alone:
+        for step, weighted in itertools.product(range(2), (False, True)):
+            lists = [listed([5, 9, 7], step), listed([3 + step, 4], 10 + step)]
+            weights = [[float(x.numel()) for x, _ in pairs] for pairs in lists]
+            expected = alone.step(
+                microbatches=[*lists[0], *lists[1]],
+                weight=[*weights[0], *weights[1]] if weighted else None,
+            )
+            losses = engine.step(
+                microbatches=lists[share], weight=weights[share] if weighted else None
+            )
+            torch.testing.assert_close(losses, expected[3 * share :][: len(lists[share])])
+            assert engine.metrics()["loss"] == pytest.approx(alone.metrics()["loss"])
+            for index, module in engine.modules.items():
+                for name, parameter in module.named_parameters():
+                    torch.testing.assert_close(parameter, alone.modules[index].get_parameter(name))
+
+
+SHORT = "microbatch 1 does not fit stage 1: stage 1 cannot take its inputs"
+LISTS: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "empty": (([],), ("must be a list of pairs (inputs, targets), at least one",)),
+    "a target that does not fit": (
+        ([listed([6])[0], (listed([4])[0][0], listed([3])[0][1])],),
+        (SHORT,),
+    ),
+    "another dtype": (
+        ([listed([6])[0], (torch.zeros(2, 6), listed([6])[0][1])],),
+        ("microbatches[1].inputs is a tensor of 2 dimensions and float32, but microbatches[0]",),
+    ),
+    "no targets": (
+        ([(listed([6])[0][0], None)],),
+        ("rank 1 refuses its batch: microbatches[0]: a stage", "microbatches[0]: a stage of this"),
+    ),
+    "lists of other lengths": (
+        (listed([6, 2]), listed([6, 2, 4])),
+        ("rank 0 passes a list of 2 microbatches, and rank 1 passes a list of 3",),
+    ),
+    "other sizes": (
+        (listed([6, 2]), listed([6, 3])),
+        ("microbatches[1].inputs is int64[2, 2] on rank 0 and int64[2, 3] on rank 1",),
+    ),
+}
+
+
+@ranks(2)
+def test_a_list_that_one_rank_refuses_is_refused_on_all_before_anything_runs() -> None:
+    rank = dist.get_rank()
+    with trainer() as engine, trainer(ranks=1) as alone:
+        for later in (False, True):
+            for lists, texts in LISTS.values():
+                with pytest.raises(BatchError) as caught:
+                    engine.step(microbatches=lists[rank % len(lists)])
+                expected = texts[rank % len(texts)]
+                assert expected in str(caught.value), later
+            for weight in ([1.0, 2.0], [1.0, 0.0, 1.0]):
+                with pytest.raises(BatchError, match="weight"):
+                    engine.step(microbatches=listed([6, 2, 4]), weight=weight)
+            pairs = listed([6, 2, 4])
+            assert torch.equal(engine.step(microbatches=pairs), alone.step(microbatches=pairs))
+        assert_parameters(engine, alone.modules)
+
+
+@dataclasses.dataclass
+class Documents:
+    """Tokens with a bias for each, and a factor."""
+
+    tokens: Tensor
+    bias: Tensor
+    factor: float
+
+
+class FromDocuments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = stage(0)
+
+    def forward(self, documents: Documents) -> Tensor:
+        x = self.embedding(documents.tokens)
+        return x * documents.factor + documents.bias[..., None]
+
+
+def test_inputs_and_targets_are_any_objects() -> None:
+    modules = nn.ModuleList([FromDocuments(), stage(1)])
+    lists = [
+        [
+            (Documents(x, torch.rand(x.shape), factor), {"labels": y})
+            for (x, y), factor in zip(listed(lengths), itertools.cycle([0.5, 2.0]))
+        ]
+        for lengths in LENGTHS[:2]
+    ]
+
+    def loss(logits: Tensor, targets: dict[str, Tensor]) -> Tensor:
+        return loss_fn(logits, targets["labels"])
+
+    with PipelineTrainer(
+        modules,
+        loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        microbatches=4,
+        ranks=1,
+    ) as engine:
+        for pairs in lists:
+            expected = torch.stack([loss(modules[1](modules[0](x)), y) for x, y in pairs]).detach()
+            assert torch.equal(engine.step(microbatches=pairs), expected)
+        assert captures(engine) == {1, 3}  # a number needs captures of its own
+
+
+def test_a_batch_that_does_not_divide_has_a_smaller_last_microbatch() -> None:
+    (x, y), *_ = listed([6])
+    for limit in (None, "1GiB"):
+        with trainer(ranks=1, memory_limit=limit) as engine, trainer(ranks=1) as alone:
+            for rows in (8, 7, 5):
+                batch = x.repeat(4, 1)[:rows], y.repeat(4, 1)[:rows]
+                cut = [*zip(*(part.chunk(4) for part in batch), strict=True)]
+                assert torch.equal(engine.step(batch), alone.step(microbatches=cut))
+            assert_parameters(engine, alone.modules)
