@@ -37,7 +37,7 @@ class StepOrders:
         self._by_count = {}
 
     def check_steps(self, steps: Sequence[Sequence[MicrobatchSizes]]) -> None:
-        """Check that each pipeline has a schedule for its microbatches.
+        """Refuse microbatches without a schedule, in any pipeline.
 
         All ranks call it with the same sizes.
 
