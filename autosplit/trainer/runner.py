@@ -259,7 +259,7 @@ class Runner:
             plan.functions = [stage.functions for stage in graphs.values()]
         if flight is not None:
             flight.end_actions(self.spans)
-        self._tune()
+        self._tune(plan)
         return self._start_reduction(plan, losses, microbatches, weights, norms)
 
     def _run_actions(
@@ -294,12 +294,14 @@ class Runner:
                 stage.publish()
         return losses, hooked
 
-    def _tune(self) -> None:
+    def _tune(self, plan: StepPlan) -> None:
         """Pass the step's measurements to the tuner, and use the schedule that it decides on."""
         if self._tuner is None:
             return
-        schedule = self._tuner.after_step(self.spans, self.stages)
+        elements = [sizes.elements for sizes in plan.microbatches]
+        schedule = self._tuner.after_step(self.spans, self.stages, elements)
         if schedule is not None:
+            self._orders.use_search(self._tuner)
             self._tuner = None
             self._change_schedule(schedule)
 
@@ -348,7 +350,9 @@ class Runner:
             self._limited = True
             self._orders.keep_limit()
             self.memory.set_step(plan, _tensors(inputs + targets))
-            self._change_schedule(self._tuner.search_schedule(self.stages))
+            schedule = self._tuner.search_schedule(self.stages)
+            self._orders.use_search(self._tuner)
+            self._change_schedule(schedule)
             executor = plan.executor or executor
         if self._reporting is not executor:
             self._reporting, self.schedule = executor, plan.schedule
@@ -487,9 +491,10 @@ class Runner:
         _LOG.info("the schedule from the next step on: %r", schedule)
         self.schedule = self._orders.schedule = schedule
         for plan in self._plans.of_training():
-            if len(plan.microbatches) == schedule.microbatches:
-                compile_stages(plan.stages, schedule)
-                self._set_executor(plan, schedule, plan.stages)
+            if self._orders.lists is not None or len(plan.microbatches) == schedule.microbatches:
+                of_plan = self._orders.schedule_for(plan.microbatches)
+                compile_stages(plan.stages, of_plan)
+                self._set_executor(plan, of_plan, plan.stages)
 
     def _start_reduction(
         self,

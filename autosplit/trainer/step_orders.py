@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 from autosplit.errors import BatchError, PipelineError, ScheduleError
+from autosplit.pipeline.builders.build import AUTO
 from autosplit.pipeline.engine.stage_set import MicrobatchSizes
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.trainer.list_orders import ListOrders
 from autosplit.trainer.options import TrainerOptions
+from autosplit.trainer.tuning import Tuner
 
 
 class StepOrders:
-    """The schedules of a trainer's steps, one for each number of microbatches.
+    """The schedules of a trainer's steps, one for each number of microbatches. With ``"auto"``,
+    lists of microbatches of different sizes get orders of their own.
 
     Args:
         options: the trainer's options.
         schedule: the schedule for M microbatches.
+
+    Attributes:
+        lists: finds the schedules of lists; None without ``"auto"``.
     """
 
     def __init__(self, options: TrainerOptions, schedule: Schedule) -> None:
@@ -25,6 +33,7 @@ class StepOrders:
         self._by_count: dict[int, Schedule] = {}
         self._offered: Sequence[MicrobatchSizes] = ()
         self._largest: Sequence[MicrobatchSizes] = ()
+        self.lists = ListOrders(schedule) if options.schedule.name == AUTO else None
 
     @property
     def schedule(self) -> Schedule:
@@ -45,7 +54,9 @@ class StepOrders:
             BatchError: there is none, or a microbatch may exceed the memory limit.
         """
         for microbatches in steps:
-            self.schedule_for(microbatches)
+            # Without a limit, there is an order for every list.
+            if self.lists is None or self._options.memory_limit is not None:
+                self.schedule_for(microbatches)
             for number, sizes in enumerate(microbatches):
                 if self._largest and not any(map(sizes.fits_within, self._largest)):
                     raise BatchError(
@@ -54,6 +65,13 @@ class StepOrders:
                         "largest microbatches in the first step, or build a new trainer"
                     )
         self._offered = [max(row, key=attrgetter("elements")) for row in steps]
+
+    def use_search(self, tuner: Tuner) -> None:
+        """Find orders of lists for what the tuner has measured, and within its limits."""
+        if self.lists is not None and tuner.terms:
+            self.lists.use_times(tuner.terms)
+        if self.lists is not None and tuner.caps:
+            self.lists.use_limit(tuner.caps, tuner.memory, self._largest[-1].elements)
 
     def keep_limit(self) -> None:
         """Refuse larger microbatches than those that were checked last, for which a schedule within
@@ -67,7 +85,11 @@ class StepOrders:
         Raises:
             BatchError: the schedule does not exist for this number of microbatches.
         """
-        count = len(microbatches)
+        elements, count = [sizes.elements for sizes in microbatches], len(microbatches)
+        is_usual = count == self.schedule.microbatches and len({*elements}) == 1
+        if self.lists is not None and not is_usual:
+            with contextlib.suppress(ScheduleError):  # a limit; the schedule may offload
+                return self.lists.find(elements)
         if count == self.schedule.microbatches:
             return self.schedule
         if count not in self._by_count:

@@ -7,6 +7,7 @@ memory_limit=     search for usual times before step 1, and for measured times a
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs, Span, median_durations
+from autosplit.pipeline.simulation.size_costs import Terms, fit_terms
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.ranks.groups import Groups
 from autosplit.text.progress import working
@@ -63,6 +65,13 @@ class Tuner:
         dataflow: the dataflow between stages.
         memory: the memory of this rank.
         limits: the most bytes that each rank may hold; empty: no limit.
+
+    Attributes:
+        terms: the measured seconds by stage and kind as functions of a microbatch's size; empty
+            until a search for measured times.
+        memory: per stage, the bytes of the largest microbatch; empty until a search.
+        caps: per rank, the most bytes of microbatches within the limits, beside all other bytes of
+            the schedule that was found; empty without limits.
     """
 
     def __init__(
@@ -77,19 +86,32 @@ class Tuner:
         self._groups, self._dataflow = groups, dataflow
         self._memory, self._limits = memory, limits
         self._steps: list[list[Span]] = []
+        self._points = defaultdict[tuple[int, ActionKind], list[tuple[float, float]]](list)
+        self.terms: dict[tuple[int, ActionKind], Terms] = {}
+        self.memory: Sequence[StageMemory] = ()
+        self.caps: Sequence[float] = ()
 
     def after_step(
-        self, spans: Sequence[Span], stages: Mapping[int, TrainableStage]
+        self,
+        spans: Sequence[Span],
+        stages: Mapping[int, TrainableStage],
+        elements: Sequence[int],
     ) -> Schedule | None:
         """Record a step; collective once enough steps are measured.
 
         Args:
             spans: the times of this rank's actions, in order.
             stages: this rank's stages.
+            elements: the size of each microbatch.
 
         Returns:
             The schedule for the next steps; None while more steps are to be measured.
         """
+        if self._steps:  # the first step builds the stages
+            for span in spans:
+                size = max(elements[span.action.microbatch], 1)
+                point = float(size), span.end - span.start
+                self._points[span.action.stage, span.action.kind].append(point)
         self._steps.append(list(spans))
         return self.search_schedule(stages) if len(self._steps) > MEASURED else None
 
@@ -128,7 +150,7 @@ class Tuner:
             schedule = self._search_within(costs, limits, fixed, reserved)
             peaks = self._peaks(schedule, costs)
             if excess(peaks) <= 0:
-                return schedule
+                return self._within(schedule, peaks, costs)
             kept = peak_memory(schedule, costs.memory)
             further = [peaks[rank] - fixed[rank] - kept[rank] for rank in range(len(fixed))]
             larger = [*map(max, reserved, further)]
@@ -143,7 +165,7 @@ class Tuner:
         peaks, schedule = min(pairs, key=lambda pair: excess(pair[0]))
         most = excess(peaks)
         if most <= 0:
-            return schedule
+            return self._within(schedule, peaks, costs)
         rank = next(at for at, peak in enumerate(peaks) if peak - limits[at] == most)
         needed = [*map(max, peaks, limits)]
         least = str(max(peaks) if len({*limits}) == 1 else needed)
@@ -160,6 +182,14 @@ class Tuner:
             f"gradients, optimizer state and batch, and {microbatches:,} bytes of microbatches and "
             f"messages. Use that limit, or {advice}"
         )
+
+    def _within(self, schedule: Schedule, peaks: Sequence[int], costs: Costs) -> Schedule:
+        """Set the bytes that microbatches may take, and return the schedule."""
+        kept = peak_memory(schedule, costs.memory)
+        rows = zip(self._limits, peaks, kept, strict=True)
+        self.caps = [limit - peak + level for limit, peak, level in rows]
+        self.memory = costs.memory
+        return schedule
 
     def _peaks(self, schedule: Schedule, costs: Costs) -> list[int]:
         """Predict the peak memory of each rank in bytes; collective. It is computed from graphs and
@@ -214,12 +244,15 @@ class Tuner:
         measured = (
             median_durations(self._steps[1:]),
             {index: stage_memory(stage) for index, stage in stages.items()},
+            {key: fit_terms(points) for key, points in self._points.items()},
         )
         seconds: dict[tuple[int, ActionKind], float] = {}
         kept: dict[int, StageMemory] = {}
-        for times, memory in self._groups.everybody.gather(measured):
+        for times, memory, terms in self._groups.everybody.gather(measured):
             # The slowest replica counts, because the others wait for it.
-            seconds |= {key: max(time, seconds.get(key, 0.0)) for key, time in times.items()}
+            slowest = [key for key, time in times.items() if time >= seconds.get(key, 0.0)]
+            seconds |= {key: times[key] for key in slowest}
+            self.terms |= {key: terms[key] for key in slowest}
             kept |= memory
         indices = range(self._schedule.stages)
         usual = usual_times(self._schedule.stages)

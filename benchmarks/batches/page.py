@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..page import Page, Part
-from . import engine, simulated
+from . import engine, model, simulated
 from .settings import Settings
 
 TEMPLATE = """\
@@ -59,6 +59,16 @@ Processes whose stages sleep for as long as each action costs; a step is from it
 its last. One list for each setting, without a limit.""",
         engine.measure,
         engine.render,
+    ),
+    "model": Part(
+        "A model on two ranks",
+        """\
+A transformer of two stages of three blocks, one thread a rank, one text a microbatch. *In order*,
+*sorted* and *padded* run `zb-h1`, *found* runs `"auto"` after the steps that it measures. The ways
+take turns, each list in all of them; ratios are medians over the lists. Simulated steps take
+seconds that are fitted to the sizes of all actions.""",
+        model.measure,
+        model.render,
     ),
 }
 

@@ -18,3 +18,5 @@ class Settings:
     engine_counts: tuple[int, ...] = option((16, 32), "microbatches in a step of the engine")
     unit: float = option(0.03, "seconds of F of a microbatch of mean length, in the engine")
     rounds: int = option(2, "timed steps of the engine")
+    width: int = option(192, "of the model")
+    lists: int = option(8, "timed steps of the model")

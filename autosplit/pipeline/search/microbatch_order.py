@@ -38,8 +38,9 @@ from .search import forms
 
 _KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 _FORWARD = 0.5  # the weight of the work after an F, beside that after an I
-_WORK = 6_000  # actions to place; the last order is placed whole
+_WORK = 5_000  # actions to place; the last order is placed whole
 _CLOSE = 1.01  # a step up to this much above the work of the slowest rank is not improved
+_SKIPPED = ("naive", "zb-h1")  # never the shortest; another form of 1f1b
 _ENDS = [(0.25, 0.25), (0.5, 0.06)]
 """Shares of the microbatches, the shortest ones, that run first and last."""
 
@@ -131,10 +132,10 @@ class MicrobatchOrders:
             empty = Schedule("auto", stages, count, ((),) * self._ranks, self._placement, True)
             graph = StepGraph(empty, [(self._placement[a.stage], a) for a in numbers])
             distinct = {}
-            for name in SCHEDULES:
+            for name in (name for name in SCHEDULES if name not in _SKIPPED):
                 with contextlib.suppress(ScheduleError):
                     for _, schedule in forms(name, self._times, count, self._ranks):
-                        if schedule.placement == self._placement and name != "naive":
+                        if schedule.placement == self._placement:
                             distinct[schedule.ranks] = [
                                 [numbers[part] for action in row for part in _halves(action)]
                                 for row in schedule.ranks

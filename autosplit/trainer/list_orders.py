@@ -1,0 +1,96 @@
+"""The schedules of ``"auto"`` for lists of microbatches of different sizes.
+
+    sizes of the list, rounded up  ──►  remembered schedule
+                                   └►  costs by size  ──►  MicrobatchOrders.find
+
+Before steps are measured, seconds are proportional to size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
+from autosplit.pipeline.search.microbatch_order import MicrobatchOrders
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.simulate import Costs
+from autosplit.pipeline.simulation.size_costs import Terms, seconds_of_size
+from autosplit.runtime.call_cache import CallCache
+from autosplit.trainer.tuning import usual_times
+
+_BITS = 6  # sizes keep so many leading binary digits: they are rounded up by at most 1/32
+
+_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+
+
+class ListOrders:
+    """Finds the schedules of lists, and remembers them by rounded sizes; equal on all ranks.
+
+    Args:
+        schedule: a schedule for equal microbatches. Its placement is kept; without a limit, a rank
+            keeps at most what it would keep with all microbatches as large as the largest one.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        times = usual_times(schedule.stages)
+        self._orders = MicrobatchOrders(schedule.placement, times)
+        self._terms = [tuple((0.0, seconds, 0.0) for seconds in row) for row in times]
+        self._unit = [StageMemory(1.0, 1.0)] * schedule.stages  # of one element
+        self._caps: Sequence[float] = ()
+        self._remembered = CallCache[tuple[int, ...], Schedule]()
+
+    def use_times(self, terms: Mapping[tuple[int, ActionKind], Terms]) -> None:
+        """Use measured seconds by stage and kind from now on; kinds that are missing take none."""
+        self._terms = [
+            tuple(terms.get((stage, kind), (0.0, 0.0, 0.0)) for kind in _KINDS)
+            for stage in range(self._schedule.stages)
+        ]
+        self._remembered.clear()
+
+    def use_limit(
+        self, caps: Sequence[float], memory: Sequence[StageMemory], elements: int
+    ) -> None:
+        """Keep a limit from now on.
+
+        Args:
+            caps: per rank, the most bytes of microbatches.
+            memory: per stage, the bytes of a microbatch with so many elements. Smaller microbatches
+                count in proportion.
+            elements: the size of that microbatch.
+        """
+        self._caps = caps
+        self._unit = [StageMemory(m.saved / elements, m.deferred / elements) for m in memory]
+        self._remembered.clear()
+
+    def find(self, elements: Sequence[int]) -> Schedule:
+        """Return the schedule of a list; the same object for lists of equal rounded sizes.
+
+        Args:
+            elements: the size of each microbatch, as the number of its elements.
+
+        Raises:
+            ScheduleError: no order keeps the limit.
+        """
+        sizes = tuple(map(_rounded, elements))
+        schedule = self._remembered.get(sizes)
+        if schedule is None:
+            costs = {size: self._costs(size) for size in {*sizes}}
+            caps = self._caps or peak_memory(self._schedule, costs[max(sizes)].memory)
+            new = self._orders.find([costs[size] for size in sizes], caps)
+            schedule = self._remembered.remember(sizes, new)
+        return schedule
+
+    def _costs(self, size: int) -> Costs:
+        times = [
+            (seconds_of_size(f, size), seconds_of_size(i, size), seconds_of_size(w, size))
+            for f, i, w in self._terms
+        ]
+        memory = [StageMemory(size * m.saved, size * m.deferred) for m in self._unit]
+        return Costs(times, memory)
+
+
+def _rounded(size: int) -> int:
+    """The size rounded up to ``_BITS`` leading binary digits; at least 1."""
+    unit = 1 << max(size.bit_length() - _BITS, 0)
+    return max(-(-size // unit) * unit, 1)
