@@ -59,7 +59,7 @@ def listed(lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Microbatches of one text each, the same on all ranks."""
     generator = torch.Generator().manual_seed(sum(lengths))
     tokens = [torch.randint(VOCABULARY, (1, n + 1), generator=generator) for n in lengths]
-    return [(each[0, :-1][None], each[0, 1:][None]) for each in tokens]
+    return [(each[:, :-1], each[:, 1:]) for each in tokens]
 
 
 def as_run(way: str, lengths: Sequence[int]) -> list[int]:
