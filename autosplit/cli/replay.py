@@ -53,20 +53,20 @@ def replay(
     if missing := sorted({*range(facts["ranks"])} - parts.keys()):
         click.echo(f"no part of the ranks {missing}, which were not alive to write one")
     actions = [action] if action is not None else step.actions(first, last)
-    shown, fault = action, None
+    shown, fault = actions[0], ""
     for shown, fault in step.findings(actions):
-        if fault is not None:
+        if fault:
             break
         if first or last:
             click.echo(f"{shown}: as recorded")
-    click.echo(str(fault) if fault else f"{len(actions)} actions have no fault")
+    click.echo(fault or f"{len(actions)} actions have no fault")
     if json_file:
-        row = fault and {"action": str(fault.action), "rank": fault.rank, "text": fault.text}
+        row = {"action": str(shown), "rank": step.rank_of(shown), "text": fault} if fault else None
         write_text(json_file, json.dumps({"actions": len(actions), "fault": row}) + "\n")
     if picture:
         title = f"step {facts['steps'][-1]['step']}"
-        draw_timelines([(title, step.timeline)], picture, marked=[fault.action] if fault else [])
-    if python and shown is not None:
+        draw_timelines([(title, step.timeline)], picture, marked=[shown] if fault else [])
+    if python:
         write_text(python, step.reproducer(shown, tensors=not no_tensors))
     if fault:
         raise click.exceptions.Exit(1)

@@ -35,7 +35,6 @@ from autosplit.recorder.tape import Record, StepTape
 from autosplit.torch_internals.dtensor import is_dtensor
 
 _NAMES = (*ALARMS, "metrics")
-_EVERY_TIME = ("signal",)
 
 
 class FlightRecorder:
@@ -133,102 +132,99 @@ class FlightRecorder:
             raise
         except Exception as error:
             if self._tape is not None:  # ranks that are between steps have nothing to write
-                record, name = self._end(), "error"
-                if self._nonfinite(record):
-                    name = "nonfinite"
-                if {name, "error"} & {*self._options.alarms}:
-                    self._write(name, f"{type(error).__name__}: {error}")
+                self._write_after(error, self._tape)
             raise
-        record = self._end() | {"metrics": metrics()}
-        self._ring[-1] = record
-        self._log(record)
-        alarms = self._alarms(record)
-        with self._guard.during("the alarms of a step"):
-            table = self._agree(alarms, record)
-        if "replicas" in self._options.alarms and (text := self._difference(table)):
-            alarms |= {"replicas": text}
-            table[self._groups.everybody.rank][0] |= 1 << _NAMES.index("replicas")
-        for at, name in enumerate(_NAMES):
-            ranks = [rank for rank, row in enumerate(table) if row[0] & 1 << at]
-            if ranks and (name in _EVERY_TIME or name not in self._written):
-                self._written.add(name)
-                self._write(name, alarms.get(name, f"raised on rank {ranks[0]}"))
-                break  # the step is written once
+        if self._tape is not None:
+            self._raise_alarms(self._tape, metrics())
 
-    def _end(self) -> Record:
-        """Make the record of the step, and keep it as the newest of the last steps."""
-        record = self._tape.record(self._spans, self._device)  # type: ignore[union-attr]
+    def _write_after(self, error: Exception, tape: StepTape) -> None:
+        """Write a step that raised; the other ranks raise in the same step, and write it, too."""
+        with self._reporting("the step"):
+            self._ring.append(tape.record(self._spans, self._device))
+            fault = tape.nonfinite(self._ring[-1], gradients=not self._scales)
+            if {"nonfinite" if fault else "error", "error"} & {*self._options.alarms}:
+                name = "nonfinite" if fault else "error"
+                self._write(tape, name, f"{type(error).__name__}: {error}")
+
+    def _raise_alarms(self, tape: StepTape, metrics: Mapping[str, float]) -> None:
+        """End the record of a step; write it, once, if any rank has an alarm. Collective."""
+        record = tape.record(self._spans, self._device) | {"metrics": metrics}
         self._ring.append(record)
-        return record
-
-    def _log(self, record: Record) -> None:
-        if self._options.log is None:
-            return
-        path = Path(self._options.log) / f"rank-{self._groups.everybody.rank}.jsonl"
-        with self._reporting(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        everybody, alarms = self._groups.everybody, self._alarms(tape, record)
+        if self._options.log is not None:
+            path = Path(self._options.log) / f"rank-{everybody.rank}.jsonl"
+            with self._reporting(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+        table = self._agree([sum(1 << _NAMES.index(n) for n in alarms), *self._marks(tape, record)])
+        raised = {
+            name: alarms.get(name, f"raised on rank {rank}")
+            for at, name in enumerate(_NAMES)
+            for rank, row in enumerate(table)
+            if row[0] & 1 << at
+        }
+        if "replicas" in self._options.alarms and (text := self._difference(table)):
+            raised["replicas"] = text
+        for name in [*raised][:1]:
+            if name == "signal" or name not in self._written:
+                self._written.add(name)
+                self._write(tape, name, raised[name])
 
     # --- alarms -----------------------------------------------------------------------------------
 
-    def _nonfinite(self, record: Record) -> str:
-        tape = self._tape
-        return "" if tape is None else tape.nonfinite(record, gradients=not self._scales)
-
-    def _alarms(self, record: Record) -> dict[str, str]:
+    def _alarms(self, tape: StepTape, record: Record) -> dict[str, str]:
         """Maps the name of each alarm of this rank to its text."""
-        alarms, wanted = dict[str, str](), self._options.alarms
-        if "nonfinite" in wanted and (text := self._nonfinite(record)):
-            alarms["nonfinite"] = f"{text} is not finite"
+        alarms = dict[str, str]()
+        fault = tape.nonfinite(record, gradients=not self._scales)
+        if fault and "nonfinite" in self._options.alarms:
+            alarms["nonfinite"] = f"{fault} is not finite"
         if self._signalled:
             self._signalled = False
             alarms["signal"] = "SIGUSR1"
-        for predicate in self._options.predicates:
-            if predicate(record["metrics"]):
-                name = getattr(predicate, "__name__", repr(predicate))
+        for alarm in self._options.alarms:
+            if callable(alarm) and alarm(record["metrics"]):
+                name = getattr(alarm, "__name__", repr(alarm))
                 alarms["metrics"] = f"{name}(metrics) is true for {record['metrics']}"
         return alarms
 
-    def _agree(self, alarms: Mapping[str, str], record: Record) -> list[list[int]]:
-        """Exchange alarms, and digests of tensors of which several ranks have copies; collective.
-
-        Returns:
-            For each rank: a bit for each of ``_NAMES``; then digests of all parameters and
-            gradients, of those that are no DTensors, and of each shared parameter; 0 for a digest
-            that the rank does not have.
-        """
+    def _agree(self, row: Sequence[int]) -> list[list[int]]:
+        """The rows of all ranks; collective."""
         everybody = self._groups.everybody
-        flags = sum(1 << _NAMES.index(name) for name in alarms)
-        table = torch.zeros(everybody.ranks, 3 + len(self._shared), dtype=torch.int64, device="cpu")
-        table[everybody.rank] = torch.tensor([flags, *self._digests(record)])
-        rows: list[list[int]] = table.tolist()
+        table = torch.zeros(everybody.ranks, len(row), dtype=torch.int64, device="cpu")
+        table[everybody.rank] = torch.tensor(row)
         if everybody.ranks > 1:
-            rows = everybody.start_sum(table)().tolist()
+            with self._guard.during("the alarms of a step"):
+                table = everybody.start_sum(table)()
+        rows: list[list[int]] = table.tolist()
         return rows
 
-    def _digests(self, record: Record) -> list[int]:
-        state, gradients = record["state"], record["gradients"]
-        by_parameter: dict[int, Any] = {}
-        plain: list[Any] = []
-        for index, tensors in self._tape.state.items():  # type: ignore[union-attr]
-            for name, tensor in tensors.items():
-                if isinstance(tensor, nn.Parameter):
-                    pair = state[str(index)][name], gradients[str(index)].get(name)
-                    by_parameter[id(tensor)] = pair
-                    plain += [] if is_dtensor(tensor) else [pair]
+    def _marks(self, tape: StepTape, record: Record) -> list[int]:
+        """Checksums of this rank's parameters with their gradients: of all, of those that are no
+        DTensors, and of each shared one; 0 for what it does not have.
+        """
+        pairs = {
+            id(tensor): (record["state"][at][name], record["gradients"][at].get(name))
+            for at, state in tape.state.items()
+            for name, tensor in state.items()
+            if isinstance(tensor, nn.Parameter)
+        }
+        plain = [
+            pairs[id(tensor)]
+            for state in tape.state.values()
+            for tensor in state.values()
+            if id(tensor) in pairs and not is_dtensor(tensor)
+        ]
         shared = [
-            next(
-                (
-                    by_parameter.get(id(self._modules[stage].get_parameter(name)))
-                    for stage, name in holders
-                    if stage in self._modules
-                ),
-                None,
-            )
+            [
+                pairs[id(self._modules[stage].get_parameter(name))]
+                for stage, name in holders
+                if stage in self._modules
+            ][:1]
             for holders in self._shared
         ]
-        return [_checksum(values) for values in ([*by_parameter.values()], plain, *shared)]
+        rows = [[*pairs.values()], plain, *shared]
+        return [crc32(repr(row).encode()) if row else 0 for row in rows]
 
     def _difference(self, table: Sequence[Sequence[int]]) -> str:
         """Text on ranks whose copies of a tensor have different bits; empty if all are equal."""
@@ -249,11 +245,11 @@ class FlightRecorder:
 
     # --- bundles ----------------------------------------------------------------------------------
 
-    def _write(self, alarm: str, text: str) -> None:
-        """Write this rank's part of the step. If the disk refuses it, warn."""
-        everybody, tape = self._groups.everybody, self._tape
+    def _write(self, tape: StepTape, alarm: str, text: str) -> None:
+        """Write this rank's part of the step; a disk that refuses it is a warning."""
+        everybody = self._groups.everybody
         path = Path(self._options.folder) / f"{self._run}-step-{self._step}"
-        schedule = self._executor.schedule
+        wiring = self._executor.messages.dataflow.wiring
         facts: dict[str, Any] = {
             "rank": everybody.rank,
             "ranks": everybody.ranks,
@@ -262,26 +258,25 @@ class FlightRecorder:
             "text": text,
             "torch": torch.__version__,
             "device": self._device.type,
-            "placement": schedule.placement,
-            "row": [str(action) for action in schedule.ranks[self._groups.rank]],
-            "wiring": None,
+            "placement": self._executor.schedule.placement,
+            "wiring": None if wiring is None else asdict(wiring),
             "steps": [*self._ring],
             "stages": {},
         }
-        if (wiring := self._executor.messages.dataflow.wiring) is not None:
-            facts["wiring"] = asdict(wiring)
         sources: dict[str, str] = {}
         tensors: dict[str, Any] = {}
-        if self._options.tensors and tape is not None:
-            kept = {str(action): values for action, values in tape.kept.items()}
-            tensors = {"state": tape.state, "kept": kept, "constants": {}}
-            for index, stage in self._stages.items():
-                come = self._gradients_come(index)
-                stage_facts, programs, constants = programs_of(stage, tape.state[index], come)
-                facts["stages"][str(index)] = stage_facts
-                sources |= {f"stage-{index}/{name}.py": code for name, code in programs.items()}
-                tensors["constants"][index] = constants
         with self._reporting(path):
+            if self._options.tensors:
+                kept = {str(action): values for action, values in tape.kept.items()}
+                tensors = {"state": tape.state, "kept": kept, "constants": {}}
+                for at, stage in self._stages.items():
+                    facts["stages"][at], programs, tensors["constants"][at] = programs_of(
+                        stage,
+                        tape.state[at],
+                        tape.functions.get(at, ()),
+                        tape.gradients_come(at),
+                    )
+                    sources |= {f"stage-{at}/{name}.py": code for name, code in programs.items()}
             write_part(path, everybody.rank, everybody.ranks, facts, sources, _on_host(tensors))
             warnings.warn(
                 f"the flight recorder wrote step {self._step} to {path}, because of {alarm}: "
@@ -289,25 +284,14 @@ class FlightRecorder:
                 stacklevel=2,
             )
 
-    def _gradients_come(self, index: int) -> list[bool]:
-        """For each output of a stage, whether the first backward got a gradient for it."""
-        for name, row in self._ring[-1]["actions"].items():
-            if name.startswith((f"{index}I", f"{index}B")) and "took" in row:
-                return [digest is not None for digest in row["took"]]
-        return []
-
     @contextlib.contextmanager
-    def _reporting(self, path: Path) -> Iterator[None]:
-        """Context that turns errors of the disk into warnings."""
+    def _reporting(self, subject: object) -> Iterator[None]:
+        """Warn of errors, such as those of a full disk: the recorder ends nothing."""
         try:
             yield
-        except OSError as error:
-            warnings.warn(f"the flight recorder cannot write {path}: {error}", stacklevel=2)
-
-
-def _checksum(value: object) -> int:
-    """A checksum of digests as one number; 0 for None and for an empty value."""
-    return crc32(repr(value).encode()) if value else 0
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the flight recorder cannot write {subject}: {text}", stacklevel=2)
 
 
 def _on_host(value: Any) -> Any:

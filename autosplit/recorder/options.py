@@ -71,8 +71,3 @@ class Recorder:
     def names(self) -> list[str]:
         """The names of the alarms; functions have the name ``"metrics"``."""
         return ["metrics" if callable(alarm) else alarm for alarm in self.alarms]
-
-    @property
-    def predicates(self) -> list[Predicate]:
-        """The alarms that are functions."""
-        return [alarm for alarm in self.alarms if callable(alarm)]

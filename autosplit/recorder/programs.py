@@ -33,16 +33,24 @@ class StagePrograms(NamedTuple):
     constants: dict[str, dict[str, Tensor]]
 
 
-def programs_of(stage: object, state: dict[str, Tensor], come: Sequence[bool]) -> StagePrograms:
+def programs_of(
+    stage: object,
+    state: dict[str, Tensor],
+    functions_of_step: Sequence[object],
+    come: Sequence[bool],
+) -> StagePrograms:
     """The programs of a stage.
 
     Args:
         stage: the stage.
         state: the stage's parameters and buffers by name.
+        functions_of_step: the graphs of each microbatch of the step.
         come: for each output, whether the stage gets a gradient for it; empty if no backward has
             started.
     """
     reason = _unplayable(stage, state)
+    if len({*map(id, functions_of_step)}) > 1:
+        reason = "its microbatches have different sizes, and graphs of their own"
     if reason or not isinstance(stage, Stage):
         return StagePrograms({"reason": reason}, {}, {})
     functions, prefix = stage.functions, _prefix(stage.module)
@@ -59,7 +67,7 @@ def programs_of(stage: object, state: dict[str, Tensor], come: Sequence[bool]) -
         "updates": functions.updated_state,
         "tangents": {name: spec.stride for name, spec in functions.tangent_specs.items()},
         "prefix": prefix,
-        "grad_dtype": str(stage.grad_dtype or ""),
+        "grad_dtype": str(stage.grad_dtype or "").removeprefix("torch."),
         "exact": functions.exact,
         "programs": {call: _facts(module, prefix) for call, module in modules.items()},
     }

@@ -13,10 +13,10 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,23 +35,6 @@ _F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
 _CALLS = {_F: "forward", **BACKWARDS}
 Role = tuple[str, str]
 _GRADIENTS = ("input_grad", "parameter_grad")
-
-
-class Finding(NamedTuple):
-    """A fault of a step.
-
-    Attributes:
-        action: the first action that shows the fault.
-        rank: the rank of the action.
-        text: the fault, as lines of text.
-    """
-
-    action: Action
-    rank: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.action} on rank {self.rank}: {self.text}"
 
 
 class StepReplay:
@@ -92,6 +75,9 @@ class StepReplay:
         Args:
             first: actions that do not depend on this action are left out.
             last: actions on which this action does not depend are left out.
+
+        Raises:
+            ReplayError: there is none.
         """
         wanted = self._records.keys() if last is None else self._records.keys() & self._needs(last)
         order = sorted(
@@ -102,12 +88,20 @@ class StepReplay:
                 a.stage if a.kind is _F else -a.stage,
             ),
         )
-        return [a for a in order if first is None or first in self._needs(a)]
+        order = [a for a in order if first is None or first in self._needs(a)]
+        if not order:
+            raise ReplayError(f"the step has no action between {first} and {last} that had begun")
+        return order
 
     def _needs(self, action: Action) -> set[Action]:
         """An action and all actions on which it depends."""
-        needs = (self._needs(need) for need in needs_of(action, self._dataflow))
+        needs = (self._needs(self._recorded(n)) for n in needs_of(action, self._dataflow))
         return {action}.union(*needs)
+
+    def _recorded(self, action: Action) -> Action:
+        """The B that computed the result of an I, if the step has full backwards."""
+        fused = Action(action.stage, ActionKind.BACKWARD, action.microbatch)
+        return fused if action.kind is _I and fused in self._records else action
 
     @property
     def timeline(self) -> Timeline:
@@ -122,29 +116,41 @@ class StepReplay:
 
     # --- faults -----------------------------------------------------------------------------------
 
-    def findings(self, actions: Sequence[Action]) -> Iterator[tuple[Action, Finding | None]]:
-        """Run each action again, and yield (action, its fault or None)."""
-        for at, action in enumerate(actions):
+    def findings(self, actions: Sequence[Action]) -> Iterator[tuple[Action, str]]:
+        """Run each action again, and yield (action, text on its fault; empty if it has none)."""
+        left = Counter(action.stage for action in actions)
+        for action in actions:
+            left[action.stage] -= 1
             text = self._fault_of(action)
-            last = all(a.stage != action.stage for a in actions[at + 1 :])
-            text = text or (self._sum_fault(action.stage) if last else "")
-            rank = self._homes[action.stage].facts["rank"]
-            yield action, Finding(action, rank, text) if text else None
+            if not text and not left[action.stage]:
+                text = self._sum_fault(action.stage)
+            yield action, text and f"{action} on rank {self.rank_of(action)}: {text}"
+
+    def rank_of(self, action: Action) -> int:
+        """The rank that ran an action."""
+        rank: int = self._homes[action.stage].facts["rank"]
+        return rank
 
     def _fault_of(self, action: Action) -> str:
         """Text on the fault of an action; empty if it has none."""
-        self._stage(action.stage)
+        facts = self._stage(action.stage)
         if text := self._state_fault(action.stage) or self._message_fault(action):
             return text
+        self.program_arguments(action)  # an error of an earlier action is none of this one
         try:
             results = self._results_of(action)
-        except ReplayError:
-            raise
         except Exception:
             return self._origin(action, None)
-        for at, (role, value) in enumerate(results.items()):
-            if self._is_checked(action.stage, role) and self._fault(value):
+        sums = self._sums[action.stage]
+        for at, ((kind, name), value) in enumerate(results.items()):
+            # Outputs without a gradient are not checked: masks may be infinite.
+            is_checked = kind in _GRADIENTS or (kind == "output" and name in facts["tangents"])
+            if is_checked and self._fault(value):
                 return self._origin(action, at)
+            if kind == "parameter_grad":
+                dtype = getattr(torch, facts["grad_dtype"] or str(value.dtype)[6:])
+                total = sums.get(name)
+                sums[name] = value.to(dtype, copy=True) if total is None else total.add_(value)
         pairs = zip(self._gave(action), self._records[action].get("gave", ()), strict=False)
         for at, (value, recorded) in enumerate(pairs):
             if self._is_exact(action.stage) and _differs(value, recorded):
@@ -163,14 +169,6 @@ class StepReplay:
             return "infinity"
         return f"a magnitude above {self._bound:g}" if largest > self._bound else ""
 
-    def _is_checked(self, stage: int, role: Role) -> bool:
-        """Whether a result is checked: gradients, and outputs that get a gradient. Others, such as
-        masks, may be infinite.
-        """
-        return role[0] in _GRADIENTS or (
-            role[0] == "output" and role[1] in self._stage(stage)["tangents"]
-        )
-
     def _is_exact(self, stage: int) -> bool:
         """Whether a replay has the same bits as the run, because the same kernels run."""
         facts = self.facts
@@ -184,7 +182,8 @@ class StepReplay:
         part = self._homes[stage]
         for name, recorded in part.facts["steps"][-1]["state"][str(stage)].items():
             if _differs(part.tensors["state"][stage][name], recorded):
-                return f"{name} has other bits than when the step began"
+                shown = name.removeprefix(self._stage(stage)["prefix"])
+                return f"{shown} has other bits than when the step began"
         return ""
 
     def _message_fault(self, action: Action) -> str:
@@ -202,16 +201,17 @@ class StepReplay:
         """
         record = self._homes[stage].facts["steps"][-1]
         if record["comparable"] and self._is_exact(stage):
-            for name, total in self._sums[stage].items():
-                if _differs(total, record["gradients"][str(stage)].get(name)):
-                    return f"the gradient of {name}, summed over microbatches, has other bits"
+            for name, recorded in record["gradients"][str(stage)].items():
+                total = self._sums[stage].get(name)
+                if total is not None and _differs(total.to(getattr(torch, recorded[1])), recorded):
+                    shown = name.removeprefix(self._stage(stage)["prefix"])
+                    return f"the gradient of {shown}, summed over microbatches, has other bits"
         return ""
 
     def _origin(self, action: Action, result: int | None) -> str:
         """Lines of text on the operator that first computed a wrong value."""
         program = self.program(action)
-        shape = self._records[Action(action.stage, _F, action.microbatch)]["took"][0][0]
-        rows = shape[0] if shape else 0
+        *earlier, rows = [self._rows(action.stage, m) for m in range(action.microbatch + 1)]
         self._seed(action)
         origin = program.origin(self.program_arguments(action), result, self._fault, rows)
         module, line = program.facts["lines"].get(origin.statement.name, ["", ""])
@@ -221,11 +221,16 @@ class StepReplay:
             f"line      {line or 'unknown'}",
         ]
         if origin.samples:
-            first = action.microbatch * rows
-            numbers = ", ".join(str(first + sample) for sample in origin.samples)
+            numbers = ", ".join(str(sum(earlier) + sample) for sample in origin.samples)
             lines.append(f"samples   {numbers} of the batch, in microbatch {action.microbatch}")
         lines += [f"{name:9} {_described(value)}" for name, value in origin.values.items()]
         return "\n  ".join(lines)
+
+    def _rows(self, stage: int, microbatch: int) -> int:
+        """The number of samples of a microbatch."""
+        took = self._records.get(Action(stage, _F, microbatch), {}).get("took")
+        shape = took[0][0] if took and took[0] else ()
+        return shape[0] if shape else 0
 
     # --- running an action ------------------------------------------------------------------------
 
@@ -259,18 +264,7 @@ class StepReplay:
             roles = [(kind, name) for kind, name in program.facts["outputs"]]
             results = dict(zip(roles, program.run(arguments), strict=True))
             self._results[action] = results
-            for (kind, name), value in results.items():
-                if kind == "parameter_grad":
-                    self._add(action.stage, name, value)
         return self._results[action]
-
-    def _add(self, stage: int, name: str, gradient: Tensor) -> None:
-        """Add a weight gradient to the stage's sum, as the run did."""
-        sums, dtype = self._sums[stage], self._stage(stage)["grad_dtype"]
-        if name in sums:
-            sums[name].add_(gradient)
-        else:
-            sums[name] = gradient.to(getattr(torch, dtype) if dtype else gradient.dtype, copy=True)
 
     def _seed(self, action: Action) -> None:
         if action.kind is _F:
@@ -300,15 +294,13 @@ class StepReplay:
 
     def _took(self, action: Action) -> list[Any]:
         """The arguments that an action got. Arguments that were not kept are computed."""
-        kept, digests = self._kept(action), self._records[action]["took"]
+        action = self._recorded(action)
+        kept: list[Any] = self._homes[action.stage].tensors["kept"][str(action)]
+        digests = self._records[action]["took"]
         if any(value is None and row for value, row in zip(kept, digests, strict=True)):
             sent = self._upstream(action, self._gave)
             sent += [None] * (len(kept) - len(sent))
             kept = [b if a is None else a for a, b in zip(kept, sent, strict=False)]
-        return kept
-
-    def _kept(self, action: Action) -> list[Any]:
-        kept: list[Any] = self._homes[action.stage].tensors["kept"][str(action)]
         return kept
 
     def _gave(self, action: Action) -> list[Any]:
@@ -322,7 +314,7 @@ class StepReplay:
         flow, stage = self._dataflow, action.stage
 
         def sent(need: Action) -> list[Any]:
-            values = gave(need) or [None] * 64
+            values = gave(self._recorded(need)) or [None] * 64
             if need.kind is _F:
                 return [*flow.select(values, need.stage, stage)]
             choose = gradients_for(stage, need.stage, flow)

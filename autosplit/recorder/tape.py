@@ -10,6 +10,7 @@ tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from autosplit.device import settle
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
-from autosplit.pipeline.schedule.schedule import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.recorder.digests import Digest, PendingDigests
 from autosplit.runtime.residuals import is_plain, storage_of
@@ -45,6 +46,7 @@ class StepTape:
     Attributes:
         kept: by action, the tensors that it got; None for a tensor that does not exist or is over
             the limit.
+        functions: by stage, the graphs of each microbatch that ran F; None for a stage without.
         state: by stage, its parameters and buffers by name. Buffers that F writes are copies.
     """
 
@@ -63,6 +65,7 @@ class StepTape:
         self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
         self._pending: dict[Action, dict[str, PendingDigests]] = {}
         self.kept: dict[Action, list[Tensor | None]] = {}
+        self.functions: dict[int, list[Any]] = {}
         self.state = {index: _state_of(stage, modules[index]) for index, stage in stages.items()}
         self._digests = {
             index: PendingDigests(state.values()) for index, state in self.state.items()
@@ -79,6 +82,9 @@ class StepTape:
     def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the results of an action."""
         self._pending[action]["gave"] = PendingDigests(tensors)
+        if action.kind is ActionKind.FORWARD:
+            functions = getattr(self._stages[action.stage], "functions", None)
+            self.functions.setdefault(action.stage, []).append(functions)
 
     def _keep(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor, or a copy in the host's memory; None if the copy is over the limit."""
@@ -116,7 +122,7 @@ class StepTape:
             "step": self._step,
             "actions": actions,
             "state": _named(self.state, self._digests),
-            "versions": {str(index): row for index, row in self._versions.items()},
+            "versions": self._versions,
             "gradients": _named(gradients, pending),
             "comparable": self._comparable,
         }
@@ -131,21 +137,26 @@ class StepTape:
             gradients: whether gradients must be finite; with loss scaling they need not be.
         """
         for action in self._pending:
-            forward = action.kind is ActionKind.FORWARD
-            specs = self._stages[action.stage].output_specs if forward else ()
-            counts = [gets_gradient for _, _, gets_gradient in specs]
-            for at, digest in enumerate(record["actions"][str(action)].get("gave", ())):
-                if (
-                    digest is not None
-                    and not digest.finite
-                    and (counts[at] if forward else gradients)
-                ):
-                    return f"{'output' if forward else 'input gradient'} {at} of {action}"
+            counts: Iterable[bool] = itertools.repeat(gradients)
+            if action.kind is ActionKind.FORWARD:
+                counts = [spec[2] for spec in self._stages[action.stage].output_specs]
+            gave = record["actions"][str(action)].get("gave", ())
+            for at, (digest, count) in enumerate(zip(gave, counts, strict=False)):
+                if digest is not None and count and not digest.finite:
+                    return f"result {at} of {action}"
         for index, named in record["gradients"].items() if gradients else ():
             for name, digest in named.items():
                 if not digest.finite:
                     return f"the gradient of {name} in stage {index}"
         return ""
+
+    def gradients_come(self, index: int) -> list[bool]:
+        """For each output of a stage, whether its first backward took a gradient; empty if none has
+        started.
+        """
+        backwards = (a for a in self._pending if a.stage == index and a.kind in BACKWARDS)
+        taken = next((self._pending[action]["took"].read() for action in backwards), [])
+        return [digest is not None for digest in taken]
 
 
 def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
@@ -160,8 +171,8 @@ def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
 
 def _named(
     tensors: Mapping[int, Mapping[str, Tensor]], pending: Mapping[int, PendingDigests]
-) -> dict[str, dict[str, Digest | None]]:
+) -> dict[int, dict[str, Digest | None]]:
     return {
-        str(index): dict(zip(named, pending[index].read(), strict=True))
+        index: dict(zip(named, pending[index].read(), strict=True))
         for index, named in tensors.items()
     }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autosplit.cli import main
 from autosplit.errors import AutosplitError, PipelineError
-from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions
+from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions, StageOptions
 from autosplit.stage import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:the flight recorder wrote")
@@ -245,3 +245,65 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: pathlib.Path) -> None:
     result = CliRunner().invoke(main, ["replay", str(tmp_path)])
     assert result.exit_code == 2
     assert "is no bundle of the flight recorder" in result.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe", "run_options": {"split_backward": False}},
+        {"schedule": "interleaved"},
+        {"stage_options": StageOptions(grad_dtype=torch.float64)},
+    ],
+    ids=str,
+)
+def test_other_steps_have_the_bits_of_the_run(
+    options: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    run = {"recorder": Recorder(tmp_path, alarms=[alarm]), **options.pop("run_options", {})}
+    with PipelineTrainer(
+        Block,
+        F.mse_loss,
+        torch.optim.SGD,
+        stages=4,
+        microbatches=4,
+        ranks=1,
+        run_options=RunOptions(**run),
+        **options,
+    ) as stages:
+        stages.step(*data())
+    assert "actions have no fault" in replay(tmp_path).output
+
+
+class Tokens(nn.Module):
+    """A whole model with named inputs, one of which all stages take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.out = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scale
+        return self.out(x)
+
+
+@pytest.mark.parametrize("keep", ["1GiB", 1])
+def test_a_model_that_was_cut_has_the_bits_of_the_run(keep: Any, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    ids, scale = torch.randint(0, 20, (8, 5)), torch.rand(8, 5, 1)
+    with PipelineTrainer(
+        Tokens(),
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        torch.optim.SGD,
+        stages=3,
+        example={"ids": ids[:4], "scale": scale[:4]},
+        microbatches=2,
+        ranks=1,
+        stage_options=StageOptions(planning={"costs": "estimate"}),
+        run_options=RunOptions(recorder=Recorder(tmp_path, alarms=[alarm], keep=keep)),
+    ) as stages:
+        stages.step(ids=ids, scale=scale, target=ids)
+    assert "18 actions have no fault" in replay(tmp_path).output
