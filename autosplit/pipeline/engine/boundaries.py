@@ -90,7 +90,9 @@ class Boundaries:
     def tensors_in(
         self, message: StageMessage, dataflow: StageDataflow
     ) -> Sequence[TensorMeta | None]:
-        """The tensors in a message over a known boundary; None for a gradient that is not sent."""
+        """Metadata of the tensors in a message over a known boundary; None for a gradient that is
+        not sent.
+        """
         boundary, taker, forward = key = message.boundary, message.taker, message.forward
         if key in self._tensors:
             return self._tensors[key]

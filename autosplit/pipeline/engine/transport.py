@@ -163,7 +163,7 @@ class Mailbox:
         return transfer.tensors
 
     def _receive_metas(self, message: StageMessage) -> None:
-        """Wait for the shapes at a boundary, ahead of the first message that crosses it."""
+        """Receive the shapes at a boundary, before the first message over that boundary."""
         outputs, boundary = self._boundaries_of(message).outputs, message.boundary
         if boundary not in outputs:
             metas = torch.empty(_META_BYTES, dtype=torch.uint8, device=self._device)
@@ -336,7 +336,7 @@ class Transport:
         stage = result.stage
 
         def send(tensors: Sequence[Tensor]) -> None:
-            """Check a stage's outputs, and send each taker those that it takes."""
+            """Check a stage's outputs, and send each later stage the outputs that it reads."""
             outputs = self._boundaries[result.microbatch].outputs
             if stage not in outputs:  # later outputs must match the first
                 dataflow.check_outputs(stage, len(tensors))
@@ -361,7 +361,7 @@ class Transport:
         choose = gradients_for(message.boundary, message.taker, self.dataflow)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            """Check a stage's input gradients, and send the agreed ones to one source."""
+            """Check a stage's input gradients; send the agreed ones to an earlier stage."""
             agreed = self._boundaries[result.microbatch].tensors_in(message, self.dataflow)
             if choose is not None:
                 gradients = choose(gradients)
