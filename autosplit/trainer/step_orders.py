@@ -46,12 +46,12 @@ class StepOrders:
         self._by_count = {}
 
     def check_steps(self, steps: Sequence[Sequence[MicrobatchSizes]]) -> None:
-        """Refuse microbatches without a schedule, in any pipeline.
+        """Check that every pipeline has a schedule for its microbatches.
 
         All ranks call it with the same sizes.
 
         Raises:
-            BatchError: there is none, or a microbatch may exceed the memory limit.
+            BatchError: a pipeline has no schedule, or a microbatch may exceed the memory limit.
         """
         for microbatches in steps:
             # Without a limit, there is an order for every list.
