@@ -155,8 +155,8 @@ class StepTape:
         started.
         """
         backwards = (a for a in self._pending if a.stage == index and a.kind in BACKWARDS)
-        taken = next((self._pending[action]["took"].read() for action in backwards), [])
-        return [digest is not None for digest in taken]
+        digests = next((self._pending[action]["took"].read() for action in backwards), [])
+        return [digest is not None for digest in digests]
 
 
 def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
