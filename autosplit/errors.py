@@ -91,7 +91,7 @@ def reworded(error: AutosplitError, text: str) -> AutosplitError:
 class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 
-    page = "docs/limitations.md#what-waiting-changes"
+    page = "docs/limitations.md#loops-that-deferral-affects"
 
 
 class CheckError(SplitError):

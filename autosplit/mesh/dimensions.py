@@ -33,7 +33,7 @@ _APART = (
     (EXPERT, CONTEXT, ""),
     (EXPERT, SHARD, f": call that of experts {EXPERT_SHARD!r}"),
 )
-"""Those that are not beside each other, and what is said of it."""
+"""Pairs of dimensions that one mesh may not have together, each with the end of its error text."""
 
 
 class Place(NamedTuple):
