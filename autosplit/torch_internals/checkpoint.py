@@ -1,7 +1,7 @@
 """Read the ``.metadata`` of torch.distributed.checkpoint without running any code that it names.
 
-The file is a pickle, and unpickling calls any function that the file names. This unpickler refuses
-all but the classes that torch writes into such a file.
+A ``.metadata`` file is a pickle, and Python's unpickler calls any function that a pickle names.
+``_Unpickler`` refuses all names but those that torch writes into a ``.metadata`` file.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ _CALLABLES: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """Creates tuples, dictionaries, dtypes, paths and torch's records, and nothing else.
+    """Unpickler that creates only containers, dtypes, paths and the metadata classes of
+    torch.distributed.checkpoint.
 
-    It derives from pickle's unpickler in Python. The one in C allocates as much memory as a file
-    claims to need.
+    It derives from pickle's unpickler in Python, because the unpickler in C allocates as much
+    memory as a file claims to need.
     """
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function of a name in the pickle.
+        """Return the class or function that the pickle names.
 
         Raises:
             CheckpointError: torch writes no such name into a ``.metadata``.
@@ -76,7 +77,11 @@ class _Unpickler(pickle._Unpickler):
         )
 
     def load_build(self) -> None:
-        """Set attributes of a record; refuse classes and global objects."""
+        """Set the attributes of a metadata object, as the pickle's opcode BUILD asks.
+
+        Raises:
+            CheckpointError: the object is not of a metadata class of torch.
+        """
         kind = type(self.stack[-2])
         if kind not in _RECORDS.values():
             raise CheckpointError(

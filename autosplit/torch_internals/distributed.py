@@ -23,8 +23,8 @@ from .autograd import without_hooks
 def called_by_stage_backward() -> bool:
     """Whether this runs inside ``stage_backward_input`` of torch.distributed.pipelining.
 
-    Schedules that run I and W separately call that function for input gradients. Later they search
-    autograd's graph for weight gradients.
+    torch's schedules with separate I and W call ``stage_backward_input`` for input gradients. For
+    weight gradients, the schedules later search autograd's graph.
     """
     module = sys.modules.get("torch.distributed.pipelining._backward")
     code = getattr(getattr(module, "stage_backward_input", None), "__code__", None)
@@ -35,7 +35,7 @@ def called_by_stage_backward() -> bool:
 
 
 def data_parallel() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward is running; None if there is none."""
+    """The DistributedDataParallel whose forward is running; None if no such forward is running."""
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     return active
 
@@ -52,8 +52,8 @@ def is_fsdp_managed(module: nn.Module) -> bool:
 def fsdp_part(module: nn.Module) -> tuple[str, str] | None:
     """Name and class of the first part of a module that FSDP manages; None if there is none.
 
-    The part may be the module itself. It is managed by ``fully_shard`` (with any mesh, replicated
-    too) or inside of ``FullyShardedDataParallel``.
+    The part may be the module itself. FSDP manages a module of ``fully_shard``, on any mesh, and a
+    module inside of ``FullyShardedDataParallel``.
     """
     library = sys.modules.get("torch.distributed.fsdp")  # without it, no module is sharded
     if library is None:
@@ -73,7 +73,7 @@ def is_wrapped_by_fsdp(module: nn.Module) -> bool:
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum a tensor over the ranks of a group, by the operators that graphs of DTensors use."""
+    """Sum a tensor over the ranks of a group, by the functional collectives that DTensors use."""
     exchange = torch.ops._c10d_functional
     begun = exchange.all_reduce.default(tensor, "sum", group.group_name)
     total: torch.Tensor = exchange.wait_tensor.default(begun)
@@ -81,14 +81,14 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def flattened_mesh(mesh: Any, names: tuple[str, ...], name: str) -> Any:
-    """Several dimensions of a mesh as one, which ``mesh[name]`` then is as well."""
+    """Flatten dimensions of a mesh into one, and return it. Afterwards ``mesh[name]`` returns the
+    same mesh.
+    """
     return mesh[names]._flatten(name)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Timeout of a group for communication on a device. If the backend has no options, torch's
-    default timeout.
-    """
+    """Timeout of a group for communication on a device; torch's default if the backend has none."""
     options: Any = getattr(group._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
@@ -102,14 +102,14 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store of a group; a new one for a fake group, whose store may not keep values."""
+    """The key-value store of a group; a new one for a fake group, whose own may keep no values."""
     return dist.HashStore() if is_fake(group) else group.get_group_store()  # type: ignore[attr-defined]
 
 
 def refuse_sharded(module: nn.Module) -> None:
     """Refuse a module that FSDP manages, because graphs do not run FSDP's hooks.
 
-    Those hooks gather parameters, and reduce and free weight gradients.
+    FSDP's hooks gather and free parameters, and reduce weight gradients.
 
     Raises:
         ShardedError: FSDP manages the module or a part of it.
@@ -129,9 +129,10 @@ def refuse_sharded(module: nn.Module) -> None:
 
 
 def average_gradients(wrapper: DistributedDataParallel) -> None:
-    """Average the ``.grad`` of all parameters over the ranks, as at the end of a backward.
+    """Average the ``.grad`` of all parameters over the ranks, as DistributedDataParallel's backward
+    does.
 
-    The wrapper's reducer and its communication hook run.
+    The wrapper's reducer averages the gradients, and calls the user's communication hook.
     """
     parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
     if not parameters:
@@ -143,11 +144,12 @@ def average_gradients(wrapper: DistributedDataParallel) -> None:
 
 
 def synchronises() -> bool:
-    """Whether a forward of DistributedDataParallel is running whose backward averages gradients.
+    """Whether DistributedDataParallel will average gradients in the backward of the running
+    forward.
 
-    That is so outside of ``no_sync()``. The reducer accepts one more gradient for each parameter,
-    and then waits for the other ranks. So this backward must compute its weight gradients, after
-    all pending ones. Deferred gradients would be averaged at different times on different ranks.
+    It does so outside of ``no_sync()``. The reducer accepts one gradient for each parameter, and
+    then waits for the other ranks. So this backward must compute all pending weight gradients and
+    then its own. Ranks would average deferred weight gradients at different times.
 
     Raises:
         SplitError: the forward is the first one with ``static_graph=True``, whose backward reduces

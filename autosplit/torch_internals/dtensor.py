@@ -1,4 +1,4 @@
-"""DTensors, to which ``parallelize_module`` converts parameters: local tensors and shardings.
+"""Read and create DTensors, such as the parameters that ``parallelize_module`` creates.
 
 ``refuse_unsupported_shardings`` refuses, before anything runs, shardings that cannot be trained.
 """
@@ -18,7 +18,7 @@ from autosplit.errors import ShardedError
 
 
 def dtensor_class() -> Any:
-    """The class DTensor; None if it was never imported, so that no DTensor exists."""
+    """The class DTensor; None if nothing has imported it, because then no DTensor exists."""
     library = sys.modules.get("torch.distributed.tensor")
     return None if library is None else library.DTensor
 
@@ -33,7 +33,7 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The local tensor of a DTensor, the same object in each call; other tensors themselves."""
+    """The local tensor of a DTensor, the same object in each call; another tensor itself."""
     if not is_dtensor(tensor):
         plain: Tensor = tensor
         return plain
@@ -67,8 +67,8 @@ class Sharding:
         return cls(mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
     def whole(self, local: Tensor) -> Tensor:
-        """The DTensor of this sharding whose local tensor on this rank is ``local``, without
-        autograd history.
+        """Return a DTensor of this sharding, without autograd history. ``local`` becomes its local
+        tensor on this rank.
         """
         from torch.distributed.tensor import DTensor
 
@@ -79,9 +79,10 @@ class Sharding:
         return whole
 
     def local(self, tensor: Any) -> Tensor:
-        """The local tensor of a DTensor of this shape in this sharding.
+        """Return this rank's local tensor of a DTensor, in this sharding.
 
-        Collective if the DTensor has other placements: it is then redistributed.
+        If the DTensor has other placements than the sharding, it is redistributed, which is
+        collective.
         """
         if tuple(tensor.placements) != self.placements:
             with torch.no_grad():
@@ -134,7 +135,8 @@ def redistribute_gradient(parameter: Tensor) -> None:
 
 
 def redistribute(tensor: Any, placements: Sequence[Any]) -> Any:
-    """Redistribute a DTensor over its mesh. Collective if its placements differ.
+    """Redistribute a DTensor over its mesh. Collective if the DTensor has other placements than the
+    new ones.
 
     Args:
         tensor: a DTensor; None returns None.
@@ -176,8 +178,8 @@ def refuse_unsupported_shardings(module: nn.Module) -> None:
     """Check the shardings of a module's parameters and buffers.
 
     Raises:
-        ShardedError: a tensor is a partial sum, is sharded unevenly or over the stages of a
-            pipeline, or is on a mesh without this rank.
+        ShardedError: a tensor is a partial sum, is sharded unevenly, is sharded along "pp" or
+            "dp_replicate", or is on a mesh without this rank.
     """
     for name, tensor in _dtensors(module):
         sharding = Sharding.of(tensor)
@@ -189,8 +191,8 @@ def refuse_unsupported_shardings(module: nn.Module) -> None:
             )
         if tensor.device_mesh.get_coordinate() is None:
             raise ShardedError(
-                f"{name} is on {sharding.mesh}, which does not contain this rank; build a stage on "
-                "the ranks of its own mesh, such as mesh['tp'] of a mesh of all ranks"
+                f"{name} is a DTensor on {sharding.mesh}, which does not contain this rank; shard "
+                "a stage over a mesh of the stage's own ranks, such as mesh['tp']"
             )
         _refuse_uneven(name, sharding)
         for dimension, placement in sharding.by_dimension():
@@ -202,8 +204,8 @@ def refuse_unsupported_shardings(module: nn.Module) -> None:
 
 
 def _refuse_uneven(name: str, sharding: Sharding) -> None:
-    """Refuse uneven shards on all ranks. Otherwise, only ranks with smaller shards would fail, and
-    later.
+    """Refuse uneven shards. Every rank calls it, so all ranks fail now. Later, only ranks with
+    smaller shards would fail.
     """
     parts: Counter[int] = Counter()
     for at, placement in enumerate(sharding.placements):

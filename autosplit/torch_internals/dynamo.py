@@ -15,7 +15,9 @@ from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
 
 def traced_value(node: fx.Node) -> Any:
-    """The fake value of a node, which Dynamo stores as ``example_value`` except for inputs."""
+    """The fake value of a node: ``meta["val"]``, or else ``meta["example_value"]``, which Dynamo
+    writes.
+    """
     return node.meta.get("val", node.meta.get("example_value"))
 
 
@@ -29,7 +31,7 @@ def source_name(source: Any) -> str:
 
 
 def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Yield the nodes of a graph and of the graphs inside it."""
+    """Yield the nodes of a module's graph and of the graphs of its submodules."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             yield from part.graph.nodes
@@ -58,7 +60,7 @@ class BreakReason:
 
 
 class BreakWatch:
-    """Collects Dynamo's reports of graph breaks, from the object's construction until
+    """Collects the graph breaks that Dynamo reports between the creation of this object and
     ``reasons()``.
     """
 

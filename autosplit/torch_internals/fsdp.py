@@ -28,7 +28,7 @@ def roots_of(module: nn.Module) -> list[Root]:
 
 
 def managed_from_outside(module: nn.Module) -> bool:
-    """Whether FSDP manages parameters of a module from a module around it.
+    """Whether FSDP manages parameters of a module by a module that contains it.
 
     True inside ``FullyShardedDataParallel``, and inside a module of ``fully_shard``.
     """
@@ -55,7 +55,8 @@ def groups_of(state: Any) -> list[Any]:
 
 
 class Root:
-    """A topmost module of ``fully_shard``, or several with the same state.
+    """A topmost module of ``fully_shard``. Modules that one call of ``fully_shard`` got as a list
+    share an FSDP state and are one root.
 
     Args:
         state: the FSDP state of the root.
@@ -74,7 +75,9 @@ class Root:
         self._state._lazy_init()
 
     def finish_backward(self) -> None:
-        """Wait for the reductions of the root and its submodules, as FSDP's backward does."""
+        """Wait until the gradients of the root and its submodules are reduced, as FSDP's backward
+        does.
+        """
         context = self._state._state_ctx
         # In torch 2.15, hooks of the backward record whether the user finishes it.
         if getattr(context, "manual_backward_finalization_active", False) is None:
@@ -92,7 +95,8 @@ class ParameterGroup:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
     Attributes:
-        name: name of the module that ``fully_shard`` was called with, the first of several.
+        name: name of the module that ``fully_shard`` was called with; of a list of modules, the
+            first module's name.
     """
 
     def __init__(self, group: Any, name: str) -> None:
@@ -112,8 +116,8 @@ class ParameterGroup:
 
     @property
     def refusal(self) -> str:
-        """The reason why graphs cannot use the parameters, as the end of a sentence "fully_shard
-        was called ..."; empty if they can.
+        """The reason why graphs cannot use the parameters; empty if they can. The text completes
+        the sentence "fully_shard was called ...".
         """
         if isinstance(self._group.offload_policy, CPUOffloadPolicy):
             return "with an offload policy, which moves parameters and gradients to the host"
@@ -139,8 +143,9 @@ class ParameterGroup:
     def gathered_shardings(self) -> list[tuple[Tensor, Sharding | None]]:
         """(sharded parameter, sharding that it keeps while it is gathered) for each parameter.
 
-        The sharding is None if this rank gathers the whole parameter. A parameter of
-        ``parallelize_module`` stays sharded along the other mesh dimensions.
+        The sharding is None if this rank gathers the whole parameter. A parameter that
+        ``parallelize_module`` has sharded stays sharded along the mesh dimensions of
+        ``parallelize_module``.
         """
         return [
             (parameter.sharded_param, _sharding(_gathered_spec(parameter)))
@@ -171,7 +176,8 @@ class ParameterGroup:
         """(sharded parameter, gathered parameter that replaces it in the module) for each
         parameter.
 
-        The gathered parameter is the same object each time; its memory is freed in between.
+        The gathered parameter is the same object in each step. Its memory is freed when it is
+        resharded.
         """
         return [
             (parameter.sharded_param, parameter._unsharded_param)
@@ -181,7 +187,7 @@ class ParameterGroup:
 
     @contextlib.contextmanager
     def with_gathered_parameters(self) -> Iterator[None]:
-        """Context in which the module has the gathered parameters, maybe without their memory.
+        """Context in which the module has the gathered parameters. Their memory may be freed.
 
         The first call gathers and frees the parameters once, which creates the gathered parameters.
         """
@@ -223,8 +229,8 @@ class ParameterGroup:
     def writes(self) -> list[int]:
         """For each sharded parameter, a number that grows with every write into it.
 
-        It is the sum of the version counters of the DTensor and its local tensor, because an
-        operator counts on only one of the two.
+        The number is the sum of two version counters, the DTensor's and its local tensor's. An
+        operator that writes increments only one of the two counters.
         """
         return [
             parameter.sharded_param._version + parameter._sharded_local_tensor._version
@@ -237,25 +243,30 @@ class ParameterGroup:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are reduced (``set_requires_gradient_sync``)."""
+        """Whether gradients are reduced. Users switch it by ``set_requires_gradient_sync``."""
         return bool(self._group.reduce_grads)
 
     @property
     def reduces_replicas(self) -> bool:
-        """Whether gradients are also reduced over replicas (``set_requires_all_reduce``)."""
+        """Whether gradients are also reduced over replicas. Users switch it by
+        ``set_requires_all_reduce``.
+        """
         return bool(self._group.all_reduce_grads)
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether a forward frees the parameters (``reshard_after_forward``).
+        """Whether a forward frees the gathered parameters, see
+        ``fully_shard(reshard_after_forward=)``.
 
-        By default, roots keep their parameters.
+        By default, a root keeps its gathered parameters.
         """
         return bool(self._group._reshard_after_forward)
 
     @property
     def reshards_after_backward(self) -> bool:
-        """Whether a backward frees the parameters (``set_reshard_after_backward``)."""
+        """Whether a backward frees the gathered parameters. Users switch it by
+        ``set_reshard_after_backward``.
+        """
         return bool(self._group.reshard_after_backward)
 
     def start_unshard(self) -> None:
@@ -274,8 +285,8 @@ class ParameterGroup:
         self._group.reshard()
 
     def reshard_after_forward(self) -> None:
-        """Reshard as the argument ``reshard_after_forward`` says: not, fully, or to a smaller
-        mesh.
+        """Reshard as FSDP does after a forward: not, fully or to fewer ranks. The argument
+        ``reshard_after_forward`` of ``fully_shard`` chooses.
         """
         with self._group.use_training_state(TrainingState.FORWARD):
             self.reshard()
@@ -309,7 +320,7 @@ class ParameterGroup:
         return bool(self._sums)
 
     def divide(self, divisor: int) -> None:
-        """Divide the accumulated gradients."""
+        """Divide the accumulated, unreduced gradients in place."""
         for total in self._sums:
             total.div_(divisor)
 
@@ -317,7 +328,7 @@ class ParameterGroup:
     def _sums(self) -> list[Tensor]:
         """The accumulated, unreduced gradients, each tensor once.
 
-        In torch 2.15, both attributes that are read hold the same tensor.
+        In torch 2.15, ``unsharded_accumulated_grad`` is ``.grad`` of the gathered parameter.
         """
         gathered = [
             parameter
@@ -370,8 +381,9 @@ class ParameterGroup:
         Args:
             shard_group: the group for all-gather and reduce-scatter.
             replicate_group: the group for all-reduce over replicas; None if there are none.
-            divisor: divisor of sums of gradients, unless ``set_gradient_divide_factor`` was called;
-                None for the number of ranks that reduce them.
+            divisor: the number by which summed gradients are divided, unless
+                ``set_gradient_divide_factor`` was called. None: the number of ranks that reduce the
+                gradients.
         """
         group = self._group
         original = (
@@ -407,16 +419,16 @@ class ParameterGroup:
 
 
 def _gathered_spec(parameter: Any) -> Any:
-    """DTensor spec of a gathered parameter; its attribute has another name in torch 2.11."""
+    """DTensor spec of a gathered parameter, from an attribute of another name in torch 2.11."""
     is_renamed = hasattr(parameter, "_unsharded_dtensor_spec")
     return parameter._unsharded_dtensor_spec if is_renamed else parameter._tp_spec
 
 
 def _sums_apart(parameter: Any) -> bool:
-    """Whether accumulated gradients of another dtype than the parameter's are in an attribute of
-    their own.
+    """Whether torch keeps accumulated gradients of another dtype than the parameter's in the
+    attribute ``unsharded_accumulated_grad``.
 
-    From torch 2.15 on, they are in ``.grad`` of the gathered parameter instead.
+    From torch 2.15 on, ``.grad`` of the gathered parameter holds such gradients instead.
     """
     return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
 
@@ -434,8 +446,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def cast_hook(dtype: torch.dtype, *, output: bool) -> Callable[..., Any]:
-    """A hook that casts a forward's positional and keyword inputs, or, with ``output``, its
-    output.
+    """A hook that casts the inputs of a forward, positional and keyword. With ``output``, it casts
+    the forward's output instead.
     """
 
     def to(tensor: Tensor) -> Tensor:
@@ -451,8 +463,8 @@ class PlainView:
     """Removes from a module what ``fully_shard`` has added, and restores it.
 
     ``fully_shard`` adds a class, hooks and marks for Dynamo. Its hooks cannot be traced, and Dynamo
-    guards too few attributes of a marked module. While they are removed, hooks that can be traced
-    do the casts of the mixed precision policy.
+    guards too few attributes of a marked module. While FSDP's hooks are removed, traceable hooks do
+    the casts of the mixed precision policy.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -489,7 +501,8 @@ class PlainView:
         self._sharded, self._class = {}, None
 
     def _without(self, name: str, hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
-        """The hooks, with FSDP's replaced by casts.
+        """The hooks, in which casts replace FSDP's hooks. Without a cast, FSDP's hooks are left
+        out.
 
         Each call returns the same dictionary, because guards may refer to it.
         """
@@ -517,7 +530,7 @@ def _state_of(module: Any) -> Any:
 
 
 def _handle_ids(state: Any) -> list[int]:
-    """Ids of the handles of FSDP's hooks on forwards."""
+    """Ids of the handles of FSDP's forward pre-hooks and forward hooks."""
     ids = []
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         ids += [part.id for part in getattr(handle, "handles", (handle,))]

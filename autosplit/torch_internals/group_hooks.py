@@ -1,7 +1,7 @@
 """Hooks of ``torch.autograd.graph.register_multi_grad_hook``, which wait for several gradients.
 
-torch makes one hook for each tensor. All hooks of a group share variables of the function that
-registered them, and count gradients by the number of the running backward.
+torch registers one hook on each tensor of the group. All hooks of a group share closure variables,
+and count the gradients of each backward there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from .autograd import current_backward, hook_tables
 
 @dataclasses.dataclass(frozen=True)
 class GroupHook:
-    """One tensor's hook of a multi-gradient hook, and what it shares with the other tensors' hooks.
+    """One tensor's hook of a multi-gradient hook, with the variables that all hooks of the group
+    share.
 
     Attributes:
         key: a number for the group of tensors, different for each group.
         nodes: autograd's nodes of all tensors of the group; None with ``mode="any"``, which does
             not keep them.
-        ran: with ``mode="any"``, maps the number of a backward to whether the group's function was
-            called in it.
+        ran: with ``mode="any"``, maps the number of a backward to whether it has called the user's
+            function.
     """
 
     key: int
@@ -53,11 +54,10 @@ def _group_hook(hook: Any) -> GroupHook | None:
 
 
 class MutedHooks:
-    """Keeps a parameter's hooks from being called in the running backward, and catches its
-    gradient.
+    """Suppresses a parameter's hooks in the running backward, and catches the parameter's gradient.
 
-    The engine adds zeros to ``.grad`` instead. If the backward fails before ``restore``, later
-    backwards call the hooks nevertheless.
+    Autograd's engine adds zeros to ``.grad`` in place of the gradient. Later backwards call the
+    hooks, even if this backward fails before ``restore``.
 
     Args:
         parameter: a leaf.

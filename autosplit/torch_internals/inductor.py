@@ -1,4 +1,4 @@
-"""Compile one graph by Inductor, and rewrite a joint graph by its passes."""
+"""Compile one graph by Inductor, and rewrite a joint graph by Inductor's passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Compiled:
     """A graph that Inductor compiled.
 
     Attributes:
-        call: takes one list of arguments, empties it, and returns the outputs.
+        call: a function that takes one list of arguments, empties the list, and returns the
+            outputs.
         strides: actual strides of each output; None for an output that is not a tensor or whose
             strides are unknown.
         source: the generated source code.
@@ -39,7 +40,9 @@ class Compiled:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Operators that must be decomposed for Inductor, which cannot compile some of them."""
+    """Inductor's table of decompositions, by operator. Inductor cannot compile some of these
+    operators.
+    """
     return dict(select_decomp_table())
 
 
@@ -64,7 +67,7 @@ def rewrite_joint(joint: fx.GraphModule) -> None:
 
 
 def _draws(graph: fx.Graph) -> str:
-    """AOTAutograd's tag for the graphs that draw random numbers.
+    """Return AOTAutograd's tag for operators that draw seeds.
 
     The tag is ``is_backward`` if the backward draws random numbers, and ``is_forward`` if only the
     forward does.
@@ -82,17 +85,17 @@ def compile_module(
     visible: Collection[int],
     donated: Collection[int] = (),
 ) -> Compiled:
-    """Compile a graph; this changes the graph.
+    """Compile a graph by Inductor, which changes the graph in place.
 
     Args:
         module: the graph. It returns nodes only, and its placeholders' ``meta["val"]`` are fake
             tensors for its inputs.
-        is_backward: whether the graph is a backward, as Inductor distinguishes it in
-            ``torch.compile``.
+        is_backward: whether Inductor compiles the graph as ``torch.compile`` compiles a backward.
         static: positions of inputs that keep their address, mostly parameters.
         visible: positions of outputs that must have the traced strides.
-        donated: positions of inputs whose memory a backward may overwrite. They must have names
-            that other inputs never have, because Inductor's cache compares graphs by their text.
+        donated: positions of inputs whose memory a backward may overwrite. A donated input must
+            have a name that no other input has in any graph, because Inductor's cache compares
+            graphs by text.
     """
     mode = _fake_mode(module.graph)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -119,9 +122,7 @@ def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:
 def _strides(
     expressions: Sequence[str] | None, mode: FakeTensorMode
 ) -> tuple[int | torch.SymInt, ...] | None:
-    """Strides from Inductor's expressions for them; None if there are no expressions. Inductor
-    stores text because it can be cached.
-    """
+    """Parse Inductor's texts of an output's strides, which Inductor can cache; None for None."""
     if expressions is None:
         return None
     if mode.shape_env is None:

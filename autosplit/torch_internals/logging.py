@@ -8,8 +8,8 @@ from torch._logging._internal import trace_structured
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write a text into torch's structured trace. ``text`` is called only if such a trace is
-    written.
+    """Write a text into torch's structured trace. ``text`` is called only if the trace is turned
+    on.
     """
     trace_structured(
         "artifact",

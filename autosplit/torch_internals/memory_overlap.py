@@ -14,7 +14,7 @@ def overlaps(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Find the groups of tensors that share elements in memory.
 
     Args:
-        tensors: strided tensors, each once.
+        tensors: strided tensors, without duplicates.
 
     Yields:
         The positions of a group's tensors, two or more.
@@ -39,8 +39,8 @@ def spanned_bytes(tensor: Tensor) -> int:
 
 
 def _overlapping(group: list[int], tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Divide a group of tensors with overlapping spans into groups that share elements. A matrix's
-    columns, whose elements only interleave, share none.
+    """Find the tensors that share elements, in a group with overlapping spans. Columns of one
+    matrix only interleave, and share no elements.
     """
     if len(group) < 2:
         return

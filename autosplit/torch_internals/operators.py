@@ -1,4 +1,6 @@
-"""Fast entry points of torch's operators, for generated code: same kernels, less host time."""
+"""Fast entry points of torch's operators for generated code. They call the same kernels in less
+host time.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def norms_of(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The 2-norm of each tensor, in one kernel if the device has a kernel for several tensors."""
+    """The 2-norm of each tensor, computed by torch's operator for lists of tensors."""
     return [*torch._foreach_norm(tensors, 2, dtype=dtype)] if tensors else []
 
 

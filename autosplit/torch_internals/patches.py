@@ -1,11 +1,11 @@
 """The list of all process-global state that autosplit keeps or changes, and ``patched``.
 
-``STATE`` has one row for each place, ``ON_OBJECTS`` one for each attribute that autosplit adds to
-objects of the user. ``tests/test_architecture.py`` compares both with the code. Caches of pure
-functions (``functools.cache``) are not listed.
+``STATE`` has one row for each piece of state. ``ON_OBJECTS`` has one row for each attribute that
+autosplit adds to the user's objects. ``tests/test_architecture.py`` compares both lists with the
+code. Caches of pure functions (``functools.cache``) are not listed.
 
-Attributes of torch are replaced by ``patched`` only, for the time of a trace. Other threads see a
-replacement for that time: a ``torch.compile`` that runs in another thread traces with it.
+Only ``patched`` replaces attributes of torch, while a graph is traced. Other threads see the
+replacement too: a ``torch.compile`` in another thread then traces with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class GlobalState(NamedTuple):
         name: the attribute, setting or function, as the file writes it.
         file: the file that keeps or changes it.
         why: the reason for the state.
-        torch: versions of torch that need it, of 2.11 to 2.15.
+        torch: the versions of torch that need the state, such as ``"2.13"``; ``"all"`` for 2.11 to
+            2.15.
         issue: issue or pull request of pytorch about it; empty if none is known.
     """
 

@@ -1,4 +1,4 @@
-"""Properties of the torch.distributed.pipelining schedule that runs a stage.
+"""Read, create and change schedules of torch.distributed.pipelining.
 
 ``runtime_of`` creates schedules for torch's runtime.
 """
@@ -21,14 +21,15 @@ class RunningSchedule:
 
     Attributes:
         name: name of the schedule's class.
-        single: whether each rank has one stage.
+        single: whether the schedule's class allows only one stage for each rank.
         stages: this rank's stages.
         placement: stage -> rank.
-        scales: whether gradients are divided by the number of microbatches.
+        scales: the schedule's option ``scale_grads``: whether gradients are divided by the number
+            of microbatches.
         microbatches: the number of microbatches.
         rows: the computations of each rank as text; empty if the schedule has no list of actions.
-        reduces: the stages whose gradients the schedule itself divides by the number of
-            microbatches.
+        reduces: this rank's stages whose gradients torch's runtime scales. It does not scale the
+            others, whose list of actions lacks REDUCE_GRAD.
     """
 
     name: str
@@ -58,7 +59,8 @@ def running_schedule() -> Any:
 def install_runner(schedule: Any, make: Callable[[Any, Callable[..., Any]], R]) -> R:
     """Replace the method with which a schedule runs the microbatches of a step.
 
-    The replacement already runs the current step, and is created once for each schedule.
+    Called at the start of a step, it takes effect in the same step. Later calls keep the first
+    replacement.
 
     Args:
         schedule: the schedule.
@@ -83,10 +85,10 @@ def reduces_gradients(schedule: Any) -> bool:
 
 
 def called_by_compile_check() -> bool:
-    """Whether the caller's caller is torch's check for modules of ``torch.compile``.
+    """Whether torch's check for compiled modules called the function that calls this one.
 
-    Zero-bubble schedules refuse such modules, because torch's own stage cannot split their
-    backward.
+    torch's zero-bubble schedules refuse modules of ``torch.compile``, because torch's own stage
+    cannot split their backward.
     """
     check = getattr(schedules, "_check_torch_compile_compatibility", None)
     return sys._getframe(2).f_code is getattr(check, "__code__", None)
@@ -100,7 +102,7 @@ def forget_shapes(schedule: Any) -> None:
 
 
 def action_lists(schedule: Any) -> Any:
-    """The object that holds a schedule's actions. It is another object after the actions were
+    """The dictionary of a schedule's actions by rank. Its identity changes when the actions are
     replaced.
     """
     listed = getattr(schedule, "pipeline_order_with_comms", None)
@@ -139,14 +141,14 @@ def runtime_of(
     loss_fn: Any,
     options: Mapping[str, Any],
 ) -> Any:
-    """Create a schedule for torch's runtime, which adds sends and receives.
+    """Create a schedule that torch's runtime runs. torch adds the sends and receives.
 
     Args:
         name: name of the schedule's class.
         rows: the computations of each rank as text.
         stages: this rank's stages.
         microbatches: the number of microbatches.
-        loss_fn: as in torch's schedules.
+        loss_fn: the loss function, as for torch's schedules.
         options: further arguments of torch's schedules.
     """
     kind = type(name, (schedules._PipelineScheduleRuntime,), {})
@@ -158,7 +160,7 @@ def runtime_of(
 
 
 def _computations(actions: Iterable[Any]) -> Iterable[Any]:
-    """The actions F, I, W and B of a row, including those inside of other actions."""
+    """The actions F, I, W and B of a row, including the parts of torch's combined actions."""
     for action in actions:
         if action is None:
             continue

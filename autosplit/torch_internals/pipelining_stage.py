@@ -1,9 +1,8 @@
-"""Base class of a stage for torch.distributed.pipelining. It receives and sends; a subclass
-computes.
+"""Base class of a stage for torch.distributed.pipelining. The base class receives and sends; a
+subclass computes.
 
-torch 2.11 to 2.15 infer shapes in different ways, and store them in different attributes. This
-stage uses none of these ways. Stages agree on shapes by messages of autosplit, and receive and send
-tensors of the agreed shapes.
+torch's own shape inference differs between versions 2.11 to 2.15, and is not used here. Stages
+agree on shapes by messages of autosplit, and receive and send tensors of the agreed shapes.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ _MetadataError: Any = getattr(_utils, "PipeliningMetadataError", RuntimeError)
 
 
 class StageShapeError(PipelineError, _MetadataError):  # type: ignore[misc]
-    """Raised when tensors of a stage differ in shape or dtype from the agreed ones or the examples.
+    """Raised when a stage's tensors have other shapes or dtypes than the stages agreed on, or than
+    the examples.
 
-    It derives from the error that torch's own stage raises in this case.
+    It derives from the error that torch's own stage raises for wrong shapes.
     """
 
 
@@ -63,12 +63,12 @@ class StageShapes:
     Attributes:
         inputs: for each microbatch, metadata of the tensors from the previous stage; empty for the
             first stage.
-        structure: pytree structure of the module's one argument; None if the received tensors are
-            the arguments.
+        structure: pytree structure that the received tensors have as the module's only argument;
+            None if each received tensor is an argument.
         results: for each microbatch, metadata of the stage's results.
         gradients: for each microbatch, metadata of each output's gradient; None if the next stage
             sends none.
-        wanted: for each input, whether the previous stage waits for its gradient.
+        wanted: for each input, whether the previous stage receives the input's gradient.
     """
 
     inputs: Sequence[Sequence[StridedTensorMeta]] = ()
@@ -88,13 +88,13 @@ class StageShapes:
 class RuntimeStage(PipelineStage):
     """A stage for torch's runtime that receives and sends as torch's own stage does.
 
-    A receive allocates its memory when it starts, and the computation then owns it. Tensors are
-    sent in their memory order, with any strides.
+    A receive allocates its memory when it starts, and passes it to the computation. Tensors of any
+    strides are sent in their memory order.
 
     Attributes:
         agree: a function that makes all stages of the rank agree on shapes with their neighbours,
-            if this step requires it. It is called before the first microbatch; the neighbouring
-            ranks call it in the same step.
+            unless the known shapes are valid for the step. It is called before the first
+            microbatch. All neighbouring ranks call it in the same step.
         shapes: shapes of the tensors to receive and send.
         agreement: the exchange in which the shapes were agreed on; None before the first exchange.
         ranks: the process group of the pipeline.
@@ -128,21 +128,22 @@ class RuntimeStage(PipelineStage):
         self.agree()
 
     def _pre_metadata_inference_backup(self) -> None:
-        """Do nothing: no module runs before the first microbatch."""
+        """Do nothing in place of torch's backup: agreeing on shapes does not run the module."""
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Do nothing: there was no backup."""
+        """Do nothing in place of torch's cleanup: nothing was backed up."""
 
     def register_forward_context(self, *_: Any) -> Any:
-        """Refuse a context around each forward of the module, which torch has from 2.15 on.
+        """Refuse a context manager around each forward of the module, an option of torch from 2.15
+        on.
 
         Raises:
             PipelineError: always.
         """
         raise PipelineError(
-            f"stage {self.stage_index} does not support a forward context: it runs captured "
-            "graphs, not the module's Python code, which would read the context. Pass the values "
-            "as arguments of the forward, or use torch's PipelineStage"
+            f"stage {self.stage_index} does not support a forward context: the stage runs "
+            "captured graphs, in which the module's Python code cannot read the context. Pass the "
+            "values as arguments of the forward, or use torch's PipelineStage"
         )
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -163,7 +164,9 @@ class RuntimeStage(PipelineStage):
         return self._receive(self._gradients, bwd_chunk_id, metas, self.stage_index + 1)
 
     def keep_for_send(self, chunk: int, tensors: tuple[Tensor, ...]) -> None:
-        """Keep results to send. torch's runtime passes them by itself to a stage of this rank."""
+        """Keep a microbatch's results until they are sent. Does nothing if this rank has the next
+        stage, to which torch's runtime passes the results.
+        """
         if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self.fwd_cache[chunk] = tensors
 
@@ -203,7 +206,7 @@ class RuntimeStage(PipelineStage):
         return self._operations(dist.isend, tensors, target, (self.stage_index, target))
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups for messages."""
+        """The process groups over which this stage sends and receives."""
         # From torch 2.15 on, each pair of ranks may have its own groups.
         return [self.ranks, *getattr(self, "_p2p_edge_groups", {}).values()]
 
@@ -224,8 +227,8 @@ class RuntimeStage(PipelineStage):
 
         Args:
             chunk: the microbatch.
-            first_stage_arguments: the result on the first stage; other stages return received
-                tensors.
+            first_stage_arguments: the arguments that the first stage gets from the batch. Other
+                stages get received tensors instead.
         """
         metas = self._shapes_of(self.shapes.inputs, chunk)
         if self.is_first:
@@ -247,8 +250,8 @@ class RuntimeStage(PipelineStage):
     ) -> Sequence[Tensor | None]:
         if chunk not in buffers:
             raise PipelineError(
-                f"stage {self.stage_index}, microbatch {chunk}: no {kind} was received before its "
-                "computation; the schedule must list the receive first"
+                f"stage {self.stage_index}, microbatch {chunk}: the schedule computes before it "
+                f"receives the {kind}; list the receive before the computation"
             )
         return buffers.pop(chunk)
 
@@ -263,7 +266,9 @@ class RuntimeStage(PipelineStage):
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A flat view of a tensor's memory, because transports require contiguous tensors."""
+    """A flat, contiguous view of a dense tensor's memory. Sends and receives require contiguous
+    tensors.
+    """
     if not tensor.ndim or tensor.is_contiguous():
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -45,7 +45,7 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def class_of(spec: Any) -> Any:
-    """The class of a pytree that is no leaf."""
+    """The class of a pytree's root node, from its spec. The root must not be a leaf."""
     # All named tuples have one type, a function.
     return spec.type if isinstance(spec.type, type) else spec.context
 
@@ -61,7 +61,7 @@ def is_flat(spec: Any) -> bool:
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
     """Leaves of a pytree, each with its path in Python: ``output['logits'][0]``.
 
-    Children of classes that were registered without keys have numbers.
+    If a class was registered without keys, its children are numbered.
     """
 
     def is_inside(node: Any) -> bool:
@@ -116,8 +116,8 @@ class Skeleton:
         kind: the class.
         children: names of the attributes with tensors.
         rest: the other attributes.
-        context: for a class that flattens itself, the context that it returned; it replaces
-            ``rest``.
+        context: for a class with its own flatten method, the context that the method returned, in
+            place of ``rest``.
     """
 
     kind: type
@@ -137,7 +137,7 @@ class Skeleton:
 
 
 def hold(tree: Any) -> Any:
-    """Wrap each object of a pytree that holds tensors and is no pytree node itself in a Holder."""
+    """Wrap leaves of a pytree in a Holder: those that are objects with tensors."""
     leaves, spec = _pytree.tree_flatten(tree)
     return tree_unflatten([_hold_leaf(leaf) for leaf in leaves], spec)
 

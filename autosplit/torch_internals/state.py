@@ -34,15 +34,13 @@ _OTHER_MEMORY = "_autosplit_other_memory"
 
 
 def allow_other_memory(tensors: Iterable[torch.Tensor]) -> None:
-    """Mark tensors whose owner may free their memory and allocate other memory for the values."""
+    """Mark tensors whose values may be at another address in each call."""
     for tensor in tensors:
         setattr(tensor, _OTHER_MEMORY, True)
 
 
 def allows_other_memory(tensor: torch.Tensor) -> bool:
-    """Whether ``allow_other_memory`` was called for a tensor, so that its values may move to other
-    memory between calls.
-    """
+    """Whether ``allow_other_memory`` has marked a tensor."""
     return hasattr(tensor, _OTHER_MEMORY)
 
 
@@ -58,7 +56,7 @@ def storage_sizes(
 
 
 def distinct_storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of distinct storage of the tensors."""
+    """Bytes of the tensors' storages; a storage that several tensors share counts once."""
     return sum(storage_sizes(tensors).values())
 
 
@@ -73,9 +71,9 @@ def _strided_parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
 class StateReader:
     """Reads the present parameters and buffers of a module by name.
 
-    It looks each name up in a dictionary of its module. So it finds parameters that were replaced,
-    without walking the module tree in each call. Tensors inside of a tensor subclass (quantized
-    weights) are included, under the names of their attributes.
+    The reader keeps the dictionary in which each name is registered. So it finds parameters that
+    were replaced, without walking the module tree in each call. Tensors inside of a tensor subclass
+    (quantized weights) are included, under the names of their attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -125,7 +123,9 @@ class _State(dict[str, Any]):
 
 
 def _holds_tensors(tensor: torch.Tensor | None) -> bool:
-    """Whether a parameter or buffer is a subclass whose inner tensors are inputs of graphs."""
+    """Whether a parameter or buffer is of a tensor subclass whose inner tensors become inputs of
+    graphs.
+    """
     return is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
 
 
@@ -138,8 +138,8 @@ def _tensors_of(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _table(names: Any) -> dict[str, Any]:
-    """The dictionary of a module's parameters or buffers; a copy for TorchScript, which has no
-    dictionary.
+    """A module's parameters, buffers or submodules as a dictionary; a copy for a TorchScript
+    module, which has no dictionary.
     """
     return names if isinstance(names, dict) else dict(names.items())
 
@@ -195,7 +195,8 @@ def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of an optimizer's state, or of the state that its first step will create.
 
     To predict, a copy of the optimizer steps on small tensors with as many dimensions as the
-    parameters, and the result is scaled. The prediction is 0 if that step fails.
+    parameters. The bytes of its state are scaled to the parameters' sizes. The prediction is 0 if
+    the copy's step fails.
     """
     if optimizer is None:
         return 0

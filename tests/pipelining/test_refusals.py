@@ -205,7 +205,7 @@ BEFORE = {
     ),
     "a context of forwards": Case(
         lambda: SplitPipelineStage(block(), 0, 2, CPU).register_forward_context(lambda _: None),
-        "PipelineError: stage 0 does not support a forward context: it runs",
+        "PipelineError: stage 0 does not support a forward context: the stage runs",
     ),
     "integers for a linear layer": Case(
         lambda: alone(torch.ones(8, 4, dtype=torch.int32)),
