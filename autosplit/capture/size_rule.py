@@ -16,7 +16,9 @@ Leaf: TypeAlias = "tuple[int, ...] | str"
 
 
 def leaf_text(leaf: object) -> str:
-    """The text of an input that is a number; of another object, of its class only."""
+    """The text of an input that is no tensor: of a number or a string, its value; of another
+    object, the name of its class.
+    """
     return repr(leaf) if isinstance(leaf, int | float | complex | str) else type(leaf).__name__
 
 

@@ -189,7 +189,7 @@ class FlightRecorder:
         return alarms
 
     def _agree(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks; collective."""
+        """Exchange a row of numbers, and return the rows of all ranks; collective."""
         everybody = self._groups.everybody
         table = torch.zeros(everybody.ranks, len(row), dtype=torch.int64, device="cpu")
         table[everybody.rank] = torch.tensor(row)
@@ -200,8 +200,9 @@ class FlightRecorder:
         return rows
 
     def _marks(self, tape: StepTape, record: Record) -> list[int]:
-        """Checksums of this rank's parameters with their gradients: of all, of those that are no
-        DTensors, and of each shared one; 0 for what it does not have.
+        """Checksums of this rank's parameters with their gradients: of all parameters, of those
+        that are no DTensors, and of each shared parameter; 0 for a shared parameter that it does
+        not have.
         """
         pairs = {
             id(tensor): (record["state"][at][name], record["gradients"][at].get(name))
@@ -246,7 +247,7 @@ class FlightRecorder:
     # --- bundles ----------------------------------------------------------------------------------
 
     def _write(self, tape: StepTape, alarm: str, text: str) -> None:
-        """Write this rank's part of the step; a disk that refuses it is a warning."""
+        """Write this rank's part of the step; an error of the disk is a warning."""
         everybody = self._groups.everybody
         path = Path(self._options.folder) / f"{self._run}-step-{self._step}"
         wiring = self._executor.messages.dataflow.wiring
@@ -286,7 +287,9 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def _reporting(self, subject: object) -> Iterator[None]:
-        """Warn of errors, such as those of a full disk: the recorder ends nothing."""
+        """Context that turns errors, such as those of a full disk, into warnings: the recorder ends
+        no step.
+        """
         try:
             yield
         except Exception as error:

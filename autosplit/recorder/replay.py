@@ -77,7 +77,7 @@ class StepReplay:
             last: actions on which this action does not depend are left out.
 
         Raises:
-            ReplayError: there is none.
+            ReplayError: no action is left.
         """
         wanted = self._records.keys() if last is None else self._records.keys() & self._needs(last)
         order = sorted(

@@ -39,8 +39,9 @@ class OfferedBatch(NamedTuple):
     Attributes:
         refusal: why this rank cannot run it; empty if it can.
         metas: shapes and dtypes of its tensors, by path.
-        requiring_grad: the tensors of it that need a gradient.
-        weights: the number of its weights: 0 for one number for all microbatches; None without.
+        requiring_grad: the tensors of the batch that need a gradient.
+        weights: the number of weights; 0 for a single weight for all microbatches; None without
+            weights.
         microbatches: the length of a list of microbatches; 0 for a batch that is cut, None if this
             rank passes nothing.
     """
@@ -69,7 +70,7 @@ class AgreedBatch(NamedTuple):
         """Check the number of weights.
 
         Raises:
-            BatchError: it is not the number of microbatches.
+            BatchError: there are more weights, or fewer, than microbatches.
         """
         for number in self.weights - {None, 0, count}:
             raise BatchError(
@@ -83,10 +84,10 @@ def agree_on_batch(
 ) -> tuple[list[AgreedBatch], frozenset[BatchSlot]]:
     """Agree with all ranks on the shapes of a batch, or raise on all of them; collective.
 
-    Without it, ranks would wait for one that refuses its batch, and a loss of 4 samples' outputs
-    and 8 samples' targets may broadcast. Replicas of the pipeline have different samples. Of a
-    batch that is cut they have equally many: so the mean of their gradients is the gradient of the
-    mean over all samples. Lists of microbatches may differ between replicas.
+    Without this check, ranks would wait for a rank that refuses its batch, and a loss of 4 samples'
+    outputs and 8 samples' targets may broadcast. Replicas of the pipeline have different samples.
+    If their batches are cut, all have the same number of samples: so the mean of their gradients is
+    the gradient of the mean over all samples. Lists of microbatches may differ between replicas.
 
     Args:
         offered: the batch of this rank.

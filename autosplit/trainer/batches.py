@@ -39,7 +39,7 @@ class MicrobatchList:
     """The microbatches of a step as the caller passes them, each of its own sizes.
 
     Attributes:
-        batches: (inputs, targets) of each; None if the caller has passed a batch, too.
+        batches: (inputs, targets) of each microbatch; None if the caller has passed a batch, too.
     """
 
     batches: Sequence[Any] | None
@@ -176,7 +176,7 @@ class BatchSplitter:
         return [v.chunk(self._count)[0] if v is not None and v.dim() else v for v in values]
 
     def number_of(self, path: str) -> int:
-        """Return the number of an input or target by its path."""
+        """Return the position of an input or target among all inputs or targets, from its path."""
         index = re.match(r"(?:inputs|targets)\[([^\]]*)\]", path)
         if index is None:
             return 0
@@ -190,7 +190,8 @@ class BatchSplitter:
         slot, one for the batch or one for each microbatch of a list.
 
         Raises:
-            PipelineError: no stage of this rank uses one of them, or it is beside an object.
+            PipelineError: no stage of this rank uses one of these tensors, or another input is an
+                object.
         """
         tensors: dict[BatchSlot, list[Tensor]] = {}
         for pair in _pairs(batch):

@@ -144,7 +144,7 @@ def group_names(
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """How often a module has each parameter, by ``id``."""
+    """Maps the ``id`` of each parameter to the number of names that it has in a module."""
     return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
 

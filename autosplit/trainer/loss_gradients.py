@@ -5,7 +5,7 @@ w_m and the scale s of a ``GradScaler``, the gradient of microbatch m's loss is:
 
     s * w_m / sum(w)        without weights: s / M
 
-Sums and M are means over the replicas, as these reduce gradients to their mean.
+Sums and M are means over the replicas, since replicas reduce gradients to their mean.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StepWeights(NamedTuple):
 
     Attributes:
         numbers: one for each microbatch, or one for all together.
-        length: the number of microbatches that they are for; 0 if there is one for all together.
-        refusal: why they are refused; empty if they are not.
+        length: the number of microbatches that the weights are for; 0 for a single weight.
+        refusal: why the weights are refused; empty if they are valid.
     """
 
     numbers: Sequence[float]

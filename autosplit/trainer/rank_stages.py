@@ -134,8 +134,8 @@ class RankStages:
             plan: gets the stages, the boundaries between them and the dtype of the losses.
             schedule: the schedule of the step.
             batch: this rank's batch; None on a rank whose stages use none of it.
-            inputs: its inputs, by microbatch.
-            targets: its targets, by microbatch.
+            inputs: the inputs of the batch, by microbatch.
+            targets: the targets of the batch, by microbatch.
 
         Raises:
             BatchError: a stage cannot take a microbatch; names it.
@@ -335,8 +335,8 @@ class RankStages:
     def complete(
         self, batch: Batch | MicrobatchList | None, *, evaluates: bool = False
     ) -> Mapping[int, nn.Module]:
-        """Return this rank's modules by stage, with autocast and auxiliary losses, and the loss in
-        the last stage's.
+        """Return this rank's modules by stage, with autocast and auxiliary losses. The last stage's
+        module also computes the loss.
 
         The batch tells whether the loss gets one target or a tuple of targets, and how many.
         """

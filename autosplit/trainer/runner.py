@@ -362,7 +362,9 @@ class Runner:
     def _set_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
-        """Set a plan's executor, which runs stages by a schedule. It is built once for both."""
+        """Set a plan's executor, which runs stages by a schedule. Plans with the same stages and
+        schedule share an executor.
+        """
         key = id(schedule), id(stages), plan.grad_slots
         if key not in self._executors:
             built = self._build_executor(plan, schedule, stages)

@@ -196,8 +196,8 @@ class ShardedStages:
 
     @contextlib.contextmanager
     def gathered(self, stage: int, *, frees_all: bool = True) -> Iterator[None]:
-        """Context in which a stage's parameters are gathered. At its end it frees all of them, or
-        only those that a forward is to free.
+        """Context in which a stage's parameters are gathered. At its end, it frees all parameters,
+        or only those of groups that reshard after a forward.
         """
         sharded = self._stages.get(stage)
         if sharded is None:

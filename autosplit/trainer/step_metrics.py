@@ -90,7 +90,9 @@ def batch_counts(metas: Metas) -> dict[str, int]:
 
 
 def _by_microbatch(metas: Metas) -> Iterable[list[tuple[str, TensorMeta]]]:
-    """The tensors of each microbatch of a list, with their paths within it; or of the batch."""
+    """For each microbatch of a list, its tensors with their paths within the microbatch; for a
+    batch, all tensors.
+    """
     rows: dict[str, list[tuple[str, TensorMeta]]] = {}
     for path, meta in metas.items():
         *number, inner = path.split("].", 1) if path.startswith("microbatches[") else [path]

@@ -67,15 +67,15 @@ class StepOrders:
         self._offered = [max(row, key=attrgetter("elements")) for row in steps]
 
     def use_search(self, tuner: Tuner) -> None:
-        """Find orders of lists for what the tuner has measured, and within its limits."""
+        """Find orders of lists for the times that the tuner has measured, and within its limits."""
         if self.lists is not None and tuner.terms:
             self.lists.use_times(tuner.terms)
         if self.lists is not None and tuner.caps:
             self.lists.use_limit(tuner.caps, tuner.memory, self._largest[-1].elements)
 
     def keep_limit(self) -> None:
-        """Refuse larger microbatches than those that were checked last, for which a schedule within
-        the memory limit is searched now.
+        """From now on, refuse microbatches that are larger than those that were checked last. The
+        caller searches a schedule within the memory limit for the checked ones.
         """
         self._largest = self._offered
 

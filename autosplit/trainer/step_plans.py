@@ -76,14 +76,14 @@ class StepPlan:
         listed: whether they are a list, and not a batch that is cut.
         is_weighted: whether the microbatches have weights.
         grad_slots: the tensors of the batch that need a gradient, on any rank.
-        is_built: whether stages and executor have been built without a message, or will be.
+        is_built: whether stages and executor are built, or can be built without a message.
         boundaries: by microbatch, shapes and dtypes of the tensors between stages.
         dtype: the dtype of the losses; valid once the first such batch has run.
         stages: this rank's stages, in training; empty until the first such batch.
         functions: the stages' graphs, after a step whose microbatches have the same sizes; empty if
             a stage has no graph.
         schedule: the schedule of the step; valid once there is an executor.
-        executor: runs them; None until the first such batch.
+        executor: runs the stages; None until the first such batch.
         loss_grads: by microbatch, the gradients of the last stage's outputs, in training.
         aux: this rank's stages with auxiliary losses; empty if there are none.
     """
@@ -216,7 +216,9 @@ class StepPlans:
         return plan, *self._splitter.split(batch, len(plan.microbatches))
 
     def _refuse_late(self, batch: Batch | MicrobatchList | None) -> NoReturn:
-        """Raise the error of a rank with another batch than others that have not waited for it."""
+        """Raise the error of a rank whose batch differs from that of other ranks, which have not
+        waited for it.
+        """
         self._splitter.check_batch(batch)
         raise PipelineError(
             "this rank has a batch of another shape than the other ranks, which already "
@@ -315,10 +317,11 @@ class StepPlans:
         return self._add(plan)
 
     def _check_pipelines(self, plans: Sequence[StepPlan]) -> None:
-        """Check the plans of all pipelines, equally on all ranks.
+        """Check the plans of all pipelines, with the same result on all ranks.
 
         Raises:
-            BatchError: no step may run one, or replicas have microbatches of different kinds.
+            BatchError: no step may run one of the plans, or replicas have microbatches of different
+                kinds.
         """
         if not plans[0].evaluates:
             self._check([plan.microbatches for plan in plans])
@@ -355,7 +358,7 @@ class StepPlans:
         )
 
     def _sizes_of(self, metas: Metas) -> MicrobatchSizes:
-        """The sizes of a microbatch; an input that no rank has passed has none."""
+        """The sizes of a microbatch; empty for an input that no rank has passed."""
         parts: dict[str, list[Leaf]] = {"inputs": [], "targets": []}
         numbers = {path: self._splitter.number_of(path) for path in metas}
         for path in sorted(metas, key=numbers.__getitem__):

@@ -61,9 +61,9 @@ input one.
 class Boundaries:
     """The agreed boundaries of microbatches of one combination of sizes, in training or evaluation.
 
-    Boundary s is after stage s. The last one holds the loss, and no message crosses it. In training
-    boundaries are known before the step, except after a stage without graphs. Else a rank knows a
-    boundary once a message has crossed it there.
+    Boundary s is after stage s. The last one holds the loss, and no message crosses it. In
+    training, boundaries are known before the step, except after a stage without graphs. Otherwise,
+    a rank knows a boundary once a message has crossed it.
 
     Attributes:
         outputs: by stage, the metadata of the stage's outputs.
@@ -78,7 +78,7 @@ class Boundaries:
         self._tensors: dict[tuple[int, int, bool], Sequence[TensorMeta | None]] = {}
 
     def of_other_sizes(self, outputs: Mapping[int, Boundary]) -> Boundaries:
-        """The boundaries of microbatches of other sizes, with the same gradients.
+        """The boundaries of microbatches of other sizes, of which the same tensors get gradients.
 
         Args:
             outputs: by stage, the outputs of the stage, as far as they are known.

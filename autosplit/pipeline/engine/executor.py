@@ -162,7 +162,8 @@ class Executor:
 
         Args:
             inputs: per microbatch, the batch's inputs; empty if no stage of the rank takes any.
-            targets: per microbatch, the arguments of the last stage after its inputs; likewise.
+            targets: per microbatch, the arguments of the last stage after its inputs; empty if no
+                stage of the rank takes any.
             boundaries: per microbatch, the tensors between stages.
             recorder: records the start and end of every action; None: nothing is recorded.
             loss_grads: per microbatch, the gradient of the loss, a scalar tensor, then None for

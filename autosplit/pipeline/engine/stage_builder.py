@@ -70,9 +70,9 @@ class SplitStage:
         """Make a stage for ``module(*args)``; see ``StageFactory``.
 
         Args:
-            module: see there.
-            args: see there.
-            index: see there.
+            module: the stage's module.
+            args: example arguments of the module.
+            index: the stage's index in the pipeline.
             varying: further example inputs, whose sizes the first capture leaves open.
 
         Raises:
@@ -144,11 +144,11 @@ class MicrobatchExample:
     """A microbatch for which stages are built.
 
     Attributes:
-        number: its number in the step.
-        inputs: its inputs, as far as this rank's stages take any.
-        targets: its targets, likewise.
-        sizes: the sizes of all its inputs and targets.
-        outputs: by stage, its outputs, as far as they are known.
+        number: the number of the microbatch in the step.
+        inputs: the inputs of the microbatch; empty if no stage of this rank takes any.
+        targets: the targets of the microbatch; empty if no stage of this rank takes any.
+        sizes: the sizes of all inputs and targets.
+        outputs: by stage, the stage's outputs; stages whose outputs are unknown are missing.
     """
 
     number: int
@@ -187,7 +187,7 @@ def build_stages(
     """Build this rank's stages for microbatches of these sizes, and agree on the tensors between
     all stages. Collective.
 
-    Stages are built one after another. The rank of each builds it for the outputs of the stages
+    Stages are built one after another. The rank of a stage builds it for the outputs of the stages
     before it, and shares its size rules with all ranks.
 
     Args:
@@ -198,7 +198,7 @@ def build_stages(
             arguments. ``varying`` are arguments of other sizes.
         rows: a microbatch of each combination of sizes that is new.
         refuses: whether a microbatch that a stage cannot take is refused on all ranks, instead of
-            an error on this one.
+            an error on this rank.
         device: the device of example inputs.
 
     Raises:
@@ -242,7 +242,7 @@ def _build_stage(
     """Build one stage, or prepare it for further microbatches.
 
     Raises:
-        BatchError: it cannot take a microbatch; its cause says why.
+        BatchError: the stage cannot take a microbatch; the cause of the error says why.
     """
     reached = [
         row for row in rows if built.argument_sizes(index, row.sizes, row.outputs) is not None

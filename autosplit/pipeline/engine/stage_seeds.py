@@ -43,7 +43,7 @@ class StageSeeds:
     The seed of a call comes from three things::
 
         number of the step          the next one of the CPU's generator, on the first stage's rank
-        share of the batch          replicas draw apart, ranks along "tp" alike
+        share of the batch          differs between replicas, not along "tp"
         stage, microbatch, action
 
     So the random numbers of a stage depend neither on its rank nor on the order of actions. A step

@@ -22,15 +22,15 @@ from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.runtime.call_cache import CallCache
 
 Outputs = Mapping[int, Boundary]
-"""By stage, its outputs, as far as they are known."""
+"""By stage, the metadata of its outputs; stages whose outputs are unknown are missing."""
 
 
 class MicrobatchSizes(NamedTuple):
     """The sizes of a microbatch.
 
     Attributes:
-        inputs: of each of its inputs, objects flattened.
-        targets: of each of its targets, likewise.
+        inputs: the sizes of each input, with objects flattened into their tensors and numbers.
+        targets: the sizes of each target, likewise.
     """
 
     inputs: tuple[Leaf, ...]
