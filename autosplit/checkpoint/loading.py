@@ -60,7 +60,7 @@ def read_planning(path: str | Path, stages: int | None = None) -> dict[str, Any]
             number, only the costs are returned, and the trainer finds new cuts for them.
 
     Returns:
-        The options; None if the trainer of the checkpoint did not cut its model itself.
+        The value for ``planning=``; None if the trainer of the checkpoint did not cut its model.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -164,5 +164,5 @@ def _check_one(identities: list[str], path: str | Path) -> None:
     if different:
         raise CheckpointError(
             f"rank {', '.join(different)} sees another checkpoint at {path} than rank 0: all ranks "
-            "must read the same files, and nothing may save there meanwhile"
+            "must read the same files, and no save to this path may run during the load"
         )

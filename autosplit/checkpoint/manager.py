@@ -48,7 +48,7 @@ class CheckpointManager:
         names: as for ``save_checkpoint``.
 
     Raises:
-        CheckpointError: ``keep``, ``keep_best`` or ``best`` has another value.
+        CheckpointError: ``keep``, ``keep_best`` or ``best`` is invalid.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class CheckpointManager:
     ) -> None:
         if keep < 1 or keep_best < 0 or best not in ("min", "max"):
             raise CheckpointError(
-                "a CheckpointManager keeps at least 1 checkpoint, 0 or more best ones, by 'min' or "
-                f"'max'; got keep={keep!r}, keep_best={keep_best!r}, best={best!r}"
+                "a CheckpointManager needs keep >= 1, keep_best >= 0 and best='min' or 'max'; got "
+                f"keep={keep!r}, keep_best={keep_best!r}, best={best!r}"
             )
         self._folder, self._names = Path(folder), names
         self._keep, self._keep_best, self._sign = keep, keep_best, 1 if best == "min" else -1
@@ -155,8 +155,8 @@ class CheckpointManager:
 
     def planning(self, stages: int | None = None) -> dict[str, Any] | None:
         """Read how the latest checkpoint's trainer cut its model, for
-        ``StageOptions(planning=...)``. With it, a restart measures nothing and cuts at the same
-        places. None without a checkpoint or cuts.
+        ``StageOptions(planning=...)``. With these options, a restarted trainer measures nothing and
+        cuts at the same places. None if there is no checkpoint, or its trainer cut no model.
 
         Args:
             stages: as for ``read_planning``.

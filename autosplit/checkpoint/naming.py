@@ -104,8 +104,8 @@ class Naming:
 
         Raises:
             CheckpointError: a tensor has another shape, or integers instead of floating-point
-                numbers; or, with ``strict``, tensors are missing or unexpected. The error names
-                all.
+                numbers; or, with ``strict``, tensors are missing or unexpected. The error lists
+                all of these tensors.
         """
         saved = {name: checkpoint.tensor(key) for name, key in checkpoint.model.items()}
         expected = {name: entry for entry in self.entries for name in entry.names}
@@ -140,8 +140,9 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 class _Row(NamedTuple):
-    """One tensor of one stage, as a row that ranks exchange. Rows with a common element in ``same``
-    are one tensor.
+    """One tensor of one stage, as a row that ranks exchange.
+
+    If the ``same`` of two rows have an element in common, both rows are about one tensor.
     """
 
     holder: Holder
@@ -160,8 +161,11 @@ def _row(holder: Holder, tensor: Tensor, names: Names | None, rank: int) -> _Row
 
 
 def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[Holder, ModelTensor]:
-    """The whole model's tensor for each holder. Holders of one tensor map to the same
-    ``ModelTensor``.
+    """Return the whole model's tensor for each holder.
+
+    Args:
+        table: the rows of all ranks.
+        shared: groups of holders; all holders of a group have the same tensor.
     """
     rows = {row.holder: row for row in table}
     links = [(at, same) for at, row in rows.items() for same in row.same]

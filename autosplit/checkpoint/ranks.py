@@ -65,7 +65,7 @@ class Ranks:
         self.cut = _digest([groups.layout.shares, sorted(by_index.items())])
 
     def gather(self, value: Any) -> list[Any]:
-        """The ``value`` of every rank.
+        """Return the ``value`` of every rank, in the order of the ranks. Collective.
 
         Raises:
             PipelineError: a rank did not take part.

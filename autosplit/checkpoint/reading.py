@@ -76,9 +76,7 @@ class Checkpoint:
     open: Callable[[MetadataIndex], Any]
 
     def under(self, prefix: str) -> dict[str, str]:
-        """For the entries whose names begin with a prefix, maps the rest of the name to the entry's
-        key.
-        """
+        """Return the keys of entries that begin with a prefix, by the rest of the key."""
         entries = self.metadata.state_dict_metadata
         return {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
 
@@ -133,7 +131,7 @@ class Checkpoint:
             self.part(index)
 
     def fill(self, key: str, tensor: Tensor) -> None:
-        """Read an entry into a tensor of its shape, or into this rank's shard of such a tensor."""
+        """Read an entry into a tensor of the entry's shape; of a DTensor, read the local shard."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner({key: tensor}, self.metadata)
         for item in planner.create_local_plan().items:
@@ -269,8 +267,10 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(content: Any, path: Path) -> dict[str, Tensor | None]:
-    """The tensors of a file, by name. A file has an optimizer's state by the parameters' numbers,
-    without their names. That state becomes an entry that cannot be loaded.
+    """The tensors of a file, by name.
+
+    If the file has an optimizer's state, an entry with None stands for the state. It cannot be
+    loaded, because it has the numbers of parameters instead of their names.
     """
     beside: list[Any] = []
     for wrapper in _WRAPPERS:
@@ -288,7 +288,8 @@ def _tensors_of(content: Any, path: Path) -> dict[str, Tensor | None]:
     }
     if unnamed := [name for name in tensors if not isinstance(name, str)]:
         raise CheckpointError(
-            f"expected strings as names of tensors in {path}; one is {unnamed[0]!r}"
+            f"expected strings as names of tensors in {path}; one is {unnamed[0]!r}: save "
+            "model.state_dict()"
         )
     if any(isinstance(value, Mapping) and "param_groups" in value for value in beside):
         tensors["optimizer.param_groups"] = None
@@ -386,13 +387,13 @@ def _check_places(metadata: Metadata) -> None:
             info = metadata.storage_data[index]
             if info.transform_descriptors:
                 raise CheckpointError(
-                    "the checkpoint was written with stream extensions, which are not supported: "
-                    "save it without them"
+                    "the checkpoint was written by a FileSystemWriter with _extensions, which are "
+                    "not supported: save it without _extensions"
                 )
             if _leads_out(info.relative_path):
                 raise CheckpointError(
-                    f"its {METADATA} names {info.relative_path}, which is outside the "
-                    "checkpoint's folder: the checkpoint is damaged, load another one"
+                    f"the file names {info.relative_path}, which is outside the checkpoint's "
+                    "folder: the checkpoint is damaged, load another one"
                 )
             places.append((info.relative_path, info.offset, info.length, name))
     for (file, start, length, name), (other, later, _, second) in pairwise(sorted(places)):

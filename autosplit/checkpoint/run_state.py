@@ -99,8 +99,9 @@ def find_optimizer(
             unknown.
 
     Raises:
-        CheckpointError: a parameter has no state, the state is of another kind of optimizer,
-            parameters of one group were in several groups or the reverse, or the state is damaged.
+        CheckpointError: a parameter has no state, the state is of another kind of optimizer, the
+            optimizer groups its parameters in another way than the saved one, or the state is
+            damaged.
     """
     states, options = (_by_parameter(checkpoint, kind) for kind in (_STATE, _OPTIONS))
     entries = [entry for group in groups for _, entry in group]
@@ -108,9 +109,10 @@ def find_optimizer(
         {entry.name for entry in entries if entry.checkpoint_name(options) is None}
     ):
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path} has no optimizer state for {few(lacking, 3)} "
-            "under 'optimizer', by these names, as save_checkpoint writes it, and torch with "
-            "flatten_optimizer_state_dict=True: optimizer=False leaves the optimizer as it is"
+            f"the checkpoint {checkpoint.path} has no optimizer state for {few(lacking, 3)}. "
+            f"Expected entries such as optimizer.{_OPTIONS}.{lacking[0]}.lr, which save_checkpoint "
+            "writes, and torch with flatten_optimizer_state_dict=True. Pass optimizer=False to "
+            "leave the optimizer as it is"
         )
     matches = []
     place = {name: at for at, names in enumerate(saved_groups) for name in names}
@@ -138,7 +140,9 @@ def find_optimizer(
 
 
 def _by_parameter(checkpoint: Checkpoint, kind: str) -> dict[str, dict[str, str]]:
-    """Maps a parameter's name, then a KEY, to the entry's key in the checkpoint."""
+    """Map the name of each parameter to its entries ``optimizer.{kind}.PARAMETER.KEY``: by KEY, the
+    entry's whole key in the checkpoint.
+    """
     entries: dict[str, dict[str, str]] = {}
     for path, at in checkpoint.under(f"optimizer.{kind}.").items():
         name, _, key = path.rpartition(".")
@@ -211,15 +215,16 @@ _ALL, _RANK = "all", "rank_"
 def pack_run(
     ranks: Ranks, groups: Groups, *, scheduler: Any, step: Any, extra: Any
 ) -> dict[str, bytes]:
-    """The entries on the state of the run that this rank writes.
+    """Pack this rank's entries of a checkpoint: scheduler, generators and names of parameters; on
+    rank 0 also the entries about the whole run.
 
     Raises:
         CheckpointError: a value is neither a tensor nor plain.
     """
     if not (isinstance(step, Integral | None) and isinstance(extra, Mapping | None)):
         raise CheckpointError(
-            "step is an integer and extra a dictionary, or None; got "
-            f"{step!r} and a {type(extra).__name__}"
+            "step= must be an integer or None, and extra= a dictionary or None; got "
+            f"step={step!r} and a {type(extra).__name__} as extra"
         )
     local = {"generators": _generators(ranks.trainer.device), "groups": _names(groups)}
     if scheduler is not None:
@@ -263,7 +268,8 @@ def unpack_run(
     """Read this rank's part of the run's state, without setting anything yet.
 
     Args:
-        entries: the results of ``pack_run`` of all ranks; empty for a checkpoint of others.
+        entries: the results of ``pack_run`` of all ranks; empty for a checkpoint
+            that ``save_checkpoint`` did not write.
         ranks: the ranks that continue the run.
         groups: the (parameter, ModelTensor) pairs of each group of this rank's optimizer.
         scheduler: the learning-rate scheduler to restore, or None.
@@ -316,7 +322,8 @@ def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """Return (step, ``extra``) of a run, as passed to ``save_checkpoint``.
 
     Args:
-        entries: the results of ``pack_run`` of all ranks; empty for a checkpoint of others.
+        entries: the results of ``pack_run`` of all ranks; empty for a checkpoint
+            that ``save_checkpoint`` did not write.
 
     Raises:
         CheckpointError: an entry is damaged.

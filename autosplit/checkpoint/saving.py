@@ -108,8 +108,8 @@ def save_checkpoint(
 
     With ``asynchronous``, each rank copies its tensors to the host and returns, while a thread
     writes them and uses a separate process group. Later steps do not change the copies. One save
-    runs at a time: the next save, a load and ``close()`` wait for it. They raise its error if
-    ``wait()`` was not called.
+    runs at a time: the next save, a load and ``close()`` wait for the pending save. They also raise
+    the error of a failed save, unless ``wait()`` has raised it.
 
     Args:
         trainer: the trainer, between two steps.
@@ -169,8 +169,8 @@ def save_checkpoint(
 
 
 def _state(ranks: Ranks, naming: Naming) -> dict[str, Any]:
-    """The state of model and optimizer that this rank writes. Only the first replica writes. If
-    several ranks have copies, torch's planner writes the first.
+    """This rank's tensors of model and optimizer; empty unless the rank is in the first replica. If
+    several ranks have copies of a tensor, torch's planner writes the copy of the lowest rank.
     """
     if ranks.place.replicate:
         return {}
@@ -271,8 +271,8 @@ class _StagedWriter(FileSystemWriter):
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether ``save_checkpoint`` wrote this file, in whose metadata paths begin with a folder's
-    name.
+    """Whether ``save_checkpoint`` wrote this file. Only its ``.metadata`` lists data files together
+    with their folder.
     """
     if file.name == METADATA:
         return f"{file.parent.name}/__".encode() in file.read_bytes()
@@ -281,8 +281,8 @@ def _is_ours(file: Path) -> bool:
 
 @contextlib.contextmanager
 def without_single_process_warning() -> Iterator[None]:
-    """Context without torch's warning about a single process, which torch gives even with
-    no_dist.
+    """Context without torch's warning that torch.distributed is disabled. torch issues this warning
+    even if the caller passes ``no_dist=True``.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

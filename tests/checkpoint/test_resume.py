@@ -103,7 +103,7 @@ def test_numpys_numbers_can_be_read_back(tmp_path: Path) -> None:
 def test_a_step_is_a_number_and_extra_a_dictionary(given: Any, tmp_path: Path) -> None:
     with (
         trainer(whole(0), 2, ranks=1) as engine,
-        pytest.raises(CheckpointError, match=r"^step is an integer and extra a dict"),
+        pytest.raises(CheckpointError, match=r"^step= must be an integer or None, and extra= a"),
     ):
         save_checkpoint(engine, tmp_path, **given)
 

@@ -1,6 +1,6 @@
 """Custom autograd functions in Dynamo's graphs: refused, fixed, or made traceable again.
 
-Dynamo records such a function as a higher-order operator with a graph for each direction.
+Dynamo records such a function as a higher-order operator with a forward and a backward graph.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ _UNMATERIALISED = FunctionCtx.set_materialize_grads.__code__
 
 
 def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]) -> None:
-    """Refuse functions that expect None for absent gradients: Dynamo traces their backward with a
-    gradient for every output, so the branch for None is lost.
+    """Refuse custom autograd functions that expect None for absent gradients.
+
+    Dynamo traces the backward of a function with a gradient for every output. So the graph lacks
+    the function's code for None.
 
     Args:
         module: Dynamo's graph.
         traced: code objects that Dynamo traced through.
 
     Raises:
-        CaptureError: a gradient of the function's outputs may be absent; names the line.
+        CaptureError: a function asks for None, and the gradient of one of its outputs may be
+            absent; names the line that calls the function.
     """
     if _UNMATERIALISED not in traced:
         return
@@ -41,8 +44,8 @@ def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]
         raise CaptureError(
             f"ctx.set_materialize_grads(False), at {line}: a graph would pass zeros to a backward "
             "where autograd passes None. Remove the call if zeros are fine. Otherwise call the "
-            "function from a method decorated with torch.compiler.disable: the model is then split "
-            "with a graph break there (without fullgraph=True or a memory setting)"
+            "function from a method decorated with torch.compiler.disable. The method is then a "
+            "graph break, which fullgraph=True and memory settings do not allow"
         )
 
 
@@ -51,7 +54,7 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _has_several_outputs(node: fx.Node) -> bool:
-    """Whether the function has several differentiable outputs, so that a loss may leave some
+    """Whether a custom function has several differentiable outputs, so that a loss may leave some
     unused.
     """
     results = traced_value(node)
@@ -60,13 +63,13 @@ def _has_several_outputs(node: fx.Node) -> bool:
 
 
 def _returns_none(node: fx.Node) -> bool:
-    """Whether the backward may return None as the gradient of an input."""
+    """Whether a custom function's backward may return None as the gradient of an input."""
     body = _body(node, 1)
     return body is None or None in _list(body.graph.output_node().args[0])
 
 
 def _body(node: fx.Node, at: int) -> Any:
-    """The graph of a function's forward (0) or backward (1); None if it has none."""
+    """The graph of a custom function's forward (``at=0``) or backward (``at=1``), or None."""
     return getattr(node.graph.owning_module, str(getattr(node.args[at], "target", "")), None)
 
 
@@ -77,10 +80,10 @@ def _list(value: Any) -> list[Any]:
 def return_tensors_once(module: fx.GraphModule) -> None:
     """Let the forward of a custom autograd function return each of its tensors once.
 
-    Dynamo of torch 2.11 returns everything that a function computes, a tensor written in place once
-    for each write. If a tensor is returned twice, autograd passes its gradient at the last
-    position, where the function's backward expects none. ``torch.compile`` then silently computes
-    zeros.
+    Dynamo of torch 2.11 returns everything that a function computes. A tensor that is written in
+    place is returned again for each write. Autograd passes the gradient of a repeated tensor at the
+    tensor's last position, where the function's backward expects none. ``torch.compile`` then
+    silently computes zeros.
     """
     for node in _calls(module):
         body = _body(node, 0)
@@ -101,8 +104,10 @@ def return_tensors_once(module: fx.GraphModule) -> None:
 
 
 def track_global_tensors(module: fx.GraphModule) -> None:
-    """Pass custom functions views of tensors that are attributes of classes and modules.
-    AOTAutograd tracks views, and not the tensors themselves.
+    """Replace global tensors by views in the arguments of custom autograd functions.
+
+    A global tensor is an attribute of a class or of a Python module, for example. AOTAutograd
+    tracks the view, but not the global tensor.
     """
     for node in _calls(module):
         for operand in [*node.all_input_nodes]:
@@ -129,8 +134,8 @@ def make_traceable(module: fx.GraphModule) -> None:
     """Give nodes that apply custom autograd functions a target that Dynamo can capture again,
     including nodes in checkpointed regions.
 
-    Dynamo (2.13) records such a function as a higher-order operator with a graph for each
-    direction, but cannot trace that operator. It can trace a function that runs these graphs.
+    Dynamo (2.13) records such a function as a higher-order operator, which it cannot trace. It can
+    trace a function that runs the operator's forward and backward graphs.
     """
     for node in _calls(module):
         if node.kwargs.keys() <= _SUPPORTED_KWARGS:
@@ -161,7 +166,7 @@ class _Captured(torch.autograd.Function):
         saved: tuple[int, ...],
         *args: Any,
     ) -> tuple[Tensor, ...]:
-        """Run the forward graph; save its second result as the function itself would."""
+        """Run the forward graph; keep the graph's second result for the backward."""
         outputs, kept = forward(*args)
         ctx.run = backward
         ctx.count, ctx.places = len(kept), saved

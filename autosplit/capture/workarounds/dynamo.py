@@ -1,4 +1,4 @@
-"""Forwards that Dynamo captures differently than it compiles them or Python runs them."""
+"""Workarounds for forwards that a capture by Dynamo traces unlike ``torch.compile`` or Python."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from autosplit.torch_internals.patches import patched
 
 
 def _by_captures() -> bool:
-    """Whether torch's capture itself sets function modes aside. Setting them aside twice would lose
-    them.
+    """Whether torch's capture itself sets the stack of torch function modes aside. Setting the
+    stack aside twice would lose it.
     """
     inner = preserve_global_state.__code__.co_consts
     codes = [constant for constant in inner if isinstance(constant, CodeType)]
@@ -40,15 +40,15 @@ def _by_captures() -> bool:
 
 @contextlib.contextmanager
 def keep_function_modes() -> Iterator[None]:
-    """Context for a capture that sets function modes aside and lets the capture record them, also
-    inside of a compilation.
+    """Context for a capture, also inside of a compilation: it sets the torch function modes aside,
+    and the capture records them.
 
     ``torch.set_default_device`` and ``with torch.device(...)`` push a mode on a stack.
     ``torch.compile`` sets this stack aside before it traces, and records it for the graph and its
     guards. ``fullgraph_capture`` does so only in torch 2.11. In later versions it records an empty
-    stack, and its guards then fail when they are built ("Guard failed on the same frame it was
-    created"). A capture inside of another loses the stack that the outer one has set aside, so it
-    is restored here.
+    stack, and building its guards fails ("Guard failed on the same frame it was created"). A
+    capture inside of another one loses the stack that the outer capture has set aside. So this
+    context restores the outer stack at its end.
     """
     put_aside = torch_function_mode_stack_state_mgr
     outer = put_aside.stack
@@ -60,15 +60,15 @@ def keep_function_modes() -> Iterator[None]:
 
 
 def function_modes_of_the_call() -> AbstractContextManager[None]:
-    """Context, inside of a capture, with the function modes of the captured call, which guards
-    check.
+    """Context, inside of a capture, in which the torch function modes of the captured call are
+    active again, because guards check these modes.
     """
     return torch_function_mode_stack_state_mgr.temp_restore_stack()
 
 
 @contextlib.contextmanager
 def detach_graph_attributes(module: nn.Module, captured: BackendInput | None) -> Iterator[None]:
-    """Context in which a ``GraphModule`` lacks the attributes that the captured graph has itself.
+    """Context in which a ``GraphModule`` lacks the attributes that its captured graph also has.
 
     Modules may be graphs themselves: graph modules of ``torch.fx`` and ``torch.export``, and stages
     that ``torch.distributed.pipelining.pipeline`` cuts. torch copies the attributes of the captured
@@ -89,8 +89,8 @@ def detach_graph_attributes(module: nn.Module, captured: BackendInput | None) ->
 def refuse_lost_hooks() -> Iterator[None]:
     """Refuse hooks that a forward registers on tensors that it did not compute.
 
-    Dynamo records a hook on a computed tensor in the graph. It registers a hook on an input, a
-    parameter or a buffer in code around the graph, which an export silently drops.
+    Dynamo's graph contains the hooks on computed tensors. Hooks on inputs, parameters and buffers
+    are registered by code around the graph, and an export silently drops this code.
 
     Raises:
         CaptureError: a hook would be lost; names the line that registers it.
@@ -185,8 +185,8 @@ def _is_said_to_be_causal(
 
 @contextlib.contextmanager
 def trace_quantizers() -> Iterator[None]:
-    """Context in which Dynamo traces torch's layers for quantization-aware training, which it
-    leaves to Python otherwise. Their fake quantizers are operators.
+    """Context in which Dynamo traces torch's layers for quantization-aware training. Otherwise
+    Dynamo leaves these layers to Python, although a graph can contain their operators.
     """
     inlined_directories: Any = trace_rules.get_mod_inlinelist
     root = os.path.dirname(torch.__file__)
@@ -198,7 +198,7 @@ def trace_quantizers() -> Iterator[None]:
 
 
 class LongLoopError(TorchDynamoException):
-    """A line was traced more than ``LIMIT`` times in one call."""
+    """A line recorded more than ``LIMIT`` operators in one traced call, by unrolling a loop."""
 
 
 class UnrollingLimit:
@@ -216,7 +216,7 @@ class UnrollingLimit:
         """Count an operator of the line that is being traced.
 
         Raises:
-            LongLoopError: the line has more than ``LIMIT`` operators.
+            LongLoopError: the line has recorded more than ``LIMIT`` operators.
         """
         frame: Any = graph.current_tx
         seen = self._seen.setdefault(frame, Counter())
@@ -230,10 +230,11 @@ class UnrollingLimit:
 def limit_unrolling() -> Iterator[UnrollingLimit]:
     """Context in which Dynamo stops tracing if it unrolls a loop too far.
 
-    Models that scan over a sequence may have a closed form for compilers beside the loop, and
-    select it by ``torch.compiler.is_exporting()``: transformers' Mamba has ``associative_scan``.
-    For a short sequence the unrolled loop runs faster than the closed form and equals eager mode
-    bit for bit. For a long sequence its graph takes minutes to trace.
+    Some models scan over a sequence by a loop if ``torch.compiler.is_exporting()``, and else by a
+    closed form: ``associative_scan`` in transformers' Mamba. For a short sequence the unrolled loop
+    runs faster than the closed form, and equals eager mode bit for bit. For a long sequence the
+    loop takes minutes to trace. The caller then traces the closed form, under
+    ``report_compiling``.
     """
     limit = UnrollingLimit()
     original: Any = OutputGraph.create_proxy
@@ -261,8 +262,8 @@ def report_compiling() -> AbstractContextManager[Any]:
 
 
 def inline_compile_regions(module: fx.GraphModule) -> None:
-    """Inline calls of ``torch.compiler.nested_compile_region``: each would be one operator in the
-    backward, whose weight gradients could not be deferred.
+    """Inline calls of ``torch.compiler.nested_compile_region``. A call that is not inlined is one
+    operator in the backward, and its weight gradients cannot be deferred.
     """
     # Inner bodies come before their callers.
     for graphs in reversed([part for part in module.modules() if isinstance(part, fx.GraphModule)]):
@@ -294,8 +295,8 @@ def forget_traced_values(module: fx.GraphModule) -> None:
     """Remove the fake values that Dynamo recorded in the bodies of higher-order operators:
     checkpointed regions, and forward and backward of custom autograd functions.
 
-    Dynamo keeps these bodies when it captures a part of the graph again. It then looks up numbers
-    of the earlier capture, such as sizes that depend on data. The new capture has other numbers.
+    Dynamo keeps these bodies when it captures a part of the graph again. It would then look up
+    symbols of the earlier capture, such as sizes that depend on data, which the new capture lacks.
     """
     for node in module.graph.find_nodes(op="get_attr"):
         body = operator.attrgetter(str(node.target))(module)

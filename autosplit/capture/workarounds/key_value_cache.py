@@ -1,10 +1,10 @@
 """Blocks that fill a key-value cache, as functions that return the keys and values.
 
 A model of transformers that is called without a cache makes an empty one. Each layer writes its
-keys and values to the entry ``layer_idx`` of this cache, so that no two layers would be of one
-kind. ``CachedBlock`` passes a layer a cache with one entry, and returns the keys and values written
-to it. Layers with another kind of cache than ``DynamicLayer`` (windows) are captured with the
-model.
+keys and values to the entry ``layer_idx`` of this cache, so no two layers would have the same
+graph. ``CachedBlock`` calls a layer with a cache of one entry, and returns the keys and values that
+the layer writes. A layer with another cache entry than ``DynamicLayer``, such as a sliding window,
+is not captured as a block, but as a part of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
 
 class _OnePlace:
-    """A cache with one entry, for a layer with any ``layer_idx``."""
+    """A cache with one entry, to which a layer writes whatever its ``layer_idx``."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -36,7 +36,7 @@ class CachedBlock(nn.Module):
         block: the block.
         name: name of the argument for the cache.
         at: position of the argument for the cache.
-        layer: makes the cache's entry for a layer.
+        layer: ``layer()`` returns an empty cache entry.
     """
 
     def __init__(self, block: nn.Module, name: str, at: int, layer: Callable[[], Any]) -> None:
@@ -71,8 +71,8 @@ def caching(
     plain: Callable[..., Any],
     operator: Callable[[CachedBlock], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Make a forward for a block that calls ``plain`` if it gets no cache. If it gets an empty
-    cache, it calls ``operator`` and fills the cache.
+    """Make a forward that replaces a block's. If the forward gets an empty cache, it calls the
+    operator of a ``CachedBlock`` and fills the cache. Otherwise it calls ``plain``.
 
     Args:
         block: the block that the forward replaces.
@@ -90,7 +90,7 @@ def caching(
     cached = operator(CachedBlock(block, name, at, DynamicLayer))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Call the block; fill an empty cache with its keys and values."""
+        """Call the block; fill an empty cache with the block's keys and values."""
         cache: Any = args[at] if len(args) > at else kwargs.get(name)
         if type(cache) is DynamicCache and len(cache.layers) > place:
             layer = cache.layers[place]

@@ -83,8 +83,8 @@ def _overridden() -> set[str]:
 
 @functools.cache  # thousands of names, the same at each capture
 def _traced(registered: str) -> str | None:
-    """The operator's name in a registration ``library/operator/key``. None if the operator is not
-    torch's, or if tracing skips the kernel.
+    """The name of the operator that a kernel was registered for, as ``library/operator/key``. None
+    if the operator is not torch's, or if tracing skips the kernel.
     """
     library, operator, key = registered.split("/")
     return f"aten::{operator}" if library == "aten" and key not in _UNTRACED else None
@@ -160,9 +160,9 @@ def without_tokens() -> Iterator[None]:
 def multiply_sizes_pairwise() -> Iterator[None]:
     """Trace products of sizes as products of two factors.
 
-    A size computed outside of the trace, as DTensor computes sizes of local tensors, is traced as a
-    call of ``operator.mul`` with as many arguments as the product has factors, which fails when it
-    runs (seen with torch 2.13).
+    Some sizes are computed outside of the trace, such as a DTensor's local sizes. A product of
+    three such sizes is traced as one ``operator.mul`` with three arguments. This call fails when
+    the graph runs (seen with torch 2.13).
     """
     original = getattr(proxy_tensor, "_build_proxy_for_sym_expr", None)
     if original is None:
@@ -292,7 +292,7 @@ _MARGIN_LOSSES = {
 
 
 def refuse_traced_otherwise(module: fx.GraphModule) -> None:
-    """Refuse operators that torch traces differently than it runs them, by Python decompositions.
+    """Refuse operators for which torch traces a Python decomposition that differs from the kernel.
 
     - Margin losses: a traced loss has other gradients and, for an unbatched input, shape [1],
       not [].
