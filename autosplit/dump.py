@@ -58,8 +58,8 @@ def graph_tables(functions: SplitFunctions, title: str) -> str:
 
 
 def specialized_text(functions: SplitFunctions) -> list[str]:
-    """Lines for a report: the sets of outputs without a gradient for which specialised graphs
-    exist.
+    """Lines for a report, one for each pair of I and W that was compiled for a backward in which
+    some outputs get no gradient.
     """
     return [
         f"Backwards without a gradient of {few(sorted(missing), 3)} run I and W of their own, "
@@ -235,13 +235,14 @@ def dump(
     ``backward.py`` and ``boundary.md`` into a folder. If the backend generates code, the code of
     each graph compiled so far is written too, as ``forward.generated.py``. Each kind of repeated
     block has a folder of its own, with F, I and W. With matplotlib, and if the graphs are small
-    enough to be read, ``graphs.svg`` shows F, I and W beside each other, with the bytes that cross.
+    enough to be read, ``graphs.svg`` shows F, I and W beside each other, with the bytes of tensors
+    that cross from one to another.
 
     Args:
         functions: the graphs.
         folder: the folder for the files.
         title: the name of the module.
-        fold_views: write views that only one matrix product reads inside its call.
+        fold_views: whether a view that only a matrix product reads is written inside its call.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -299,8 +300,8 @@ _HERE = pathlib.Path(__file__).parent
 
 
 def program(name: str, module: fx.GraphModule, title: str, *, fold_views: bool = False) -> str:
-    """A graph as Python that runs: ``def name(args, constants)``, see ``codegen.generate``. Graphs
-    that it calls are read from folders beside its file.
+    """A graph as Python that runs: ``def name(args, constants)``, see ``codegen.generate``. The
+    program reads called graphs from folders beside the program's file.
     """
     text = f'"""{name} of {title}, written by autosplit."""\n\n{codegen.HEADER}\n\n'
     constants = ", ".join(codegen.constants(module))

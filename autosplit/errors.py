@@ -122,12 +122,12 @@ class DeferralWarning(UserWarning):
 
     @classmethod
     def issue(cls, name: str, share: float, because: str) -> bool:
-        """Warn if the share is below one half.
+        """Warn if less than half of a module's weight gradients can be deferred.
 
         Args:
             name: the name of the module.
-            share: the share of its weight gradients that can be deferred.
-            because: the reason why the others cannot be deferred.
+            share: the share of the module's weight gradients that can be deferred, from 0 to 1.
+            because: the reason why the other weight gradients cannot be deferred.
 
         Returns:
             Whether a warning was given.

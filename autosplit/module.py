@@ -1,7 +1,7 @@
 """``SplitModule``: an ``nn.Module`` whose ``backward()`` runs I, and whose W runs later.
 
 split_module(x)   SplitModule.forward       refuses transforms, computes W beyond max_pending
-  inputs ──►      ModuleCall.of             leaves and signature, made once
+  inputs ──►      ModuleCall.of             the flattened inputs and their signature
   call ──►        Specializations.fitting   graphs whose guards hold, or a capture
   functions ──►   run_split                 one node of autograd's graph, whose backward is I
   leaves ──►      SplitFunctions.run        F
@@ -70,8 +70,8 @@ class SplitModule(ModuleProxy):
     Setting ``.grad`` to None, replacing it, or zeroing it drops the pending gradients of that
     parameter. Shape, dtype and device of a lazy gradient are known without a computation.
 
-    In three cases ``backward()`` computes weight gradients, too: a parameter has a hook, in which
-    an optimizer may step (``report()`` names such parameters); parameters are computed
+    In three cases ``backward()`` computes weight gradients, too: a parameter has a hook, because an
+    optimizer may step in it (``report()`` names such parameters); parameters are computed
     (``torch.func.functional_call``); or ``DistributedDataParallel`` averages gradients, which it
     does outside of ``no_sync()``. ``torch.autograd.grad`` and ``backward(inputs=...)`` compute
     input gradients only; with parameters they raise ``SplitError``.
@@ -172,8 +172,8 @@ class SplitModule(ModuleProxy):
         if in_transform():
             raise SplitError(
                 "a split module was called inside a torch.func transform (vmap, grad, jvp, ...) or "
-                "forward-mode differentiation, which would silently lack its weight gradients; "
-                "transform the unsplit model instead, which is .unsplit of this one"
+                "forward-mode differentiation, where weight gradients would silently be missing; "
+                "transform the model itself instead: .unsplit of the split module"
             )
         if self._sharded is None and is_fsdp_managed(
             self.unsplit
@@ -361,7 +361,7 @@ class SplitModule(ModuleProxy):
 
         Args:
             folder: the folder for the files; created if it does not exist.
-            fold_views: write views that only one matrix product reads inside its call.
+            fold_views: whether a view that only a matrix product reads is written inside its call.
 
         Raises:
             SplitError: nothing has been captured yet.

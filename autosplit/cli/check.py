@@ -45,7 +45,8 @@ def read_schedule(
             a name.
 
     Raises:
-        ScheduleError: the schedule does not exist, is illegal, or has other numbers than expected.
+        ScheduleError: the schedule does not exist, is illegal, or has another number of ranks or
+            microbatches than expected.
     """
     if source in SCHEDULES and ranks is not None:
         stages = ranks * (SCHEDULES[source].chunks or 2)
@@ -71,8 +72,8 @@ def read_schedule(
 
 
 def certificate(schedule: Schedule, programs: Programs) -> tuple[dict[str, str], str]:
-    """Decide whether a step also ends if queues share a connection or a kernel slot. Return
-    (verdict under each rule, text with what is proved and the communicators).
+    """Decide whether a step still ends if all communicators share one connection to the device, or
+    one kernel slot. Return (verdict by rule of sharing, text with the proof and the communicators).
 
     Args:
         schedule: the schedule.

@@ -103,8 +103,8 @@ def _write_json(comparison: Comparison, file: pathlib.Path) -> None:
 
 
 def _write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Write a trace and a picture of the typical steps, and return the paths. Below each step, the
-    trace has the simulated step, in which no time is lost.
+    """Write a trace and a picture of the typical steps, and return the paths. Below each measured
+    step, the trace has the simulated step, in which actions wait for nothing but their inputs.
     """
     rows, both = [], []
     for row, timeline, ideal in zip(

@@ -52,9 +52,9 @@ class Configuration(NamedTuple):
     """One way to run a model: stages, size of a microbatch and schedule.
 
     Attributes:
-        stages: N.
-        size: samples in a microbatch.
-        request: the requested schedule, with M and the number of ranks.
+        stages: the number of stages.
+        size: the number of samples in a microbatch.
+        request: the requested schedule, with the numbers of microbatches and ranks.
         outcome: the cuts and the predicted step, or the error because of which it cannot run.
     """
 
@@ -65,9 +65,10 @@ class Configuration(NamedTuple):
 
     @property
     def key(self) -> tuple[float, float]:
-        """Sort key, the best first: seconds of a step, to a hundredth, because predictions are not
-        more precise; then bytes of the rank with the most. Configurations that cannot run come
-        last.
+        """Sort key, the best first: the seconds of a step, then the bytes on the fullest rank.
+
+        Seconds that differ by less than about 1 % count as equal, because predictions are not more
+        precise. Configurations that cannot run come last.
         """
         if not isinstance(self.outcome, Solution):
             return (math.inf, getattr(self.outcome, "least", math.inf))
@@ -138,7 +139,7 @@ def search_plans(
         raise lost
     if not isinstance(lost, Solution):
         reasons = dict.fromkeys(str(configuration.outcome) for configuration in configurations)
-        raise PlanError("nothing can run: " + "; ".join(reasons))
+        raise PlanError("no configuration can run: " + "; ".join(reasons))
     return configurations
 
 

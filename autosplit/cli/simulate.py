@@ -65,8 +65,8 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
     """Simulate every schedule in every form, and the shortest schedule that ``search`` finds.
 
     Args:
-        costs: the costs of one stage per rank. For a schedule with several stages per rank, each
-            stage is cut into that many equal stages.
+        costs: the costs of one stage per rank. For a schedule with C stages per rank, each of these
+            stages is cut into C equal stages.
         microbatches: M >= 1.
         chunks: stages per rank, for schedules that admit any number.
         cap: the most memory of a rank.
@@ -113,7 +113,9 @@ def _simulated(
 def _per_stage(
     option: str, numbers: Sequence[float], size: int, stages: int
 ) -> list[Sequence[float]]:
-    """The numbers of an option, ``size`` for each stage."""
+    """Divide an option's numbers among the stages, ``size`` for each. If the option has ``size``
+    numbers in all, every stage gets these.
+    """
     if len(numbers) == size:
         return [numbers] * stages
     if len(numbers) != size * stages:

@@ -189,7 +189,7 @@ def loss_named(spec: str | None, target: Any) -> Callable[[Any, Any], Tensor]:
 
 def own_loss(output: Any, targets: Any) -> Tensor:
     """The loss of a model that computes one: the output's attribute `loss`, or the output if it is
-    a number. Otherwise the mean square of its first floating-point tensor stands in for a loss.
+    a number. Otherwise the mean square of the output's first floating-point tensor.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
@@ -242,7 +242,7 @@ def samples_of(inputs: Any) -> int:
     if not counts or not counts[0]:
         raise PlanError(
             "the example inputs have no tensor with samples along dimension 0, from which a batch "
-            "could be made: return one from the factory"
+            "could be made: return such a tensor from the factory"
         )
     return counts[0]
 
@@ -262,7 +262,7 @@ def tokens_of(inputs: Any) -> int | None:
 
 
 def _half_of_memory() -> float:
-    """Half of this machine's memory, or of its devices' memory, in bytes."""
+    """Half of the memory of all CUDA devices, or without any, of this machine, in bytes."""
     if torch.cuda.device_count():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return sum(device.total_memory for device in devices) / 2

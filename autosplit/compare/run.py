@@ -193,7 +193,7 @@ _Summary = tuple[Row, Timeline, Timeline]
 
 @dataclasses.dataclass
 class _Run:
-    """One of the two trainers, and its measurements."""
+    """The fused or the split trainer of a case, and its measurements."""
 
     trainer: PipelineTrainer
     split: bool
@@ -278,8 +278,8 @@ class _Case:
         )
 
     def _schedule_of_cuts(self, schedule: str) -> str | Schedule:
-        """The schedule for which the model is cut; for "auto", the schedule of its measured
-        steps.
+        """The schedule for which the model is cut. For "auto", it is the schedule of the first
+        steps, which "auto" measures.
         """
         if schedule != AUTO:
             return schedule

@@ -160,8 +160,8 @@ class GraphOwner(Protocol):
     """Protocol of the object that owns Dynamo's graphs and collects their pending W.
 
     Attributes:
-        anchor: the input of the graphs' autograd nodes that stands for the parameters; it has the
-            queue of pending W.
+        anchor: an input of every graph's autograd node. It stands for the parameters, and refers to
+            the queue of pending W.
     """
 
     anchor: WeightAnchor
@@ -307,8 +307,8 @@ class SplittingBackend:
     def __deepcopy__(self, _: dict[int, Any]) -> SplittingBackend:
         """Return the backend itself instead of a copy.
 
-        Lightning makes ``torch.compile`` copy its arguments. A copy would copy the owner, which
-        would compile and copy again, without end.
+        Lightning makes ``torch.compile`` copy its arguments. A copy of the backend would include
+        its owner. Copying the owner compiles, which copies the backend again, without end.
         """
         return self
 

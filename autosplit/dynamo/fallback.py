@@ -80,8 +80,8 @@ class Fallback:
     def run_by_graphs(self, partial: PartialModel, args: Any, kwargs: Any) -> Any:
         """Run a forward graph by graph.
 
-        If the first such forward fails, it runs again by plain autograd. If that succeeds, all
-        later forwards run by plain autograd.
+        If the first forward fails graph by graph, it runs again by plain autograd. If it succeeds
+        by plain autograd, all later forwards run by plain autograd, too.
         """
         if self._failure is not None:
             return self.run_unsplit(self._failure, args, kwargs)

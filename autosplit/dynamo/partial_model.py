@@ -272,7 +272,7 @@ class PartialModel:
 
         Args:
             folder: gets a subfolder for each graph of Dynamo.
-            fold_views: write views that only one matrix product reads inside its call.
+            fold_views: whether a view that only a matrix product reads is written inside its call.
 
         Raises:
             OutputError: the folder cannot be written.

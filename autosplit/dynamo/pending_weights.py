@@ -1,7 +1,7 @@
 """Pending weight gradients of compiled models: ``autosplit.backward_weight(model)``.
 
 ``torch.compile(model, backend="autosplit")`` returns no object of autosplit. So pending work is
-found from the parameters: their lazy gradients refer to it.
+found through the parameters, whose lazy gradients refer to the work.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class ForwardCall:
-    """One forward call of the model, or of one graph if the owner does not know the model's calls.
+    """One forward call of the model; for graphs without a ``PartialModel``, of one graph.
 
     Attributes:
         fused_backward: whether the call's backward is I and W in one.
-        in_data_parallel: whether data parallelism wraps it and counts visits of the parameters.
+        in_data_parallel: whether a data-parallel wrapper of the model counts the gradients that
+            each parameter gets in the call's backward.
         calls: number of runs of each graph.
         deferred: the parameters whose gradients W of the called graphs computes.
     """
@@ -48,7 +49,7 @@ class ForwardCall:
 
 
 class PendingOnParameters(PendingQueue):
-    """Owner of one graph's pending work; it is found from the graph's parameters."""
+    """Owner of one graph's pending work. ``Deferral`` finds it through the graph's parameters."""
 
     def __init__(self, bound: PendingBound) -> None:
         super().__init__(Delivery(), bound)
@@ -62,8 +63,8 @@ class PendingOnParameters(PendingQueue):
         """Do nothing, because there is no report for which graphs would be recorded."""
 
     def enter_graph(self, part: DynamoGraph, parameters: Sequence[nn.Parameter]) -> ForwardCall:
-        """Return a new ``ForwardCall`` each time, because only backwards distinguish
-        microbatches.
+        """Return a new ``ForwardCall`` for each call of the graph. Only the backward shows which
+        calls belong to one microbatch.
         """
         wrapper = data_parallel()
         if wrapper is not None:
@@ -157,7 +158,7 @@ class Deferral:
             owner.discard_all()
 
     def _owners(self) -> list[PendingOnParameters]:
-        """The queues with pending work for these parameters."""
+        """The queues with pending work for this object's parameters."""
         slots = [GradientSlot.of(parameter) for parameter in self._parameters]
         queues = dict.fromkeys(slot.queue for slot in slots if slot)
         owners = [queue for queue in queues if isinstance(queue, PendingOnParameters)]

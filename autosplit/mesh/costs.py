@@ -45,7 +45,7 @@ class DeviceSpeed:
         call: the least time of an operator, in seconds.
 
     Raises:
-        PlanError: a rate that is not positive, or an impossible time.
+        PlanError: a rate is not positive, or ``call`` is negative.
     """
 
     flops_per_second: float
@@ -165,7 +165,9 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend for messages of a device's tensors, as in the default process group."""
+    """The name of the communication backend for a device's tensors: "nccl" for CUDA, else as in the
+    default process group.
+    """
     if device.type == "cuda":
         return "nccl"
     if not dist.is_initialized():

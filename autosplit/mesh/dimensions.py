@@ -65,8 +65,8 @@ class RankLayout:
         device_type: the device type of the mesh, such as "cpu"; empty without a mesh.
         places: the ``Place`` of each pipeline, in the order of ``pipelines``.
         sharded: whether the mesh has a dimension for shards.
-        inner: "ep" or "cp", whichever the mesh has, else empty. Along it, ranks exchange
-            activations, and the sharding of a stage's parameters continues.
+        inner: the mesh dimension "ep" or "cp", or empty without one. Ranks along this dimension
+            exchange activations. Shards of a stage's parameters are divided over it, too.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -112,7 +112,7 @@ class RankLayout:
 
     @classmethod
     def alone(cls, ranks: int) -> RankLayout:
-        """One pipeline, of all ranks of the default process group or of one process."""
+        """The layout without a mesh: one pipeline of the ranks 0 to ``ranks`` - 1."""
         return cls((tuple(range(ranks)),))
 
     @property
@@ -142,7 +142,7 @@ class RankLayout:
 
     @property
     def exchanges(self) -> bool:
-        """Whether graphs of several ranks exchange tensors with each other."""
+        """Whether graphs exchange tensors with the graphs of other ranks, as along "tp"."""
         return len({(place.tensor, place.inner) for place in self.places}) > 1
 
     @property
@@ -157,9 +157,7 @@ class RankLayout:
 
     @property
     def columns(self) -> list[tuple[int, ...]]:
-        """For each rank of a pipeline, all ranks of the mesh at the same place in their
-        pipelines.
-        """
+        """For each pipeline rank, the ranks of the mesh that have this rank in their pipelines."""
         return [*zip(*self.pipelines, strict=True)]
 
     @property
@@ -212,8 +210,8 @@ def _names(mesh: Any) -> tuple[str, ...]:
     names = mesh.mesh_dim_names
     if not names:
         raise PipelineError(
-            f"the dimensions of the mesh of {tuple(mesh.shape)} ranks have no names: "
-            f"init_device_mesh(..., mesh_dim_names=(...)) of {known_dimensions()}"
+            f"the dimensions of the mesh of {tuple(mesh.shape)} ranks have no names: pass "
+            f"init_device_mesh(..., mesh_dim_names=(...)) names of {known_dimensions()}"
         )
     check_dimensions(names)
     return tuple(names)
@@ -230,7 +228,7 @@ def check_dimensions(names: Sequence[str]) -> None:
             raise PipelineError(f"mesh_dim_names must be different, got {', '.join(names)}")
         if name not in DIMENSIONS:
             raise PipelineError(
-                f"mesh dimension {name!r} is not supported; those that are: {known_dimensions()}"
+                f"mesh dimension {name!r} is not supported; supported: {known_dimensions()}"
                 f"{nearest(name, DIMENSIONS)}"
             )
     for one, other, advice in _APART:
@@ -246,6 +244,6 @@ def _check_ranks(ranks: Sequence[int], names: Sequence[str], shape: Sequence[int
     if sorted(ranks) != [*range(world)]:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
         raise PipelineError(
-            f"the mesh ({sizes}) is of {math.prod(shape)} ranks, {sorted(ranks)}, and the process "
-            f"group has {world}, 0 to {world - 1}: a mesh is of all of them, each once"
+            f"the mesh ({sizes}) has {math.prod(shape)} ranks, {sorted(ranks)}, but the process "
+            f"group has {world} ranks, 0 to {world - 1}: the mesh must have each of these once"
         )

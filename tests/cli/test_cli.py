@@ -226,7 +226,7 @@ def test_plan_of_ranks_that_measure(tmp_path: pathlib.Path) -> None:
     best = next(row for row in result.output.splitlines() if " 1.000x " in row)
     assert f" {step} " in best  # one figure for a step
     refused = run(f"{command} --stages 9")
-    assert "nothing can run: cannot cut 6 blocks into 9 stages" in refused.output
+    assert "no configuration can run: cannot cut 6 blocks into 9 stages" in refused.output
 
 
 def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.Path) -> None:
@@ -522,7 +522,7 @@ def test_check(tmp_path: pathlib.Path) -> None:
         (("check", "zbv", "--mesh", "pp=4"), "did you mean 'zb-v'?"),
         (
             ("check", "1f1b", "--mesh", "pp=2,tensor=2"),
-            "'tensor' is not supported; those that are: 'pp'",
+            "'tensor' is not supported; supported: 'pp'",
         ),
         (("check", "1f1b", "--mesh", "pp=2,dp_shards=2"), "did you mean 'dp_shard'"),
         (("check", "1f1b", "--mesh", "pp=2,dp=2"), "did you mean 'dp_replicate' or 'dp_shard'?"),

@@ -232,11 +232,11 @@ def test_refusals() -> None:
     assert_refused(
         [
             (
-                f"mesh dimension 'dp' is not supported; those that are: {KNOWN}",
+                f"mesh dimension 'dp' is not supported; supported: {KNOWN}",
                 built(mesh_of(pp=2, dp=2)),
             ),
             (
-                "the dimensions of the mesh of (2, 2) ranks have no names: init_device_mesh(",
+                "the dimensions of the mesh of (2, 2) ranks have no names: pass init_device_mesh(",
                 built(init_device_mesh("cpu", (2, 2))),
             ),
             (
