@@ -1,4 +1,4 @@
-"""Schedules and the engine that drives split stages through them over several processes."""
+"""Schedules, and the engine that runs split stages by a schedule over several processes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -173,7 +173,7 @@ def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:
     """The times of each block: the sums over its stages.
 
     Raises:
-        ScheduleError: not triples of finite numbers >= 0, or not one for each stage.
+        ScheduleError: ``times`` has other values than finite numbers >= 0, three for each stage.
     """
     rest = iter(per_stage(times, sum(sizes)))
     sums = []

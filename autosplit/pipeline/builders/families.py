@@ -130,12 +130,12 @@ def naive(ranks: int, microbatches: int) -> ScheduleTemplate:
 def zb_h2(ranks: int, microbatches: int) -> ScheduleTemplate:
     """Stage r warms up with 2(N-r)-1 forwards. A rank that has finished starts the next step.
 
-    Source: ZB-H2 of Zero Bubble (Qi et al., arXiv 2401.10241). Crossing the step needs an
-    optimizer that does not wait for all ranks: it steps at once, and is rolled back if a later
-    check of the whole gradient fails (the paper's post-validation).
+    Source: ZB-H2 of Zero Bubble (Qi et al., arXiv 2401.10241). Steps overlap only if the optimizer
+    does not wait for all ranks: it steps at once, and is rolled back if a later check of the whole
+    gradient fails (the paper's post-validation).
 
     Bubble for equal stages and M >= 2N-1: each rank idles (N-1)(F+I-2W) between its first and last
-    action, if no W is longer than an F or an I; nothing for F = I = W.
+    action, if no W is longer than an F or an I. For F = I = W no rank idles.
 
     Activation memory: at most min(2N-1, M) microbatches between F and W on every stage.
     """
@@ -146,11 +146,11 @@ def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
     """Every microbatch goes forward before the first one goes backward.
 
     Source: GPipe (Huang et al., arXiv 1811.06965), with the backwards oldest microbatch first.
-    The split placement is that of 2BP (Rae, Lee and Richings, arXiv 2405.18047).
+    The placement of W at the end is that of 2BP (Rae, Lee and Richings, arXiv 2405.18047).
 
     Bubble ratio for F = I = W, N stages: (N-1)/(M+N-1) with full backwards, 2(N-1)/(3M+2(N-1)) with
     a split backward; for M = N that is (N-1)/(2N-1) and 2(N-1)/(5N-2). If all stages are equal,
-    both placements of W give the same order, because the Is arrive without a gap.
+    ``"2bp"`` and ``"fill"`` give the same order, because the Is arrive without a gap.
 
     Activation memory per stage: all M microbatches. With a split backward, deferred tensors stay
     until the end.
@@ -163,8 +163,8 @@ def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
 def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:
     """F and I in the order of 1F1B, and a W wherever a rank would wait.
 
-    Source: ZB-H1 of Zero Bubble (Qi et al., arXiv 2401.10241). It is 1F1B with ``weights="fill"``,
-    under its name in the literature.
+    Source: ZB-H1 of Zero Bubble (Qi et al., arXiv 2401.10241), which is 1F1B with
+    ``weights="fill"``.
 
     Bubble for equal stages and M >= N: each rank idles (N-1)(F+I-W), if no W is longer than an F or
     an I. For F = I = W that is a third of 1F1B's (N-1)(F+I+W).

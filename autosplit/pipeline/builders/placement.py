@@ -1,9 +1,9 @@
 """Place the Ws, for every schedule that can split its backward.
 
 A builder gives the order of F and B on each rank, as a ``ScheduleTemplate``. This file turns every
-B into an I, and places the Ws, oldest microbatch first. They go where 2BP has them, or where a rank
-would otherwise wait. The second is greedy list scheduling under assumed durations: a rank that
-cannot start its next F or I runs a W instead. F and I keep their order.
+B into an I, and places the Ws, oldest microbatch first. ``weights="2bp"`` places them as the 2BP
+paper does. ``weights="fill"`` is greedy list scheduling under assumed durations: a rank that cannot
+start its next F or I runs a W instead. F and I keep their order.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class WeightPlacer:
         self._forward = [action.kind is ActionKind.FORWARD for action in self._graph.actions]
 
     def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Numbers:
-        """Place each W, and return the rows with their Ws, as numbers of actions.
+        """Place each W, and return each rank's row as numbers of actions, for ``rows``.
 
         Args:
             times: per stage, the assumed durations.
@@ -261,7 +261,8 @@ def per_stage(times: Times, stages: int) -> list[StageTimes]:
     """``times`` as one triple per stage.
 
     Raises:
-        ScheduleError: not triples of finite numbers >= 0, or not one for each stage.
+        ScheduleError: ``times`` is neither one triple of finite numbers >= 0, nor one for each
+            stage.
     """
     rows: list[object] = list(times) if isinstance(times, Sequence) else []
     triples = rows if all(isinstance(row, Sequence) for row in rows) else [times] * stages

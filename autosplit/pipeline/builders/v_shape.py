@@ -11,7 +11,7 @@ it is repeated at a fixed interval and then squeezed. The distances between neig
 the block set how long activations live, and so the memory. The V makes the memory equal on every
 rank.
 
-| name | activations, of 1F1B's | bubble |
+| name | activations, beside 1F1B's | bubble |
 |---|---|---|
 | zb-v | as much | hardly any |
 | v-half | half | about half of 1F1B's |
@@ -44,7 +44,9 @@ _Slots = tuple[int, int, int, int]
 
 
 def v_shape(ranks: int, microbatches: int, distances: Distances) -> ScheduleTemplate:
-    """Stages r and 2P-1-r on rank r of P, in the order of the repeated block."""
+    """The V-shape with these distances: rank r of P holds the stages r and 2P-1-r, and runs their F
+    and B in the order that the repeated block gives.
+    """
     block = _block(ranks, distances)
     return ScheduleTemplate(
         tuple(_row(rank, ranks, microbatches, block[rank]) for rank in range(ranks)),
@@ -65,8 +67,10 @@ def _row(rank: int, ranks: int, microbatches: int, slots: _Slots) -> Row:
 
 
 def _block(ranks: int, distances: Distances) -> list[_Slots]:
-    """The slots of each rank in the repeated block. Of all possible turns of the V, the turns with
-    the fewest microbatches alive are taken.
+    """The slots of each rank in the repeated block.
+
+    The slots between passes at the turns of the V are free to choose. The choice with the fewest
+    microbatches in flight is returned.
     """
     best: tuple[tuple[int, int, tuple[int, ...]], list[_Slots]] | None = None
     for turns in product(range(1, _INTERVAL + 1), repeat=3):
@@ -79,7 +83,7 @@ def _block(ranks: int, distances: Distances) -> list[_Slots]:
     if best is None:
         raise ScheduleError(
             f"no block of passes with the distances {distances} repeats every {_INTERVAL} slots on "
-            f"{ranks} ranks: use zb_v, v_half or v_min"
+            f"{ranks} ranks: use the distances of 'zb-v', 'v-half' or 'v-min'"
         )
     return best[1]
 
@@ -133,8 +137,7 @@ def _next(slot: int, place: int) -> int:
 
 
 def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """The V-shape in which neighbouring ranks run a pass 4, 2, 4 and 2 slots apart: F down, F up, B
-    down and B up.
+    """The V-shape in which neighbouring ranks run F down 4 slots apart, F up 2, B down 4, B up 2.
 
     Source: ZB-V of Zero Bubble (Qi et al., arXiv 2401.10241, section 6), as V-ZB of arXiv
     2405.15362.
@@ -150,8 +153,7 @@ def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
 
 
 def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """The V-shape in which neighbouring ranks run a pass 1, 2, 1 and 2 slots apart: F down, F up, B
-    down and B up.
+    """The V-shape in which neighbouring ranks run F down 1 slot apart, F up 2, B down 1, B up 2.
 
     Source: V-Half of Qi et al., arXiv 2405.15362.
 

@@ -61,9 +61,9 @@ input one.
 class Boundaries:
     """The agreed boundaries of microbatches of one combination of sizes, in training or evaluation.
 
-    Boundary s is after stage s. The last one holds the loss, and no message crosses it. In
-    training, boundaries are known before the step, except after a stage without graphs. Otherwise,
-    a rank knows a boundary once a message has crossed it.
+    Boundary s is after stage s. The last boundary holds the loss, and no message crosses it. In
+    training, ranks know all boundaries before the step, except boundaries after a stage without
+    graphs. A rank learns such a boundary, and each boundary in evaluation, from its first message.
 
     Attributes:
         outputs: by stage, the metadata of the stage's outputs.
@@ -81,7 +81,7 @@ class Boundaries:
         """The boundaries of microbatches of other sizes, of which the same tensors get gradients.
 
         Args:
-            outputs: by stage, the outputs of the stage, as far as they are known.
+            outputs: by stage, the metadata of the stage's outputs; unknown outputs are left out.
         """
         other = copy.copy(self)
         other.outputs, other._tensors = dict(outputs), {}

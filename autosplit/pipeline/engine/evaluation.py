@@ -15,7 +15,7 @@ from autosplit.torch_internals.state import preserve_modes, versions
 
 
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forwards of this number of microbatches, with the placement of ``schedule``.
+    """The schedule of ``microbatches`` forwards of each stage, with the placement of ``schedule``.
 
     Each rank runs forwards in the order in which they could start if the rank were never busy. So
     no rank waits while it could run another of its forwards.
@@ -48,7 +48,8 @@ class ModuleStage:
         module: the stage's module.
         index: the stage's index in the pipeline.
         shared: positions of arguments that other stages may read as well.
-        gathering: returns a context for each call of the module.
+        gathering: ``gathering()`` returns the context for a call of the module, in which its
+            sharded parameters are whole.
 
     Attributes:
         part_names: names of the parts of the loss in the outputs; None before the first call.
@@ -80,8 +81,8 @@ class ModuleStage:
             outputs = self._module(*args)
         if versions(args[place] for place in self._shared) != versions_before:
             raise PipelineError(
-                f"stage {self._index} writes in place into an input that other stages take, so "
-                "they would read the changed values. Let its module write into a copy"
+                f"stage {self._index} writes in place into an input that other stages also read, "
+                "so they would read the changed values. Let the stage's module write into a copy"
             )
         outputs, self.part_names = flat_outputs(self._index, outputs, self.part_names)
         return outputs

@@ -42,7 +42,7 @@ class BoundAction(NamedTuple):
         compute: the work, called with the result of ``fetch`` if there is one.
         fetch: waits for the action's input and returns it.
         deliver: passes the result on to other stages.
-        waits: calls that wait for moves that the action needs, and that post receives.
+        waits: the calls before the action: they wait for the action's moves, or post receives.
         recorded: the actions for which the recorder records ``compute``: empty if the action
             computes nothing, several if they run as one call. Moves record their times themselves.
     """
@@ -68,14 +68,14 @@ class Executor:
         messages: carries tensors between stages.
         activity: records the rank's present action, for error texts and timeouts.
         moves: carries out the schedule's moves; None if the schedule has no moves.
-        batch_arguments: for each stage, maps the position of an argument to the name of the batch's
-            input that it is, for inputs that need a gradient.
+        batch_arguments: the stages' arguments that are inputs of the batch and need a gradient: by
+            stage and by position of the argument, the name of the input.
         seeds: seeds the generators before each call of a stage that is not an ``autosplit.Stage``;
             a ``Stage`` seeds them itself.
         sharding: gathers and reduces sharded stages at the schedule's actions for it; None: no
             stage is sharded.
-        watch: returns an action of kind F, I or B with calls that also record its arguments and
-            results; None: nothing is recorded.
+        watch: ``watch(bound)`` wraps the calls of an F, I or B so that its arguments and results
+            are recorded; None: they are not recorded.
 
     Attributes:
         batch_gradients: gradients of the batch's inputs in the last run, by name and microbatch.
@@ -236,7 +236,7 @@ class Executor:
         if kind.is_move:
             if moves is None:
                 raise PipelineError(
-                    f"{action} is scheduled, but the executor cannot move: pass "
+                    f"{action} is scheduled, but the executor has no moves: pass "
                     "Executor(moves=Moves(...))"
                 )
             return BoundAction(action, partial(moves.start, position))

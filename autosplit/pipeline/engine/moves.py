@@ -1,8 +1,8 @@
 """Carry out moves of activations. Tensors of a microbatch are kept for a while in an offload target
 on the host or in the memory of a partner rank.
 
-``schedule/moves.py`` says which action waits for which. At its place in the row, a move only
-starts; the transfer runs in a lane of its own. Storages are freed one by one as they leave, and
+``schedule/moves.py`` says which action waits for which move. At its place in the row, a move only
+starts its transfer, which a ``Lane`` runs. Storages are freed one by one as they leave, and
 allocated one by one as they arrive.
 """
 
@@ -96,7 +96,8 @@ Tickets = Sequence[tuple[int, Any]]
 
 
 class PartnerMemory:
-    """The memory of a partner rank as an offload target: the other rank takes what one rank puts.
+    """The memory of a partner rank as an offload target: each ``put`` sends to the partner's
+    ``take``.
 
     Args:
         groups: the trainer's process groups, in which the two ranks are connected.
@@ -216,8 +217,8 @@ class Moves:
         """Prepare for the moves of a new step.
 
         Args:
-            other_references: a function from a microbatch to those of its tensors to which callers
-                also refer.
+            other_references: a function that returns the tensors of a microbatch to which callers
+                also refer, so that moving them would free no memory.
         """
         self._transfers.clear()
         self._in_transit.clear()
@@ -272,7 +273,7 @@ class Moves:
         return [Span(self._rank, self._row[at], *future.result()[1:]) for at, future in transfers]
 
     def _add(self, move: ActivationMove) -> None:
-        """Add the departure and arrival of a move of this rank's stage."""
+        """Bind a move of this rank's stage to the row: its departure and its arrival."""
         stage: Any = self._stages.get(move.stage)
         action = self._row[move.leaves]
         if not hasattr(stage, "detach_held"):
@@ -310,7 +311,7 @@ class Moves:
         self._arrivals[move.used] = stage, move.microbatch, move.comes
 
     def _add_partner_move(self, move: ActivationMove) -> None:
-        """Add the arrival and return of a move of the partner's stage."""
+        """Bind a move of the partner's stage to the row: the arrival here, and the return."""
         partner, accepted = self._partner, move.accepted
 
         def start_return() -> TransferFuture:

@@ -72,7 +72,7 @@ class OffloadFile:
         except OSError as error:
             raise PipelineError(
                 f"{region.size:,} bytes cannot be offloaded to a file in {self.folder}, which has "
-                f"{region.start:,} already: {error.strerror}. Free disk space, name another folder "
+                f"{region.start:,} bytes: {error.strerror}. Free disk space, name another folder "
                 "(store=), or offload less"
             ) from error
         return region
@@ -99,8 +99,8 @@ class OffloadFile:
         self._free[ticket.size.bit_length()].append(ticket.start)
 
     def _allocate(self, size: int) -> _FileRange:
-        """A free range of the file, whose size is the next power of two, or a new range at the
-        end.
+        """A range of the file for ``size`` bytes: a free range, or a new one at the end. The file's
+        ranges are powers of two.
         """
         bits = size.bit_length()
         if free := self._free[bits]:

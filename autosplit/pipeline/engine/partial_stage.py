@@ -121,7 +121,7 @@ class PartialStage:
         )
 
     def _set_module(self, module: nn.Module, index: int, dtype: torch.dtype | None) -> None:
-        """Set the module, without microbatches and gradients yet."""
+        """Set the module, and begin without microbatches and without gradients."""
         self.index, self._module = index, module
         self._works = _CollectedWorks(Delivery(), PendingBound(math.inf))
         self._root, self._leaves = torch.zeros((), requires_grad=True), UncachedLeaves()
@@ -227,7 +227,7 @@ class PartialStage:
             self._add(weights | {name: weights[name] + grad for name, grad in addends.items()})
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Run I, then W; arguments, result and errors are theirs."""
+        """Run I, then W, as ``backward_input`` and ``backward_weight`` do."""
         input_grads = self.backward_input(microbatch, output_grads)
         self.backward_weight(microbatch)
         return input_grads
@@ -242,7 +242,7 @@ class PartialStage:
         if self._deferred:
             raise SplitError(
                 f"stage {self.index}: weight gradients of microbatch {min(self._deferred)} are "
-                "pending; call backward_weight() for each first"
+                "pending: call backward_weight() for every pending microbatch first"
             )
         hooked = self._sums.add_to_parameters()
         if self.waiting_hooks is None:
@@ -321,8 +321,8 @@ class PartialStage:
 
 
 class _Entry(torch.autograd.Function):
-    """Autograd function whose result is a tensor without earlier history. So a forward may write
-    into it, and the graph does not keep the original.
+    """Autograd function that makes an input of a new autograd graph. A forward may write into this
+    input, and the graph does not keep the tensor from which it was made.
     """
 
     @staticmethod
@@ -355,8 +355,8 @@ class _CollectedWorks(PendingQueue):
 
 
 def _copied(module: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-    """Return (a copy of a module, or the module itself if it cannot be copied; a function that
-    restores the module's buffers and the random generators).
+    """Return (a copy of a module, a function without effect). If the module cannot be copied,
+    return (the module, a function that restores its buffers and the random generators).
     """
     try:
         return copy.deepcopy(module), lambda: None

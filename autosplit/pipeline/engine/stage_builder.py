@@ -73,7 +73,8 @@ class SplitStage:
             module: the stage's module.
             args: example arguments of the module.
             index: the stage's index in the pipeline.
-            varying: further example inputs, whose sizes the first capture leaves open.
+            varying: further example inputs. Sizes in which they differ from ``args`` are symbols in
+                the first capture.
 
         Raises:
             CaptureError: the module cannot be captured, and cannot or must not run as several
@@ -114,11 +115,12 @@ def traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage]:
 def check_inputs(
     modules: Mapping[int, nn.Module], dataflow: StageDataflow, inputs: Sequence[Tensor | None]
 ) -> None:
-    """Check a microbatch's inputs before stages are traced, which would raise a capture error.
+    """Check a microbatch's inputs before stages are traced: tracing with wrong inputs would raise
+    a capture error instead.
 
     Args:
-        modules: this rank's modules by stage. The method ``check_inputs`` of submodules that have
-            it is called.
+        modules: this rank's modules by stage. Submodules may have a method ``check_inputs``, which
+            is called.
         dataflow: the dataflow between stages.
         inputs: the inputs of one microbatch.
 
@@ -184,21 +186,21 @@ def build_stages(
     refuses: bool,
     device: torch.device,
 ) -> None:
-    """Build this rank's stages for microbatches of these sizes, and agree on the tensors between
-    all stages. Collective.
+    """Build this rank's stages for microbatches of new sizes, and agree with all ranks on the
+    tensors between stages. Collective.
 
-    Stages are built one after another. The rank of a stage builds it for the outputs of the stages
-    before it, and shares its size rules with all ranks.
+    Stages are built one after another. The rank of a stage builds it for the outputs of earlier
+    stages, and sends the stage's size rules to all ranks.
 
     Args:
         built: gets the stages, the boundaries and the size rules.
         modules: this rank's modules by stage, the last one with its loss.
         groups: the trainer's process groups.
-        factory: ``factory(module, arguments, varying, index=index)`` returns a stage for these
-            arguments. ``varying`` are arguments of other sizes.
-        rows: a microbatch of each combination of sizes that is new.
-        refuses: whether a microbatch that a stage cannot take is refused on all ranks, instead of
-            an error on this rank.
+        factory: ``factory(module, arguments, varying, index=index)`` returns a stage for
+            ``arguments``. ``varying`` are arguments of other sizes.
+        rows: one microbatch for each new combination of sizes.
+        refuses: if a stage cannot take a microbatch, whether all ranks raise a ``BatchError``. Else
+            the stage's rank raises the stage's error.
         device: the device of example inputs.
 
     Raises:
@@ -285,7 +287,7 @@ def _build_stage(
 def _use_rules(
     built: StageSet, index: int, facts: _StageFacts, rows: Sequence[MicrobatchExample]
 ) -> None:
-    """Add a stage's rules to those that all ranks have, and find its outputs for each row."""
+    """Add a stage's new size rules to the agreed rules, and set the stage's outputs in each row."""
     rules = built.rules[index]
     if rules is None or facts.rules is None:
         built.rules[index] = None

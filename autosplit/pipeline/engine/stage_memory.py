@@ -12,9 +12,9 @@ from autosplit.stage import Stage
 
 
 def footprint(stage: TrainableStage) -> tuple[float, float]:
-    """Bytes that a stage keeps for one microbatch: (from F to the backward, from I to W).
+    """Bytes that a stage keeps for one microbatch: (saved tensors, deferred tensors).
 
-    A stage without graphs returns (1, 1), so that microbatches are counted instead of bytes.
+    For a stage without graphs (1, 1), so that microbatches are counted instead of bytes.
     """
     if not isinstance(stage, Stage):
         return (1.0, 1.0)

@@ -57,8 +57,8 @@ class StageSeeds:
         source: the rank of the pipeline whose generator draws the number of a step.
 
     Attributes:
-        microbatches: the number of microbatches of the step, the most of any replica; set it after
-            ``begin_step``.
+        microbatches: the largest number of microbatches that any replica has in the step; to be set
+            after ``begin_step``.
     """
 
     def __init__(self, groups: Groups, device: torch.device, stages: int, source: int) -> None:

@@ -164,5 +164,5 @@ def test_distances_that_do_not_repeat_are_refused() -> None:
         v_shape(8, 2, (1, 1, 2, 2))
     assert str(caught.value) == (
         "no block of passes with the distances (1, 1, 2, 2) repeats every 6 slots on 8 ranks: "
-        "use zb_v, v_half or v_min"
+        "use the distances of 'zb-v', 'v-half' or 'v-min'"
     )
