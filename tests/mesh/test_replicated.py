@@ -244,7 +244,7 @@ def test_refusals() -> None:
                 built(named),
             ),
             (
-                "the mesh (pp=2) is of 2 ranks, [0, 1], and the process group has 4, 0 to 3",
+                "the mesh (pp=2) has 2 ranks, [0, 1], but the process group has 4 ranks, 0 to 3",
                 built(DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))),
             ),
             (
