@@ -160,8 +160,8 @@ def generators_kept() -> Iterator[None]:
     """Context that restores random generators at its end: the CPU's, and the generators of
     accelerators in use.
 
-    ``torch.random.fork_rng`` would initialise every GPU of the machine, after which processes
-    cannot be forked, and warn that there are several.
+    ``torch.random.fork_rng`` would initialise every GPU of the machine, and warn if there are
+    several. After the initialisation, processes cannot be forked.
     """
     devices = [torch.device("cpu")]
     if (accelerator := _in_use()) is not None:

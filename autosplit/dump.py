@@ -242,7 +242,7 @@ def dump(
         functions: the graphs.
         folder: the folder for the files.
         title: the name of the module.
-        fold_views: whether a view that only a matrix product reads is written inside its call.
+        fold_views: whether the call of a matrix product contains the views that only it reads.
 
     Raises:
         OutputError: the folder cannot be written.

@@ -361,7 +361,7 @@ class SplitModule(ModuleProxy):
 
         Args:
             folder: the folder for the files; created if it does not exist.
-            fold_views: whether a view that only a matrix product reads is written inside its call.
+            fold_views: whether the call of a matrix product contains the views that only it reads.
 
         Raises:
             SplitError: nothing has been captured yet.

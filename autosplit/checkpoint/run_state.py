@@ -75,8 +75,8 @@ def _plain(value: Any, subject: str) -> Any:
 
 
 class FoundGroup(NamedTuple):
-    """A checkpoint's options for a parameter group of an optimizer, and the entries with the state
-    of each of the group's parameters.
+    """A checkpoint's options for one parameter group of an optimizer, and for each parameter of the
+    group the entries with the parameter's state.
     """
 
     options: Mapping[str, Any]

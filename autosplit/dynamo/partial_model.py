@@ -272,7 +272,7 @@ class PartialModel:
 
         Args:
             folder: gets a subfolder for each graph of Dynamo.
-            fold_views: whether a view that only a matrix product reads is written inside its call.
+            fold_views: whether the call of a matrix product contains the views that only it reads.
 
         Raises:
             OutputError: the folder cannot be written.
