@@ -1,6 +1,6 @@
-"""Graph passes: joint forward/backward graph -> forward | backward_input | backward_weight.
+"""Graph passes that split a joint graph into forward, backward_input and backward_weight.
 
-Imports torch and nothing of autosplit.
+The package imports torch, and no other part of autosplit.
 """
 
 from .errors import PassError

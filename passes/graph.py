@@ -214,7 +214,7 @@ def set_outputs(
 
 
 def calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that compute something."""
+    """The nodes that call a function. Placeholders, attributes and the output are left out."""
     return (node for node in graph.nodes if node.op == "call_function")
 
 
@@ -267,7 +267,9 @@ def descendants(roots: list[fx.Node]) -> set[fx.Node]:
 
 
 def value_text(value: object) -> str:
-    """``f32[2, 3]`` for a tensor, the text of anything else, a tuple for several."""
+    """The text of a node's value: ``f32[2, 3]`` for a tensor, ``str(value)`` for a number. The
+    items of a tuple or list are in parentheses.
+    """
     if isinstance(value, torch.Tensor):
         shape = ", ".join(str(size) for size in value.shape)
         return f"{dtype_abbrs.get(value.dtype, str(value.dtype))}[{shape}]"
@@ -364,8 +366,9 @@ def is_size(node: fx.Node) -> bool:
 
 
 def with_concrete_sizes(value: Any, size: Callable[[Any], int] = concrete) -> Any:
-    """Replace symbolic sizes in a value, also inside containers. A tensor becomes one without data
-    and with concrete sizes, a symbolic number a number. Other values stay as they are.
+    """Replace symbolic sizes in a value, also inside containers. A tensor becomes a tensor without
+    data and with concrete sizes. A symbolic number becomes a plain number. Other values stay as
+    they are.
 
     Args:
         value: the value of a node.

@@ -1,8 +1,7 @@
-"""Run the passes, which two tuples list in order. Graphs are verified after every change, and
-dumped on request.
+"""Run passes over graphs. Graphs are verified after every change, and dumped on request.
 
-``PASSES`` split a joint graph. ``GRAPH_PASSES`` bring each resulting graph into the form in which
-it is compiled.
+Two tuples list the passes in order. ``PASSES`` split a joint graph. ``GRAPH_PASSES`` bring each
+resulting graph into the form in which it is compiled.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ PASSES: tuple[Pass, ...] = (
 
 
 class When(enum.Enum):
-    """When a graph pass runs."""
+    """The moments in the compilation of a graph at which graph passes run."""
 
     MISSING_GRADIENTS = "before I, W and B are compiled for outputs that have no gradient"
     JOINING = "before W is compiled for several microbatches in one call"
@@ -99,11 +98,11 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
 
 
 def run_graph_passes(when: When, program: SplitGraphs, form: GraphForm) -> Changed:
-    """Run the graph passes of one moment for one compiled graph, and verify the graphs that they
-    change.
+    """Run the graph passes that belong to ``when`` for one compiled graph, and verify the graphs
+    that the passes change.
 
     Args:
-        when: the moment in compiling.
+        when: the moment in the compilation.
         program: split graphs that ``run`` returned.
         form: the form of the graph.
 
@@ -125,9 +124,9 @@ def run_graph_passes(when: When, program: SplitGraphs, form: GraphForm) -> Chang
 
 
 def with_graph_passes(when: When, program: SplitGraphs, form: GraphForm) -> SplitGraphs:
-    """A program in which the passes of a moment have replaced the graphs that they change.
+    """The program in which graphs are replaced by those that ``run_graph_passes`` returned.
 
-    Arguments and errors are those of ``run_graph_passes``.
+    Arguments and errors are the same as of ``run_graph_passes``.
     """
     changed = run_graph_passes(when, program, form)
     return dataclasses.replace(program, **changed)  # type: ignore[arg-type]
@@ -140,7 +139,7 @@ def run(
     memory: str | int | Memory = BALANCED.name,
     dump: pathlib.Path | None = None,
 ) -> SplitGraphs:
-    """Joint graph -> forward | backward_input | backward_weight (and the fused backward).
+    """Split a joint graph into forward, fused backward, backward_input and backward_weight.
 
     Args:
         joint: a joint forward/backward graph with roles; it is changed in place.
@@ -150,9 +149,9 @@ def run(
         dump: folder for numbered readable files of the graphs after each pass.
 
     Raises:
-        PassError: an invariant is broken after a pass (every violation is listed), a pass
-            that reported no change added or removed nodes, or ``memory`` is unknown or cannot be
-            met.
+        PassError: ``memory`` is unknown or cannot be met; a pass broke an invariant (every
+            violation is listed); a pass returned False but added or removed nodes; or no pass made
+            a forward graph.
     """
     setting = memory if isinstance(memory, Memory) else memory_setting(memory)
     program = SplitGraphs(joint, setting)
@@ -189,8 +188,8 @@ def _recompile(program: SplitGraphs) -> None:
 
 @dataclasses.dataclass
 class _Dump:
-    """Writes ``00_capture.joint.py``, and after each pass that changed something one file for each
-    graph, such as ``09_partition.forward.py``, with the difference in operator counts.
+    """Writes readable files of the graphs: first ``00_capture.joint.py``. After each pass, it
+    writes a file for each graph whose operator counts changed, such as ``09_partition.forward.py``.
     """
 
     folder: pathlib.Path | None
@@ -198,7 +197,7 @@ class _Dump:
     previous: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
 
     def write(self, name: str, program: SplitGraphs) -> None:
-        """Write the graphs whose operator counts have changed; nothing without a folder."""
+        """Write the graphs whose operator counts have changed. Do nothing if no folder is set."""
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

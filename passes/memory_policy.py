@@ -72,7 +72,8 @@ def memory_setting(
     Saved tensors, temporaries of a graph, parameters and gradients do not count.
 
     Raises:
-        PassError: an unknown name (lists the known ones), or a value that is no number of bytes.
+        PassError: ``memory`` is neither a known name nor a number of bytes. The error lists the
+            known names.
     """
     costs = CollectiveCosts() if collectives is None else collectives
     if isinstance(memory, str):

@@ -169,9 +169,9 @@ def graph_flops(graph: fx.Graph) -> int:
 
 
 def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
-    """FLOPs of the matrix products that compute weight gradients: (those in W, those in I). I
-    computes some because of the memory setting, to hide a collective, or because one operator
-    computes the gradients of input and weight together.
+    """Return (FLOPs in W, FLOPs in I) of the matrix products that compute weight gradients. I
+    computes some weight gradients because the memory setting asks for it, to hide a collective, or
+    because one operator computes the gradients of input and weight together.
 
     Args:
         graphs: the split graphs, with calls of subgraphs inlined.
@@ -187,8 +187,8 @@ def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
 
 
 def _gradients(module: fx.GraphModule, also: Iterable[Role]) -> list[fx.Node]:
-    """The nodes of the weight gradients that a graph returns, and of its results with roles in
-    ``also``.
+    """Nodes of the weight gradients that a graph returns, and nodes of the graph's results whose
+    roles are in ``also``.
     """
     wanted = set(also)
     return [
@@ -203,8 +203,8 @@ def _hands_on(node: fx.Node) -> bool:
 
 
 def _products(values: list[fx.Node]) -> tuple[set[fx.Node], set[Role]]:
-    """Follow values back through views and sums: return the products that they end at, and the
-    roles of the graph inputs that they end at.
+    """Follow values back through views and sums. Return the matrix products at which the values
+    end, and the roles of the graph inputs at which the values end.
     """
     products: set[fx.Node] = set()
     handed: set[Role] = set()

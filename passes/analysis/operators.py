@@ -1,11 +1,11 @@
-"""The table of operators, and classes of them: random, attention, effects, accumulations,
-checkpointed.
+"""The table of operators, and predicates for classes of operators: random, attention, effects,
+accumulations, checkpointed, collectives.
 
-Collectives: operators that begin an exchange between ranks, and those that wait for it.
+A collective has two operators: one begins an exchange between ranks, the other waits for its end.
 
 Every rank has the same graphs, and runs the same collectives in the same order. Collectives are
 pure: if nothing reads a result, all ranks drop the collective. An unfinished result cannot cross
-from one graph to another, because it has no value before the wait.
+from one graph to another, because an unfinished result has no value.
 """
 
 from __future__ import annotations
@@ -173,8 +173,9 @@ def overload(node: fx.Node) -> Any | None:
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws from a random number generator.
 
-    Attention is tagged as drawing because it may; without dropout it does not. Its backward, which
-    is tagged too, recomputes dropout's mask from the seed that the forward returned.
+    torch tags all attention operators as random. Attention without dropout draws nothing. The
+    backward of attention draws nothing either: it recomputes dropout's mask from the seed that the
+    forward returned.
     """
     # A custom operator that writes into its arguments is the argument of one that does not.
     ops = [target for target in (node.target, *node.args[:1]) if isinstance(target, OVERLOAD)]
@@ -186,8 +187,8 @@ def is_random(node: fx.Node) -> bool:
 
 
 def may_draw(node: fx.Node) -> bool:
-    """Whether the node draws random numbers, or is not known to draw none: custom operators and
-    higher-order ones.
+    """Whether the node draws random numbers, or may draw some, as any custom or higher-order
+    operator may.
     """
     op = node.target
     if not isinstance(op, OVERLOAD):
@@ -233,8 +234,8 @@ def is_check(node: fx.Node) -> bool:
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Whether the node does more than return a value. Random draws and waits for collectives do not
-    count, though torch counts a wait.
+    """Whether the node does more than return a value. Random draws and collectives do not count,
+    although torch treats the wait for a collective as an effect.
     """
     if node.op != "call_function":
         return False

@@ -41,7 +41,7 @@ REPORT = Role(Kind.REPORT, "complete")
 
 
 def accumulate_gradients(program: SplitGraphs, form: GraphForm) -> Changed:
-    """Graph pass: the graph ``form.graph``, adding weight gradients into accumulators; see
+    """Graph pass: make the graph ``form.graph`` add weight gradients into accumulators, see
     ``accumulate``.
     """
     module = program.graphs()[form.graph]
@@ -64,7 +64,7 @@ def accumulate(
     Args:
         module: a graph that returns gradients of parameters.
         dtype: of the accumulators; None: each has its gradient's dtype.
-        overwrites: whether gradients overwrite the accumulators instead.
+        overwrites: whether gradients overwrite the accumulators, instead of being added.
         reports: sets of parameters. The graph takes one more input, a function. It calls the
             function with the index of a set as soon as all gradients of the set are added.
     """
@@ -118,7 +118,9 @@ class _Reports:
             self._function.meta = {"val": None, "role": REPORT}
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parameters whose gradients are complete. Report each set that becomes empty."""
+        """Remove parameters whose gradients are complete from all sets. Add a report for each set
+        that is then empty.
+        """
         complete = {*names}
         for number, part in [*self._pending.items()]:
             part -= complete
@@ -129,8 +131,8 @@ class _Reports:
 
 
 def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[Role]]:
-    """Calls of subgraphs that return only gradients in ``sums``, with the gradients' roles in
-    order. Such a subgraph can add them itself.
+    """Map calls of subgraphs that return only gradients in ``sums`` to the roles of these
+    gradients, in order. Such a subgraph can add its gradients to the accumulators itself.
     """
     adding: dict[fx.Node | None, list[Role]] = {}
     roles = {value: role for role, value in sums.items()}
@@ -152,7 +154,9 @@ def _adding(called: Subgraph, dtype: torch.dtype | None, *, overwrites: bool) ->
 def _ready(
     graph: fx.Graph, sums: Mapping[Role, fx.Node]
 ) -> Mapping[fx.Node | None, Sequence[Role]]:
-    """For each node, the gradients to add directly after it; under None, before all nodes."""
+    """Map each node to the roles of the gradients to add directly after the node. The key None has
+    the gradients to add before all nodes.
+    """
     order = {node: index for index, node in enumerate(graph.nodes)}
     ready: dict[fx.Node | None, list[Role]] = defaultdict(list)
     for role, value in sums.items():

@@ -6,11 +6,12 @@ Generated code may therefore write an operator's result over an operand whose la
 graphs themselves stay functional.
 
 *Liveness in bytes* counts distinct storage: a tensor's memory is freed with the last of its views.
-The workspace that a kernel frees before it returns is not in the graph; callers pass it in.
+The graph does not show the workspace that a kernel frees before it returns; callers pass the
+workspace's bytes.
 
 *Donation.* A backward reads most saved tensors for the last time where it computes a value of the
-same size. Writing the value over the saved tensor needs no further memory, and stays in the cache.
-It is allowed if nothing else can reach the tensor.
+same size. The value may overwrite the saved tensor if nothing else can reach that tensor. No
+further memory is then needed, and the written memory is still in the cache.
 
 *Lending.* A deferred tensor may share storage with an input or an incoming gradient, which belongs
 to the caller.
@@ -44,7 +45,9 @@ from ..graph import (
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For every node, the values that no later node reads."""
+    """Map each node to the values that the node is the last to read, and to its own value if
+    nothing reads it. Values that the graph returns are left out.
+    """
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -64,7 +67,8 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
     """Maps each node that may overwrite an operand to the operand's position. The operand was
-    computed in this graph, is as large as the result, and is not read later, through a view either.
+    computed in this graph and is as large as the result. No later node reads the operand or a view
+    of it.
     """
     last_read = _last_reads(graph)
     reusable: dict[fx.Node, int] = {}
@@ -132,10 +136,11 @@ class Result:
     """A value that a graph returns.
 
     Attributes:
-        role: its role.
-        memory: the number of its storage among the storages that the graph allocates; or the role
-            of the input whose storage it shares; None for constants and values that are no tensors.
-        bytes: of the storage.
+        role: the role of the value.
+        memory: identifies the value's storage. A number counts the storages that the graph
+            allocates; a role names the input that has the storage. None for constants and for
+            values that are no tensors.
+        bytes: size of the storage.
     """
 
     role: Role
@@ -228,8 +233,8 @@ def _result(
 
 
 def _homes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Maps each tensor's node to the node that allocated its storage. Reused storage counts as
-    one.
+    """Maps each node to the node that allocated its storage. A node that overwrites an operand maps
+    to the node that allocated the operand's storage.
     """
     reused = reusable_operands(graph)
     homes: dict[fx.Node, fx.Node] = {}
@@ -290,8 +295,8 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def allocated(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a statement allocates: the node itself, or the items of its tuple.
-    Writes into arguments are not excluded.
+    """The nodes whose memory a statement allocates: the node itself, or the items of its tuple. An
+    operator that writes into an argument allocates nothing, but is also returned.
     """
     if node.op == "get_attr" or node.target is operator.getitem:
         return []
@@ -322,9 +327,9 @@ def donatable(forward: fx.Graph) -> set[Role]:
 
 
 def private(graph: fx.Graph, kind: Kind, donated: Collection[Role] = ()) -> set[Role]:
-    """Roles of the results of a kind whose memory only graphs can write into. The graph computes
-    such a result, or passes it on from an input with a donated role, and returns it under no other
-    kind.
+    """Roles of the results of a kind that no code outside of graphs can write into. The graph
+    computes such a result itself, or passes it on from an input with a donated role. No result of
+    another kind shares its storage.
     """
     pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
     out = {storage_root(value) for role, value in pairs if role.kind is not kind}
@@ -342,10 +347,11 @@ def _is_private(node: fx.Node, out: Collection[fx.Node], donated: Collection[Rol
 
 
 def lender_roles(graphs: SplitGraphs) -> dict[Role, Role]:
-    """Maps the role of each deferred tensor that shares storage with an input or a tangent to the
-    role of that input or tangent.
+    """For each deferred tensor that shares storage with an input or a tangent: its role -> the role
+    of that input or tangent.
 
-    Deferred tensors in storage of a graph, a parameter or a buffer are left out.
+    Other deferred tensors are left out: a graph allocated their storage, or it belongs to a
+    parameter or buffer.
     """
     if graphs.backward_input is None:
         return {}
@@ -359,13 +365,17 @@ def lender_roles(graphs: SplitGraphs) -> dict[Role, Role]:
 
 
 def _lenders(forward: fx.Graph, kind: Kind) -> dict[Role, Role]:
-    """Maps each result of F that shares storage with an input to that input's role."""
+    """For each result of F of a kind that shares storage with a user input: its role -> the input's
+    role.
+    """
     user_inputs = inputs(forward, Kind.INPUT)
     return {role: root for role, root in _roots(forward, kind).items() if root in user_inputs}
 
 
 def _roots(graph: fx.Graph, kind: Kind) -> dict[Role, Role]:
-    """Maps each result of a kind that shares storage with an input to that input's role."""
+    """For each result of a kind that shares storage with an input of the graph: its role -> the
+    input's role.
+    """
     pairs = [(role, value) for role, value in outputs(graph, kind) if isinstance(value, fx.Node)]
     roots = [(role, storage_root(value)) for role, value in pairs]
     return {role: role_of(root) for role, root in roots if root.op == "placeholder"}

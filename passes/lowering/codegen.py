@@ -87,10 +87,11 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
     Args:
         name: the function's name.
         module: the graph.
-        fold_views: write views that a single matrix product reads inside its call, for readers.
+        fold_views: write a view that only one matrix product reads into the call of that product,
+            which makes the source easier to read.
 
     Raises:
-        PassError: a value in the graph has no source form.
+        PassError: a value in the graph cannot be written as Python source.
     """
     graph = module.graph
     products = _products_of_views(graph) if fold_views else {}
@@ -124,7 +125,9 @@ _PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "
 
 
 def _products_of_views(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The views that a single matrix product reads, also through other such views -> it."""
+    """Map each view that only one matrix product reads, directly or through other such views, to
+    that product.
+    """
     products: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
         if is_view(node) and len(node.users) == 1 and node.target not in OPERATORS["addresses"]:
@@ -138,7 +141,9 @@ def _products_of_views(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def _delayed(
     last_use: dict[fx.Node, list[fx.Node]], products: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """The last uses of all values but these views, which are computed in the call of a product."""
+    """The last uses of values once the views in ``products`` are written into the calls of their
+    products. The views themselves are left out.
+    """
     if not products:
         return last_use
     delayed: dict[fx.Node, list[fx.Node]] = {}

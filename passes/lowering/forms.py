@@ -30,13 +30,15 @@ _DONATED = "donated"
 
 @dataclass(frozen=True)
 class GraphForm:
-    """The form in which one graph of a program, or all its backward graphs, are compiled.
+    """The form in which a backend compiles one graph of a program, or all backward graphs of the
+    program.
 
     Attributes:
         graph: the graph's name.
         missing: names of the outputs that have no gradient in this backward.
         dtype: dtype of the accumulators into which the graph adds; None: each gradient's dtype.
-        fuses: which operators add the gradients that they compute into the accumulators themselves.
+        fuses: which operators that compute gradients are replaced by operators that add into the
+            accumulators, see ``fuse``.
         count: the number of microbatches that a joined W runs, or the largest number of slices of
             B.
         rows: products with at most this many rows a microbatch run once for all microbatches.
@@ -77,8 +79,8 @@ def propagate_strides(program: SplitGraphs, form: GraphForm) -> Changed:
 
 
 def donate(program: SplitGraphs, form: GraphForm) -> Changed:
-    """Mark the saved tensors that a compiled backward may overwrite, in each backward graph that
-    does not return them.
+    """Mark the saved tensors that a compiled backward may overwrite. A graph that returns a saved
+    tensor may not overwrite it.
     """
     if not form.donated:
         return {}

@@ -11,8 +11,9 @@ form reads and writes the accumulator only, and allocates nothing. An embedding 
 gradient is as large as its table, and the rows that are added to the table are few.
 
 A product is found through transposes between it and its accumulator, which are applied to the
-accumulator instead. A sum of several products, as of a tied weight, is taken apart, and each
-product adds itself. All of this rounds differently from the addition of whole gradients.
+accumulator instead. A sum of several products, as of a tied weight, is taken apart: each product is
+added to the accumulator separately. Fused additions round differently from the addition of whole
+gradients.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def is_plain_sum(node: fx.Node) -> bool:
 
 
 def _is_fusible(term: fx.Node, accumulator: Any) -> bool:
-    """Whether a kernel adds this term to the accumulator: both have one dtype, and nothing else
-    reads the term.
+    """Whether a kernel exists that adds this term to the accumulator. Term and accumulator must
+    have one dtype, and nothing else may read the term.
     """
     value, total = tensor_of(term), tensor_of(accumulator)
     if value is None or total is None or value.dtype != total.dtype or len(term.users) > 1:

@@ -196,8 +196,8 @@ class _Joined:
         return self._concatenated[key]
 
     def _item(self, call: fx.Node, place: int) -> fx.Node:
-        """One result of a subgraph, summed: the subgraph is joined too, and called once for all
-        microbatches.
+        """One result of a subgraph's call, summed over the microbatches. The subgraph is itself
+        joined, and called once for all microbatches.
         """
         called = call.meta[SUBGRAPH]
         if called not in self._variants:
@@ -219,8 +219,8 @@ class _Joined:
 
 
 def _only_summed(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of which only the sum over microbatches is needed. They are results, or only linear
-    operators read them, on the way to results.
+    """Nodes of which only the sum over microbatches is needed. Such a node is a result, or only
+    linear operators lead from it to results.
     """
     nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):

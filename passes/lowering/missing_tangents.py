@@ -1,4 +1,4 @@
-"""Backward graphs for a call in which some outputs get no gradient.
+"""Backward graphs for a backward in which some outputs of the module get no gradient.
 
 Autograd runs nothing that depends on the gradients of such outputs alone. Zeros in place of these
 gradients would be as large as the outputs, such as logits beside a loss. Every operator down to the
@@ -44,12 +44,13 @@ Dependence = dict[fx.Node, bool | None]
 
 
 def without_tangents(program: SplitGraphs, form: GraphForm) -> Changed:
-    """Graph pass: I, W and B for a call in which some outputs get no gradient. Gradients that
+    """Graph pass: I, W and B for a backward in which some outputs get no gradient. Gradients that
     depend on missing gradients alone are not returned.
 
     Args:
         program: split graphs with a backward; not changed.
-        form: its ``missing`` names the outputs without a gradient.
+        form: the form of the graphs; ``form.missing`` has the names of the outputs without a
+            gradient.
 
     Raises:
         UnknownSizeError: an operator needs zeros whose size is not known before the graph runs.
@@ -92,8 +93,8 @@ class _SpecializedCalls:
         arrivals: Mapping[Role, bool | None],
         unread: Collection[Role] = (),
     ) -> fx.GraphModule:
-        """A copy without the nodes that depend on missing gradients alone, and without ``unread``
-        results.
+        """A copy of a subgraph's module, without the results in ``unread`` and without the nodes
+        that depend on missing gradients alone.
         """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         graph.graph_copy(module.graph, copies)
@@ -140,8 +141,8 @@ class _SpecializedCalls:
 
 
 def _specialize_operator(node: fx.Node, depends: Dependence, missing: Collection[fx.Node]) -> None:
-    """Replace the missing operands of an operator: a sum becomes its other term, else zeros are
-    made.
+    """Replace the missing operands of an operator. A sum is replaced by its other term. For other
+    operators, zeros replace the missing operand.
     """
     if node.target is aten.add.Tensor and not node.kwargs:
         (term,) = [operand for operand in node.all_input_nodes if operand not in missing]

@@ -70,7 +70,9 @@ def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
 
 
 def _ends(graph: fx.Graph, order: dict[fx.Node, int], count: int) -> list[int]:
-    """The index of the last node of each slice, without the last slice."""
+    """The index of the last node of each slice. The last slice is left out, because it ends with
+    the graph.
+    """
     nodes, completed = [*order], Counter[int]()  # place -> bytes of gradients complete after it
     for role, value in outputs(graph):
         if role.kind is Kind.PARAMETER_GRAD and (last := last_work(value, order)) is not None:

@@ -34,7 +34,9 @@ def written(graph: fx.Graph) -> list[Role]:
 
 
 def write_state(program: SplitGraphs, form: GraphForm) -> Changed:
-    """Graph pass: the graph ``form.graph``, writing state in place; empty if it writes no state."""
+    """Graph pass: make the graph ``form.graph`` write state in place. Returns an empty mapping if
+    the graph writes no state.
+    """
     module = program.graphs()[form.graph]
     return {form.graph: write_in_place(module)} if written(module.graph) else {}
 

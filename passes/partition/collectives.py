@@ -1,7 +1,7 @@
 """Overlap the backward's collectives with weight gradients.
 
-In a traced graph, the wait for a collective directly follows its start. In between, a rank could
-compute weight gradients, which depend on no unfinished collective.
+In a traced graph, the wait for a collective directly follows its start. Between start and wait, a
+rank could compute weight gradients that depend on no unfinished collective.
 
 Operators are reordered by a list schedule. An operator is urgent if a later collective depends on
 it. Urgent operators keep the order of the graph, which does not depend on costs, so all ranks start
@@ -59,12 +59,12 @@ def _overlap(graph: fx.Graph, costs: CollectiveCosts, room: float) -> bool:
 def hide_collectives(
     graph: fx.Graph, reach: Reachability, regions: Regions, costs: CollectiveCosts
 ) -> Regions:
-    """Move weight gradients from W to I that fill a wait of I. Returns ``regions`` if there are
-    none.
+    """Move weight gradients that fill a wait of I from W to I. Return ``regions`` itself if no
+    weight gradient fills a wait.
 
     Args:
         graph: the joint graph.
-        reach: the results for which each node of the graph is needed.
+        reach: sets of nodes by the results that need them.
         regions: the division of the graph.
         costs: the costs of collectives.
     """
@@ -94,7 +94,8 @@ def schedule(
     """Return the operators in a new order, and a map from each filler to the wait that it fills.
 
     Args:
-        nodes: operators in their present order; operands that are not in it exist from the start.
+        nodes: operators in their present order; operands that are not among ``nodes`` exist from
+            the start.
         costs: the costs of collectives.
         room: the fraction of a filler's duration that must fit into the rest of a wait.
     """

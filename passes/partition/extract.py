@@ -54,8 +54,8 @@ def extract(
 
 
 def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:
-    """Whether the node checks a value that the extracted graph computes, and does not only
-    recompute.
+    """Whether the node checks only values that the extracted graph computes. A check of a
+    recomputed value is not repeated.
     """
     if not is_check(node):
         return False
@@ -87,8 +87,8 @@ def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _take_apart_at_once(graph: fx.Graph) -> None:
-    """Move every getitem directly after its operator. A tuple keeps all its items alive until the
-    last item is read.
+    """Move every getitem directly after the operator whose tuple it reads. A tuple keeps all its
+    items alive until the last item is read.
     """
     for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
         parent = node.args[0]

@@ -1,13 +1,13 @@
 """Minimum cuts of networks in which most edges must never be cut.
 
 An edge from ``a`` to ``b`` is cut if ``a`` is on the source's side and ``b`` on the sink's. Edges
-without a price must not be cut: their capacity exceeds that of all others together.
+without a price must not be cut: the capacity of each exceeds the sum of all prices.
 
-Maximum flow by Dinitz's algorithm, on lists of integers. One joint graph is cut about a dozen
-times, with different weights of the prices. With networkx, whose edges are dictionaries, the cuts
-took a second instead of fifteen milliseconds, half of the time of capture. Here the network is
-built once and only capacities change. Its shortest paths have few different lengths, so few phases
-suffice.
+The cut is found as a maximum flow, by Dinitz's algorithm on lists of integers. One joint graph is
+cut about a dozen times, with different weights of the prices. The network is built once and only
+capacities change. Its shortest paths have few different lengths, so few phases suffice. With
+networkx, whose edges are dictionaries, the cuts took a second, which was half of the time of
+capture. They take fifteen milliseconds here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FlowNetwork:
     """A network over ``range(size)``. An edge has the number ``2n``, its reverse ``2n + 1``.
 
     Args:
-        size: how many nodes.
+        size: number of nodes.
         ends: tail and head of every edge.
     """
 

@@ -125,10 +125,11 @@ def _search(
     satisfies the predicate, the cut, and the next cut at smaller multipliers, which does not
     satisfy it.
 
-    The predicate is monotone in the multiplier. The next multiplier to try is the one at which the
-    two cuts cost the same. Either a third cut is cheaper there and lies between them, or the two
-    are neighbours. The breakpoints of a parametric minimum cut are found so (Eisner and Severance,
-    Journal of the ACM 23, 1976).
+    The predicate is monotone in the multiplier. Two cuts bracket the result. The next multiplier to
+    try is the one at which both cuts cost the same. If a third cut is cheaper there, it lies
+    between the two cuts and replaces one of them. Otherwise the two cuts are neighbours, and the
+    search ends. This method finds the breakpoints of a parametric minimum cut (Eisner and
+    Severance, Journal of the ACM 23, 1976).
     """
     low, high = bounds
     below, above = cut(low), cut(high)

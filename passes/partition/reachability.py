@@ -1,13 +1,13 @@
-"""For each node of a joint graph, the results for which it is needed.
+"""Sets of nodes of a joint graph, by the results that need the nodes.
 
 If no input needs a gradient, I is the chain of derivatives down to the earliest parameters.
 
-No input gradient then defines I, so W defines it. W begins at the last heavy operators on the way
-to each parameter: products with activations, convolutions' weight gradients, scatters. The
-gradients that these operators read, and all that they depend on, are the chain, as in p1 of 2BP. A
-product with a weight (dX = dY W) belongs to the chain even if only a bias is below it, and so do
-the backwards of norms and attention. All operators after a last heavy operator belong to W; they
-exist if a weight is itself computed from parameters.
+In that case I is what remains without W. W begins at the last heavy operators on the way to each
+parameter: products with activations, convolutions' weight gradients, scatters. The chain consists
+of the gradients that these last operators read, and of all nodes on which those gradients depend.
+It is the backward-p1 of 2BP. A product with a weight (dX = dY W) belongs to the chain even if only
+a bias is below it, and so do the backwards of norms and attention. All operators after a last heavy
+operator belong to W. Such operators exist if a weight is itself computed from parameters.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Reachability:
 
 
 def _is_forwards(node: fx.Node) -> bool:
-    """Whether the effect belongs to the forward. A check belongs to the graph that computes its
-    value.
+    """Whether a node with an effect belongs to the forward. All do, except a check of a value that
+    the backward computes.
     """
     return not is_check(node) or not origin_of(node).is_backward
 
@@ -167,8 +167,8 @@ _OF_ACTIVATIONS = ("norm_backward", "attention")
 def parameter_chain(
     graph: fx.Graph, gradient: set[fx.Node], weight_grads: list[fx.Node]
 ) -> set[fx.Node]:
-    """The nodes that I must run if no input needs a gradient. Empty if they would only be views of
-    the outputs' gradients.
+    """The nodes that I must run if no input needs a gradient. Empty if these nodes compute nothing
+    but views of the outputs' gradients.
 
     Args:
         graph: a joint graph in which no input needs a gradient.
@@ -195,8 +195,8 @@ def parameter_chain(
 
 
 def _summed(node: fx.Node) -> fx.Node:
-    """The value of which a node is a sum or a view. The minimum cut may leave sums and views to
-    W.
+    """The value from which reductions and views compute a node's value; the node itself if it is
+    neither a reduction nor a view. The minimum cut may leave reductions and views to W.
     """
     while node.target in OPERATORS["reduces"] or is_view(node):
         node = node.all_input_nodes[0]
