@@ -175,7 +175,9 @@ def role_of(node: fx.Node) -> Role:
     """The role of a placeholder."""
     role = node.meta["role"]
     if not isinstance(role, Role):
-        raise TypeError(f"placeholder {node.name} carries {role!r}, expected a Role")
+        raise TypeError(
+            f"node.meta['role'] of placeholder {node.name} must be a Role, not {role!r}"
+        )
     return role
 
 
@@ -330,7 +332,9 @@ def origin_of(node: fx.Node) -> Origin:
     """The origin of a node; an empty one if capture recorded none."""
     origin = node.meta.get(ORIGIN, _NOWHERE)
     if not isinstance(origin, Origin):
-        raise TypeError(f"{node.name} carries {origin!r}, expected an Origin")
+        raise TypeError(
+            f"node.meta[{ORIGIN!r}] of node {node.name} must be an Origin, not {origin!r}"
+        )
     return origin
 
 

@@ -41,7 +41,9 @@ from .verify import verify, verify_graph
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A named rewrite of split graphs. ``run`` changes the program and returns whether it did."""
+    """A named rewrite of split graphs. ``run`` changes the program, and returns True if it changed
+    anything.
+    """
 
     name: str
     run: Callable[[SplitGraphs], bool]
@@ -162,13 +164,16 @@ def run(
         sizes = _sizes(program)
         changed = entry.run(program)
         if not changed and _sizes(program) != sizes:
-            raise PassError(f"pass {entry.name} reported no change but changed the graph")
+            raise PassError(
+                f"pass {entry.name} added or removed nodes but returned False: return True from "
+                "its run"
+            )
         if changed:
             _recompile(program)
             verify(program, entry.name)
         step.write(entry.name, program)
     if "forward" not in program.graphs():
-        raise PassError("no pass made a forward graph")
+        raise PassError("no pass made a forward graph: add the pass 'partition' to passes=")
     return program
 
 

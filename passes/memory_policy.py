@@ -86,7 +86,7 @@ def memory_setting(
         return Memory(name, BALANCED.recompute, 0.0, memory, defer_whole_backward, costs)
     names = ", ".join(map(repr, MEMORY))
     raise PassError(
-        f"memory is one of {names}, or the bytes that one microbatch may hold between I and W; "
+        f"memory must be {names}, or the bytes that one microbatch may hold between I and W; "
         f"got {memory!r}"
     )
 

@@ -147,8 +147,9 @@ def call_subgraph(
         graph: the calling graph; the call goes to its insertion point.
         called: the subgraph.
         arguments: nodes of the subgraph's inputs.
-        values: fake tensors with the forms of its results.
-        sums: nodes of the accumulators to which it adds; they follow the inputs.
+        values: fake tensors with the shape, strides and dtype of each result.
+        sums: nodes of the accumulators to which the subgraph adds; they are passed after the
+            inputs.
     """
     if not values and not sums:
         return []
@@ -169,8 +170,8 @@ def call_subgraph(
 
 
 def subgraph_of(node: fx.Node) -> Subgraph | None:
-    """The subgraph that a node calls, or of whose call the node is one result; None for other
-    nodes.
+    """The subgraph that a node calls. For a node that reads one result of a call, the subgraph that
+    was called. None for other nodes.
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -223,7 +224,7 @@ def subgraphs(graph: fx.Graph) -> list[Subgraph]:
 
 
 def inner_calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that compute something; a call is replaced by the nodes of the subgraph."""
+    """The nodes that call a function. In place of the call of a subgraph, its nodes are listed."""
     for node in calls(graph):
         called = node.meta.get(SUBGRAPH)
         if called is None:
@@ -360,8 +361,8 @@ class _Outlining:
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Add a placeholder for a value. Its role is that of an input, which is never overwritten,
-    because the calling graph may still read the value.
+    """Add a placeholder for a value of the calling graph. A computed value gets the role of an
+    input: inputs are never overwritten, and the calling graph may still read the value.
     """
     copy = graph.placeholder(node.name)
     copy.target = copy.name

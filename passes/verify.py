@@ -190,7 +190,7 @@ def _only_adds(node: fx.Node) -> bool:
 
 
 def _writes_state(node: fx.Node) -> bool:
-    """Whether the node adds to, or replaces the value of, state that the backward writes."""
+    """Whether the node adds to state that the backward writes, or replaces its value."""
     into: Any = node.args[0] if is_accumulation(node) else None
     is_input = into is not None and into.op == "placeholder"
     return is_input and role_of(into).kind is Kind.WRITTEN

@@ -100,11 +100,15 @@ def test_nothing_pending() -> None:
     split = autosplit.split(nn.Linear(3, 2))
     split.backward_weight()
     split.discard()
-    with pytest.raises(SplitError, match=r"microbatches=1\): 0 pending; call loss.backward\(\)"):
+    with pytest.raises(
+        SplitError, match=r"microbatches=1\), but microbatches pending: 0; call loss.backward\(\)"
+    ):
         split.backward_weight(microbatches=1)
     split(torch.randn(4, 3)).sum().backward()
     for wrong in (2, "2", 1.0):
-        with pytest.raises(SplitError, match=f"={wrong!r}.: 1 pending; pass 1 to 1"):
+        with pytest.raises(
+            SplitError, match=f"={wrong!r}., but microbatches pending: 1; pass 1 to 1"
+        ):
             split.backward_weight(microbatches=wrong)
 
 

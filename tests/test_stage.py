@@ -247,7 +247,7 @@ def test_modules_that_are_split_or_compiled_are_refused() -> None:
     example = (torch.randn(2, 8, requires_grad=True),)
     model = nn.Linear(8, 8)
     for module, message in (
-        (split(model), "the module is split already; pass the unsplit module, its .unsplit"),
+        (split(model), "the module is split already; pass its .unsplit, the unsplit module"),
         (nn.Sequential(nn.GELU(), split(model)), "its submodule '1' is split already"),
         (torch.compile(model), "is compiled by torch.compile.*Pass the module itself"),
     ):

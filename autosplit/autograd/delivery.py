@@ -39,7 +39,7 @@ class Delivery:
 
     Attributes:
         has_observers: whether an observer may wait for autograd's engine to visit the parameters.
-            Data parallelism is one, once it has wrapped a forward.
+            Data parallelism is an observer once it has wrapped a forward.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,9 @@ class Delivery:
                 self._add_run(run, slots)
 
     def _sums_together(self, first: Sequence[PendingWork], other: Sequence[PendingWork]) -> bool:
-        """Whether the gradients of two microbatches may be summed before they are added."""
+        """Whether the gradients of two microbatches may be summed before the sum is added to
+        ``.grad``.
+        """
         if len(first) > 1 or len(other) > 1 or checks_nan():
             return False
         (a,), (b,) = first, other
@@ -109,8 +111,8 @@ class Delivery:
         """Compute and accumulate the gradients of one microbatch.
 
         There are several works if the microbatch called several graphs, or one graph several times.
-        Gradients of a parameter that works share are first summed in order; the sum is then added
-        to ``.grad``, as autograd does.
+        The gradients that several works have for one parameter are first summed in order. The sum
+        is then added to ``.grad``, as autograd does.
         """
         work = works[0]
         leaves, homes = work.leaves, work.slots
@@ -179,7 +181,9 @@ class ShardedQueue(PendingQueue):
         delivery.queue = weakref.ref(self)
 
     def __del__(self) -> None:
-        """Let pending gradients go with the module: without the module, nothing can reduce them."""
+        """Drop pending gradients together with the module. Without the module, nothing can reduce
+        them.
+        """
 
     def make_room(self) -> None:
         """Drop pending microbatches whose ``.grad`` was cleared; compute none.

@@ -97,8 +97,9 @@ def run_split(
         functions: F, I and W.
         state: parameters and buffers by name.
         leaves: the other inputs of the graph.
-        fused_backward: whether the backward runs I and W. It runs both also if a parameter has
-            hooks, because hooks fire in ``backward()``, and an optimizer may step in one.
+        fused_backward: whether the backward runs W directly after I. It does so, too, if a
+            parameter has hooks, because hooks fire in ``backward()``, and an optimizer may step in
+            a hook.
         in_data_parallel: whether data parallelism wraps the module. Data parallelism counts the
             engine's visits of parameters, so the node then has no sentinel parameters.
     """
@@ -157,7 +158,7 @@ class Split(torch.autograd.Function):
 
     W computes the gradients of parameters later. The anchor is an input, so that outputs have a
     ``grad_fn`` even if no other input requires a gradient. A few parameters, the sentinels, are
-    inputs too. By them the backward notices requests for gradients of parameters, see
+    inputs too. They let the backward detect requests for gradients of parameters, see
     ``SplitFunctions.sentinel_parameters``. If a reducer waits for weight gradients, or if
     parameters are computed tensors, all parameters are inputs and the backward runs I and W.
     """
@@ -343,7 +344,7 @@ def _refuse_backward() -> NoReturn:
 def _refuse_pipelining() -> None:
     raise SplitError(
         "this schedule of torch.distributed.pipelining computes weight gradients from autograd's "
-        "graph, which does not have those of a split module; pass the module to "
+        "graph, which does not contain the weight gradients of a split module. Pass the module to "
         "autosplit.pipelining.SplitPipelineStage, or pass "
         "dw_builder=autosplit.pipelining.dw_builder(module) to torch's PipelineStage"
     )

@@ -35,8 +35,8 @@ def weights_for_late_hooks(
     and backward.
 
     The engine calls the hooks of ``sentinel_parameters`` now, except hooks that wait for other
-    parameters too. All other hooks are called at the end of the backward, with the sum of the
-    gradients of all calls.
+    parameters too. All other hooks are called at the end of the backward, with a parameter's
+    gradient summed over all calls of graphs in this backward.
 
     Returns:
         the gradients of ``sentinel_parameters``.
@@ -131,7 +131,8 @@ def _deliver_late(
 
     Args:
         parameters: parameters whose gradients were collected.
-        muted: the muted hooks of sentinel parameters, with the gradients that were caught.
+        muted: sentinel parameters whose hooks did not run in the backward; each with the gradient
+            that its hooks shall get.
         groups: the hooks that wait for several gradients.
         backward: the number of the backward that ends.
 

@@ -280,8 +280,9 @@ class GradientSlot:
     def revive(self, parameter: Tensor) -> None:
         """Keep the gradient usable after Python has begun to free the queue.
 
-        Freeing the queue clears weak references to its slots. So references to the old lazy
-        gradient are made to keep the queue alive, and a new lazy gradient goes into ``.grad``.
+        Freeing the queue clears weak references to its slots. So a new lazy gradient goes into
+        ``.grad``. The old lazy gradient gets references to the new one and to the queue, which keep
+        both alive.
         """
         self.parameter, old_lazy = weakref.ref(parameter), self.lazy
         if old_lazy is not None:

@@ -1,4 +1,4 @@
-"""``ModuleProxy``: a module that shares the state, attributes and names of another."""
+"""``ModuleProxy``: a module that shares the state, attributes and names of another module."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class ModuleProxy(nn.Module):
 
     Attributes:
         unsplit: the model.
-        model: the model too, unless the model has an attribute or a submodule of that name, as most
-            models of transformers do.
+        model: the model. If the model itself has an attribute or a submodule named ``model``, as
+            most models of transformers do, that attribute or submodule instead.
     """
 
     unsplit: nn.Module
@@ -93,8 +93,9 @@ class ModuleProxy(nn.Module):
     def __class__(self) -> type:
         """The model's class, for code that checks what a model is.
 
-        ``type(proxy)`` is the proxy's class. Under torch.compile this property returns the proxy's
-        class, too, because torch.compile calls methods that it finds on it.
+        ``type(proxy)`` is the proxy's class. Under torch.compile, this property also returns the
+        proxy's class, because torch.compile calls the methods of the class that this property
+        returns.
         """
         model = self.__dict__.get("unsplit")
         return type(self) if model is None or in_compiler() else model.__class__
@@ -177,7 +178,9 @@ class ModuleProxy(nn.Module):
 
 
 def _blank(kind: type, special: tuple[str, ...]) -> Any:
-    """Create an empty proxy of a class with these special methods. Pickles name this function."""
+    """Create an empty proxy of ``kind`` with the special methods named in ``special``. Pickles of
+    proxies name this function.
+    """
     return object.__new__(_with_special(kind, special))
 
 
@@ -206,7 +209,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _with_signature_of(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """The function, with the signature of the model's ``forward`` if that has a signature.
+    """The function, with the signature of the model's ``forward`` if ``forward`` has a signature.
 
     torch.compile does not trace the function.
     """
@@ -233,5 +236,5 @@ def refuse_proxies(owner: str, module: nn.Module) -> None:
         if isinstance(part, ModuleProxy):
             subject = f"its submodule {name!r}" if name else "the module"
             raise SplitError(
-                f"{owner}: {subject} is split already; pass the unsplit module, its .unsplit"
+                f"{owner}: {subject} is split already; pass its .unsplit, the unsplit module"
             )

@@ -57,8 +57,8 @@ class PendingWork:
         skipped: names of parameters without a gradient: no output with a gradient depends on them,
             or their gradient was dropped.
         early: weight gradients that I computed, in the order of ``graph.early_parameters``.
-        owner: a function from a parameter that the forward read to the parameter that gets the
-            gradient, from gathered to sharded. None if they are the same.
+        owner: maps a gathered parameter, which the forward read, to the sharded parameter, which
+            gets the gradient. None for a module without sharded parameters.
         writes: version counter of each sharded parameter when the forward ran.
         leaves: the parameters of ``graph.parameter_names``, in order; None: they are looked up in
             ``state``.
@@ -187,11 +187,12 @@ class PendingBound:
                 )
             if self.early:
                 advice += (
-                    f". Because of max_pending={self.limit}, {self.early} were computed before; "
-                    "raise it to keep more pending"
+                    f". Because of max_pending={self.limit}, {self.early} microbatches were "
+                    "computed before; raise max_pending= to keep more pending"
                 )
             raise SplitError(
-                f"backward_weight(microbatches={microbatches!r}): {pending} pending; {advice}"
+                f"backward_weight(microbatches={microbatches!r}), but microbatches pending: "
+                f"{pending}; {advice}"
             )
         return microbatches
 
@@ -209,8 +210,8 @@ _FEW = 64
 
 
 class PendingQueue:
-    """The queue of microbatches between I and W, oldest first. Meanwhile ``.grad`` of their
-    parameters are lazy gradients.
+    """The queue of microbatches between I and W, oldest first. While a parameter has a gradient in
+    the queue, its ``.grad`` is a lazy gradient.
 
     Several threads may add to and compute the same queue.
 
@@ -246,8 +247,7 @@ class PendingQueue:
         self._mark = f"_autosplit_pending_{id(self)}"
 
     def __del__(self) -> None:
-        """Keep pending gradients usable after the model, which Python frees together with this
-        queue.
+        """Keep pending gradients usable when Python frees the model and this queue.
 
         From now on, each reference to a gradient or a parameter keeps the queue alive.
         """
@@ -322,9 +322,9 @@ class PendingQueue:
         """Put lazy gradients into ``.grad`` of the parameters of the work.
 
         Returns:
-            None on success. Otherwise a slot that must be computed before another try: its earlier
-            gradient is referenced elsewhere but no longer in ``.grad``, or is pending in another
-            queue.
+            None on success. Otherwise a slot that the caller must compute before it tries again.
+            The slot's lazy gradient is referenced elsewhere but no longer in ``.grad``, or another
+            queue holds the slot's pending part.
         """
         parameters = work.parameters
         if not parameters:
@@ -405,8 +405,8 @@ class PendingQueue:
         weakref.finalize(self, register_optimizer_step_pre_hook(compute).remove)
 
     def make_room(self) -> None:
-        """Before a forward, compute the oldest microbatches, so that the limit holds after its
-        backward.
+        """Before a forward, compute the oldest microbatches, so that the backward of this forward
+        does not exceed the limit.
         """
         if self.microbatches and torch.is_grad_enabled() and current_backward() < 0:
             self._compute_down_to(self.bound.limit - 1)

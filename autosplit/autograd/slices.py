@@ -76,8 +76,8 @@ class BackwardSlices:
 
     def weights(self, at: int) -> list[Tensor | None]:
         """Run slice number ``at``, and return the gradients of its parameters. If some outputs have
-        no gradient, the graph may complete parameters in another order; then more slices run at
-        once.
+        no gradient, the graph may complete parameters in another order. Then later slices run, too,
+        until all gradients of these parameters exist.
         """
         roles = [Role(Kind.PARAMETER_GRAD, name) for name in self._names[at]]
         self._run_until(roles)

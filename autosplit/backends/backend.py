@@ -69,8 +69,8 @@ class Backend:
         """Compile a graph without changing it.
 
         Args:
-            name: name for the generated code: of the graph, such as ``backward_input``, or of a
-                subgraph.
+            name: name for the generated code. It is the name of the graph, such as
+                ``backward_input``, or of a subgraph.
             module: the graph; it may call other graphs (``passes.subgraph``).
         """
         raise NotImplementedError

@@ -133,8 +133,8 @@ def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
     """Copy a graph without its names, for Inductor to change.
 
     Returns:
-        (the copy, constant tensors that are its last inputs). As constants, small ones would be
-        compiled into the code by value, but they may be written to later.
+        (the copy, constant tensors that are the copy's last inputs). Inductor would compile the
+        values of small constants into the code, although they may be written to later.
     """
     from autosplit.torch_internals.inductor import fake_like
 

@@ -1,1 +1,1 @@
-"""nn.Module -> joint forward/backward graph with roles."""
+"""Capture of an ``nn.Module`` as a joint graph, whose inputs and outputs have roles."""

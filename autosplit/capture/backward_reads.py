@@ -99,7 +99,7 @@ class BackwardReads:
             return build(tx, value, source, *rest, **how) if read is None else read
 
         def attribute_of_function(function: Any, tx: Any, name: str) -> Any:
-            """Dynamo's variable of an attribute of the function's class."""
+            """Dynamo's variable of an attribute of the custom autograd function's class."""
             value = getattr(function.fn_cls, name, NotImplemented)
             if function.source is None or type(value) not in _READABLE:
                 raise NotImplementedError
@@ -164,7 +164,7 @@ def _constant(function: type, name: str, value: Any, *, is_global: bool) -> Capt
         function: the class that is read.
         name: the name of the attribute.
         value: the value of the attribute.
-        is_global: whether an expression in another scope finds the attribute.
+        is_global: whether the attribute can be read from any scope, by way of a Python module.
     """
     attribute = f"{function.__name__}.{name}"
     if not is_global:
@@ -187,8 +187,8 @@ def _constant(function: type, name: str, value: Any, *, is_global: bool) -> Capt
 
 
 def _place(tx: Any, value: Any, source: Any) -> str | None:
-    """Python expression that evaluates to the value in any scope. None if no expression does, and
-    for constants of the modules of Python, torch and numpy.
+    """Python expression that evaluates to the value in any scope. None if no such expression
+    exists. Also None for values in modules of Python, torch and numpy, which stay constant.
     """
     match = _GLOBAL.fullmatch(source_name(source))
     if match is None:

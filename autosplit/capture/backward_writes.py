@@ -1,11 +1,11 @@
 """Writes of a custom autograd function's backward into state: sums of gradients, statistics.
 
-    trace    copy_(total, add(total, g.t() @ x)), or a new value of what the forward writes too
-    here     W returns the new value of a sum; I returns that of all other state
+    trace           copy_(total, add(total, g.t() @ x)) for a sum; copy_(state, new) for other state
+    split graphs    W returns the new value of a sum; I returns the new values of other state
 
 A sum is state that nothing reads except additions to it. The time of an addition changes no other
-value, so W does it. I writes all other state, directly after reading it. Such state has the values
-of plain autograd with forwards and backwards in the same order.
+value, so W does it. I reads all other state and writes it directly afterwards. That state has the
+same values as under plain autograd if forwards and backwards run in the same order.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ _MUTATING: Any = torch.ops.higher_order.auto_functionalized_v2
 
 
 def forward_value(value: Any, backward: Collection[fx.Node]) -> Any:
-    """The value that the forward leaves in a tensor that both forward and backward write. ``value``
-    is the backward's new value. None if the forward's value is unknown.
+    """The value that the forward leaves in a tensor into which the backward then writes ``value``.
+    None if the forward's value is unknown.
     """
     node = value
     while isinstance(node, fx.Node) and node in backward:

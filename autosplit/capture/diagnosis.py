@@ -69,7 +69,9 @@ def backward_hook(module: nn.Module) -> ModuleHook | None:
 
 
 def forward_hook(module: nn.Module) -> ModuleHook | None:
-    """The first hook on the forward of a module or its submodules that is not torch's own."""
+    """The first forward hook on a module or its submodules that is defined outside of torch and
+    autosplit; None without one.
+    """
     hooks = _hooks(module, "_forward_hooks", "_forward_pre_hooks")
     return next((hook for hook in hooks if hook.line and not is_library_file(hook.line)), None)
 
@@ -167,8 +169,8 @@ def _hooked(module: nn.Module, hook: ModuleHook) -> CaptureError:
 
 @contextlib.contextmanager
 def log_errors_once() -> Iterator[None]:
-    """Silence the log of fake tensors, which log an operator's error with its traceback before they
-    raise it.
+    """Context that silences the log of fake tensors. Fake tensors log an operator's error with its
+    traceback and then raise the same error.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_below_error)

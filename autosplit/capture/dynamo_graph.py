@@ -1,9 +1,9 @@
 """A model under ``torch.compile`` with a backend of autosplit, and captures of Dynamo's graphs.
 
 ``capture_graph`` traces one of Dynamo's graphs into a joint graph with roles, as ``capture`` traces
-a module. As under any other backend of ``torch.compile``, AOTAutograd's wrappers handle around each
-call what graphs do not contain: writes into inputs, outputs that are views of inputs or of each
-other, and inputs that are one tensor or share memory.
+a module. Graphs contain no writes into inputs, no outputs that are views of inputs or of each
+other, and no inputs that are one tensor or share memory. AOTAutograd's wrappers handle all of these
+around each call, as under any other backend of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -129,11 +129,13 @@ def refuse_thawed(args: Sequence[Any], frozen: Sequence[int]) -> None:
 
 
 def skip_mistraced_frames(module: fx.GraphModule) -> None:
-    """Let Dynamo run a function as ordinary Python if tracing would make it wrong.
+    """Let Dynamo run a function as ordinary Python if the traced function would return wrong
+    results.
 
     Raises:
         SkipFrame: Dynamo is to run the function as Python.
-        CaptureError: one graph is required (``fullgraph=True``).
+        CaptureError: the function cannot be traced correctly, and ``fullgraph=True`` requires one
+            graph.
     """
     context = TracingContext.try_get()
     try:
@@ -196,8 +198,8 @@ class GraphCapture(Capture):
             other results.
         written: positions of Dynamo's inputs that the graph writes into.
         static: positions of Dynamo's inputs that are parameters and buffers.
-        wrap: AOTAutograd's wrapper of each call: takes the graph, boxed, as a function of
-            ``input_roles``, and returns a function that Dynamo may call.
+        wrap: AOTAutograd's wrapper of each call. Takes a boxed function that runs the graph on the
+            values of ``input_roles``. Returns a function that Dynamo may call.
     """
 
     input_roles: Sequence[Role]
@@ -208,8 +210,8 @@ class GraphCapture(Capture):
     wrap: Callable[[Boxed], Callable[..., Any]]
 
     def hide_alias(self, name: str, value: Any) -> Any:
-        """The result to return to autograd: wrapped in a TensorAlias if it is one of ``aliases``,
-        else ``value``.
+        """The result to return to autograd: ``TensorAlias(value)`` if ``aliases`` contains
+        ``name``, else ``value``.
         """
         return TensorAlias(value) if name in self.aliases else value
 
@@ -251,7 +253,8 @@ def capture_graph(
     graph, descs, differs = joint.graph, aot.flat_args_descs, aot.needs_autograd
     if any(isinstance(desc, _SHARED_MEMORY) for desc in descs):
         raise CaptureError(
-            "the forward writes into one of several inputs that share memory: pass a clone"
+            "the forward writes into one of several inputs that share memory: pass a clone of that "
+            "input"
         )
     names = GraphRoles(_roles(graph, descs, roles, meta))
     input_roles = [names.input(desc) for desc in descs]

@@ -59,8 +59,9 @@ def export(
 ) -> tuple[fx.GraphModule, Guards]:
     """Export a module by Dynamo as one full graph, with guards.
 
-    In the forward, ``torch.compiler.is_exporting()`` is True. If the forward unrolls a long loop,
-    it is traced once more with False.
+    During the trace, ``torch.compiler.is_exporting()`` is True. If the forward then unrolls a long
+    loop, the forward is traced again with ``is_exporting()`` False: it may have a form without the
+    loop.
 
     Args:
         module: the module to export.
@@ -71,7 +72,8 @@ def export(
             modules, see ``values_of``.
 
     Raises:
-        PythonStateError: the forward changes Python state, other than by tensors under ``values``.
+        PythonStateError: the forward changes Python state, other than by setting tensors that
+            ``values`` allows.
         CaptureError: the forward reads values or draws numbers that a graph cannot contain.
     """
     # The forward may have a form without the long loop.
@@ -161,7 +163,8 @@ def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
     that returns only views of its parameters has such a graph.
 
     Raises:
-        CaptureError: there is no graph.
+        CaptureError: the forward computes no tensor and returns only its inputs, so there is no
+            graph.
     """
     if captured.backend_input is None:
         raise CaptureError(
@@ -175,9 +178,10 @@ def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
 
 
 def _read_from_user_module(module: nn.Module, exported: Any) -> None:
-    """Make the generated code read attributes of the user's module. The exported module has another
-    class: it lacks tensors that are attributes of the user's class, and the defaults of a forward,
-    which the code reads from the class if the module has hooks.
+    """Make the generated code read attributes from the user's module instead of the exported
+    module. The exported module's class lacks tensors that are attributes of the user's class. It
+    also lacks the defaults of the forward's arguments, which the code reads from the class if the
+    module has hooks.
     """
     _, root = get_traced_fn(module)
     attributes = (value for kind in type(root).__mro__ for value in vars(kind).values())

@@ -3,8 +3,9 @@
 The capture names the graph's inputs as user inputs, state and constants, and records each node's
 effects (writes, random numbers, cost) and settings.
 
-Nodes that switch grad mode and autocast are read by no other node. A part of the graph without them
-would run under other settings. So they are removed, and each part gets the switches that it needs.
+No node reads the nodes that switch grad mode and autocast, so a part of the graph could lose its
+switches and run under other settings. The capture therefore removes all switches, and each part
+gets the switches that it needs.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ class Setting:
 
 
 def settings(graph: fx.Graph) -> dict[fx.Node, Setting | None]:
-    """The grad mode and autocast of every node; None for nodes that only switch these, and for
-    nodes without effect.
+    """The grad mode and autocast of every node; None for nodes that only switch grad mode or
+    autocast, and for nodes without effect.
     """
     setting_of: dict[fx.Node, Setting | None] = {}
     now = Setting()

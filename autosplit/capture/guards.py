@@ -153,8 +153,8 @@ class ForwardScope:
 
 
 def _same(array: Any) -> Any:
-    """Return a NumPy array unchanged. It stands in for a conversion that would copy: Dynamo's
-    tensor for the array shares the array's memory.
+    """Return a NumPy array unchanged. Dynamo's expressions call this function instead of converting
+    the array to a tensor, because the conversion would copy.
     """
     return array
 
@@ -181,7 +181,7 @@ class BlockGuards:
     """Guards of one call of a block that a captured graph calls.
 
     Args:
-        guards: guards of the block's graphs, which must be Dynamo's only.
+        guards: guards of the block's graphs. They must consist of Dynamo's own guards alone.
         module: the block.
         args: positional inputs with the forms of the call's inputs.
         kwargs: keyword inputs with the forms of the call's inputs.
@@ -217,7 +217,8 @@ class Guards:
 
     Attributes:
         scope: variables of the module's forward.
-        setters: attributes and entries that the forward sets to the value they have.
+        setters: attributes and dictionary entries that the forward sets to the value they already
+            have.
         blocks: guards of the blocks that the graph calls.
         check: evaluates Dynamo's own guards on the variables of one call; exists once frozen.
         check_globals: evaluates guards of globals alone, the same for every block of a kind;
@@ -371,7 +372,7 @@ class Guards:
 
 class DynamosGuards(Guards):
     """Guards of a graph that ``torch.compile`` calls. They check nothing, because torch.compile
-    checks its guards before the call.
+    checks its own guards before each call of the graph.
     """
 
     def __init__(self) -> None:

@@ -51,8 +51,8 @@ def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def sizes_within(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
-    """Return a function from sizes of a called graph to sizes of the calling graph, for a call with
-    these fake leaves.
+    """Return a function that maps sizes of a called graph to sizes of the calling graph. ``leaves``
+    are the fake inputs of the call.
 
     Raises:
         CaptureError: the call does not satisfy the graph's guards on sizes.
@@ -229,8 +229,8 @@ def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:
 
 
 def _symbols(traced: Any) -> Iterator[tuple[str, int, sympy.Symbol]]:
-    """Yield (kind, dimension, symbol) of each size of a traced tensor or number that is a single
-    symbol.
+    """Yield (kind, dimension, symbol) of each size that is a single symbol. ``traced`` is a tensor
+    or a number.
     """
     sizes = _sizes(traced) if isinstance(traced, Tensor) else [("value", 0, traced)]
     for kind, at, size in sizes:

@@ -1,4 +1,4 @@
-"""nn.Module -> joint forward/backward graph with roles.
+"""Capture of an ``nn.Module`` as a joint graph, whose inputs and outputs have roles.
 
 Dynamo's full-graph export turns the module's Python into one FX graph; AOTAutograd then
 traces forward and backward together and labels every input and output with a descriptor.
@@ -124,14 +124,15 @@ def export_joint(
 
 @contextlib.contextmanager
 def _refuse_plain_state(module: nn.Module, exported: fx.GraphModule) -> Iterator[None]:
-    """Context that refuses forwards that use a tensor that is neither a parameter nor a buffer:
-    that write into it (``self.steps += 1``), or read its value (``self.scale.item()``).
+    """Context that refuses a forward that uses a plain tensor of the module, neither a parameter
+    nor a buffer. A use is a write (``self.steps += 1``) or a read of the value
+    (``self.scale.item()``).
 
-    Such a tensor is real, while the other tensors of a trace are fake. Tracing would run the write,
-    and record the value as a constant.
+    A plain tensor is real, while the other tensors of a trace are fake. Tracing would really write
+    into it, and would record its value as a constant.
 
     Raises:
-        CaptureError: the forward writes into such a tensor, or reads its value.
+        CaptureError: the forward writes into a plain tensor, or reads its value.
     """
     kept = [node for node in placeholders(exported.graph) if _is_kept_tensor(node)]
     if not kept:
@@ -146,18 +147,20 @@ def _refuse_plain_state(module: nn.Module, exported: fx.GraphModule) -> Iterator
     if use.written:
         raise CaptureError(
             f"{forward_of(module)} writes into a tensor that is neither a parameter nor a buffer "
-            "(self.steps += 1), which a graph cannot repeat: register it as a buffer"
+            "(self.steps += 1), which a graph cannot repeat: register the tensor as a buffer"
         )
     if use.value_read and any(map(_is_number, kept)):
         raise CaptureError(
             f"{forward_of(module)} reads the value (.item(), float()) of a tensor that is neither "
-            "an input, a parameter nor a buffer, and may change: register it as a buffer, or store "
-            "a number"
+            "an input, a parameter nor a buffer. A graph would not see the value change: register "
+            "the tensor as a buffer, or store a number"
         )
 
 
 def _is_kept_tensor(node: fx.Node) -> bool:
-    """Whether a tensor is an attribute or a global, but not a parameter or buffer."""
+    """Whether the node reads a tensor that is an attribute of a module or a global, but not a
+    parameter or buffer.
+    """
     value, source = node.meta.get("example_value"), repr(getattr(node, "_dynamo_source", ""))
     if not isinstance(value, Tensor):
         return False
@@ -205,11 +208,13 @@ def _is_real_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 class _Results:
     """Replacement for the code that assembles the exported module's results, so that AOTAutograd
-    traces it. That code makes views of parameters which the module returns (``self.weight.mT``).
+    traces it. The replaced code also computes the views of parameters that the module returns
+    (``self.weight.mT``).
 
     Attributes:
         names: path of every leaf of the result, then names of attribute values; set by the trace.
-        spec: structure of the result, set by the trace; None if no attribute values follow it.
+        spec: structure of the result, set by the trace. None if the trace returns no attribute
+            values.
         copied: positions of leaves to return as copies.
     """
 
@@ -393,8 +398,8 @@ def _traced(
 
 @contextlib.contextmanager
 def same_tensors(module: nn.Module) -> Iterator[None]:
-    """Context that restores a module's parameters and buffers at its end. If a submodule has two
-    names, AOTAutograd and ``torch.func.functional_call`` leave other tensors in the module.
+    """Context at whose end a module has its parameters and buffers again. AOTAutograd and
+    ``torch.func.functional_call`` leave substitutes in a submodule that has two names.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
     originals = [dict(space) for space in spaces]

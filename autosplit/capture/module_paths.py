@@ -1,4 +1,4 @@
-"""The modules in which an operation of a captured graph ran, under the model's names for them."""
+"""The modules in which an operation of a captured graph ran, by their names in the model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _ENTRY = re.compile(r"(?:\.__dict__\['_modules'\]|\._modules)?\[(?:'([^']*)'|(\d
 def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
     """Rename modules in a captured graph's metadata to their names in ``model.named_modules()``.
 
-    Dynamo names a module by the path on which the forward reached it: through
-    ``__dict__['_modules']`` if the model looks its children up itself, as wrappers with a
-    ``__getattr__`` do, or through a list or another object that also refers to it. If a module has
-    several names, the name on which the forward reached it is used, else the first.
+    Dynamo names a module by the path on which the forward reached it. The path goes through
+    ``__dict__['_modules']`` if the model looks up its children itself, as wrappers with a
+    ``__getattr__`` do. It may also go through a list or another object that refers to the module.
+    If the path is one of the module's names in the model, the module keeps that name. Otherwise it
+    gets the first of its names.
     """
     names: dict[str, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -1,8 +1,8 @@
 """Tensors that are attributes of parameters, such as a weight's main_grad, as buffers of a graph.
 
-AOTAutograd traces with other tensors in place of the parameters, which lack such attributes. So
-each attribute becomes a buffer of the exported module, and is set from that buffer on the tensor
-that replaces its parameter.
+AOTAutograd traces with substitutes for the parameters, and the substitutes lack such attributes. So
+each attribute becomes a buffer of the exported module. The buffer's tensor is set as the attribute
+of the parameter's substitute.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def register_attributes(module: nn.Module, exported: Any) -> None:
 
 
 def attribute_names(exported: fx.GraphModule) -> dict[str, str]:
-    """Map each buffer's name that ``register_attributes`` added to an export to the attribute's
-    name, such as layer.weight.main_grad.
+    """Map the name of each buffer that ``register_attributes`` added to the attribute's name, such
+    as layer.weight.main_grad.
     """
     names: dict[str, str] = exported.meta.get(_NAMES, {})
     return names

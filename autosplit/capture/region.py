@@ -60,7 +60,8 @@ autograd records each call, even if no input of the call requires a gradient."""
 
 def new_anchor() -> Tensor:
     """A new tensor for the anchor, or for the anchor's gradient. The anchor is an extra input of
-    each call that always requires a gradient.
+    each block's call. It requires a gradient if any called block is trained, so that autograd runs
+    the backward of the call.
     """
     return torch.empty(1)
 
@@ -229,9 +230,9 @@ class RegionCall:
         """The gradient of a result, with the strides for which the block was traced.
 
         Refuses a missing gradient, because zeros in its place could become NaN in the block.
-        Refuses a gradient of another layout, because kernels would round differently. The exception
-        is a result that itself has another layout, because its operators were decomposed after the
-        layout of its gradient was fixed.
+        Refuses a gradient of another layout, because kernels would round differently. Makes the
+        gradient contiguous if the block was traced for a contiguous gradient of a result that is
+        not contiguous: operators were decomposed after the layout of the gradient was fixed.
         """
         # A new tensor, because values of the block's trace do not belong to this trace.
         expected = self.region.empty(traced)
@@ -332,7 +333,7 @@ class _Expansion:
         self.gradients: dict[Role, fx.Node] = {}
 
     def forward(self, node: fx.Node, call: RegionCall) -> None:
-        """Replace a node by F."""
+        """Replace a block's forward operator by a call of F."""
         region = call.region
         nodes = dict(zip(region.input_roles, node.args[1], strict=True))  # type: ignore[arg-type]
         for role in region.state:
@@ -353,7 +354,7 @@ class _Expansion:
         )
 
     def backward(self, node: fx.Node, call: RegionCall) -> None:
-        """Replace a node by I and W."""
+        """Replace a block's backward operator by calls of I and W."""
         region, nodes = call.region, self._nodes[call]
         nodes |= zip(region.tangents, node.args[1], strict=True)  # type: ignore[arg-type]
         self._call(node, call, "backward_input")
@@ -395,10 +396,11 @@ class _Expansion:
             nodes[role] = results[place] if isinstance(place, int) else nodes[place]
 
     def _shared(self, of: object, at: Any, traced: Any, region: BlockRegion) -> Any:
-        """A fake value of the model's trace for a value of the region.
+        """A fake value of the model's trace that stands for ``traced``, a value of the region.
 
-        A tensor's storage has the size that it has in the region. All calls of the region share one
-        fake tensor, because nodes distinguish them. Numbers become sizes of the model's trace.
+        A tensor's storage has the size that it has in the region. ``of`` and ``at`` identify a
+        value; all calls of the region share its fake tensor, because nodes distinguish the calls.
+        Numbers become sizes of the model's trace.
         """
         if not isinstance(traced, Tensor):
             return region.within(traced)

@@ -58,7 +58,9 @@ def refuse_uncallable(region: BlockRegion) -> None:
     """
     capture, graphs = region.capture, region.graphs
     if not capture.guards.has_only_dynamo_guards:
-        raise CaptureError("the block reads constants or sets attributes")
+        raise CaptureError(
+            "the block reads tensors other than its inputs and state, or sets attributes"
+        )
     if capture.shardings:
         raise CaptureError("the block works on DTensors")
     for role, _ in outputs(graphs.joint.graph, Kind.UPDATE):
@@ -110,8 +112,8 @@ _CONTAINERS = (*_TABLES, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Map names to blocks: elements of module lists, dictionaries and sequences of which several
-    look alike. No block is inside of another.
+    """Map names to repeated blocks: elements of module lists, dictionaries and sequences that look
+    like another such element. No block is inside of another block.
 
     The blocks are candidates. Guards decide whether two blocks can have the same graph.
     """
@@ -139,8 +141,9 @@ def has_plain_forward(block: nn.Module) -> bool:
     """Whether calling the block calls only its class's forward.
 
     Hooks, and a ``__call__`` other than ``nn.Module.__call__``, are traced with the surrounding
-    model. A separate capture would trace them a second time. The ``__call__`` of transformers'
-    layers is allowed. It only adds recomputation, and a recomputed block is not called as a region.
+    model; a separate capture of the block would trace them a second time. The ``__call__`` of
+    transformers' layers is allowed, because it only adds recomputation. Recomputed blocks are not
+    captured separately.
     """
     call = type(block).__call__
     if call is not nn.Module.__call__ and call.__module__ != "transformers.modeling_layers":
@@ -188,7 +191,8 @@ class RegionSession:
 
     Args:
         model: the model that is captured.
-        split: captures and splits a block for one of its calls; takes the name of its kind first.
+        split: a function that captures and splits a block for one of its calls. Its first argument
+            is the name of the block's kind.
         refused: maps the name of a block that is captured with the model to the reason; the session
             adds entries.
     """
@@ -261,7 +265,9 @@ class RegionSession:
         return operator
 
     def _call_block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Fake results of a call in the trace."""
+        """Return fake results of a block's call. The block is captured if no earlier capture fits
+        the call.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         try:
             if _modes() != self._modes:
@@ -345,8 +351,8 @@ class RegionSession:
         self, exported: fx.GraphModule, calls: Sequence[RegionCall]
     ) -> Iterator[None]:
         """Context in which Dynamo's graph has an anchor, and lacks the submodules of the called
-        blocks. They are removed only for a time because the graph shares its submodules with the
-        model.
+        blocks. The context puts the blocks back at its end, because the graph shares its submodules
+        with the model.
         """
         anchor = nn.Parameter(new_anchor(), any(call.region.trained for call in calls))
         exported._parameters = {**exported._parameters, ANCHOR: anchor}

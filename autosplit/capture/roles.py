@@ -1,8 +1,9 @@
 """Roles of a joint graph's inputs and outputs, from AOTAutograd's descriptors.
 
 ``note_origins`` turns AOTAutograd's metadata of nodes into the origins that passes read.
-``shardings`` reads the shardings of DTensors. AOTAutograd traces the local tensors of DTensors. It
-wraps each descriptor in another, which names the DTensor's attribute.
+``shardings`` reads the shardings of DTensors. AOTAutograd traces the local tensors of DTensors. The
+descriptor of a local tensor wraps the DTensor's descriptor, and names the attribute of the DTensor
+that holds the local tensor.
 """
 
 from __future__ import annotations

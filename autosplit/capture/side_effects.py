@@ -43,7 +43,7 @@ _MISSING, _UNKNOWN = object(), object()
 
 class Setter(NamedTuple):
     """An attribute, or an entry of a dictionary, that the forward sets to the value it already has.
-    The graph is valid only while the attribute has this value.
+    The graph is valid only while the attribute or entry has this value.
 
     Attributes:
         target: the object or dictionary.
@@ -77,7 +77,9 @@ class Written(NamedTuple):
 
 @contextlib.contextmanager
 def record_writes() -> Iterator[list[Written]]:
-    """Context that yields the list of objects to which the forward traced inside writes."""
+    """Context that yields a list. A forward that is traced inside the context fills the list with
+    the objects to which it writes.
+    """
     written: list[Written] = []
     original: Any = SideEffects._get_modified_vars
     kinds = AttributeMutationExisting, ValueMutationExisting
@@ -121,14 +123,16 @@ def setters(
     scope: dict[str, Any],
     returned: Collection[tuple[str, str]] = (),
 ) -> list[Setter]:
-    """Find the writes of a forward that set values which are already there, and refuse others.
+    """Find the writes by which a forward sets attributes and entries to the value they already
+    have. Refuse all other writes.
 
     Args:
         module: the captured module.
         captured: Dynamo's output for the captured call.
         written: objects that existed before the call and are written to.
         scope: variables of the forward.
-        returned: (expression of the object, attribute) of each set tensor that the graph returns.
+        returned: (expression of the object, attribute) of each tensor that the forward sets and the
+            graph returns.
 
     Raises:
         PythonStateError: a call changes Python state.
@@ -194,8 +198,8 @@ def _name_of(value: Any, traced: dict[int, Any]) -> str:
 
 
 def _value_of(value: Any, name: str, scope: dict[str, Any]) -> Any:
-    """The Python value of a variable of Dynamo; ``_UNKNOWN`` if the forward computed it and it is
-    not a constant.
+    """The Python value of a variable of Dynamo. ``_UNKNOWN`` if the variable is neither a constant
+    nor has a source expression that Python can evaluate.
     """
     try:
         return eval(name, scope) if name else value.as_python_constant()

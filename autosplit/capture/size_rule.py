@@ -47,7 +47,9 @@ class SizeRule:
 
     @cached_property
     def _evaluate(self) -> Callable[..., Any]:
-        """A function of the inputs and the symbols; returns None if the rule does not hold."""
+        """The compiled rule: a function of the inputs and the symbols that returns None if a
+        condition of the rule is not met.
+        """
         names = ", ".join(name for name, *_ in self.places)
         checks = [
             f"inputs[{at}] == {leaf!r}"

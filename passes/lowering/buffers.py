@@ -137,9 +137,9 @@ class Result:
 
     Attributes:
         role: the role of the value.
-        memory: identifies the value's storage. A number counts the storages that the graph
-            allocates; a role names the input that has the storage. None for constants and for
-            values that are no tensors.
+        memory: identifies the value's storage. A number is the index of the storage among the
+            storages that the graph allocates. A role is the role of the input that shares the
+            storage. None for constants and for values that are no tensors.
         bytes: size of the storage.
     """
 
@@ -347,11 +347,11 @@ def _is_private(node: fx.Node, out: Collection[fx.Node], donated: Collection[Rol
 
 
 def lender_roles(graphs: SplitGraphs) -> dict[Role, Role]:
-    """For each deferred tensor that shares storage with an input or a tangent: its role -> the role
-    of that input or tangent.
+    """Maps the role of a deferred tensor to the role of the input or tangent whose storage the
+    deferred tensor shares.
 
-    Other deferred tensors are left out: a graph allocated their storage, or it belongs to a
-    parameter or buffer.
+    Deferred tensors whose storage a graph allocated, or that share storage with a parameter or
+    buffer, are left out.
     """
     if graphs.backward_input is None:
         return {}
@@ -365,16 +365,16 @@ def lender_roles(graphs: SplitGraphs) -> dict[Role, Role]:
 
 
 def _lenders(forward: fx.Graph, kind: Kind) -> dict[Role, Role]:
-    """For each result of F of a kind that shares storage with a user input: its role -> the input's
-    role.
+    """Maps the roles of F's results of a kind to the role of the user input whose storage the
+    result shares. Other results are left out.
     """
     user_inputs = inputs(forward, Kind.INPUT)
     return {role: root for role, root in _roots(forward, kind).items() if root in user_inputs}
 
 
 def _roots(graph: fx.Graph, kind: Kind) -> dict[Role, Role]:
-    """For each result of a kind that shares storage with an input of the graph: its role -> the
-    input's role.
+    """Maps the roles of results of a kind to the role of the graph's input whose storage the result
+    shares. Other results are left out.
     """
     pairs = [(role, value) for role, value in outputs(graph, kind) if isinstance(value, fx.Node)]
     roots = [(role, storage_root(value)) for role, value in pairs]

@@ -87,8 +87,8 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
     Args:
         name: the function's name.
         module: the graph.
-        fold_views: write a view that only one matrix product reads into the call of that product,
-            which makes the source easier to read.
+        fold_views: whether views that only one matrix product reads are written inside that
+            product's call. This makes the source easier to read.
 
     Raises:
         PassError: a value in the graph cannot be written as Python source.
@@ -255,7 +255,7 @@ def _callee(node: fx.Node) -> str:
         return name
     if module.split(".")[0] == "torch" and hasattr(torch, name):
         return f"torch.{name}"
-    raise PassError(f"{node.name} calls {target!r}, which has no source form")
+    raise PassError(f"{node.name} calls {target!r}, which cannot be written as Python source")
 
 
 def node_name(node: fx.Node) -> str:
@@ -291,4 +291,7 @@ def _text(value: object, name_of: Callable[[fx.Node], str] = node_name) -> str:
         return "..."
     if isinstance(value, OVERLOAD):
         return str(value) if value.namespace == "aten" else f"torch.ops.{value}"
-    raise PassError(f"{value!r} ({type(value).__name__}) has no source form")
+    raise PassError(
+        f"an argument is {value!r} ({type(value).__name__}), which cannot be written as Python "
+        "source"
+    )

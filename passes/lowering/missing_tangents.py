@@ -179,8 +179,8 @@ def _zeros(like: fx.Node, graph: fx.Graph) -> fx.Node:
     value = tensor_of(like)
     if value is None or not is_fixed(value):
         raise UnknownSizeError(
-            f"the gradient of {like.name} ({source_line(like)}) would be zeros, whose size is "
-            "known only when the graph runs"
+            f"the missing gradient of {like.name} ({source_line(like)}) must be replaced by zeros, "
+            "but their size is known only when the graph runs"
         )
     options = {"dtype": value.dtype, "device": value.device}
     length = max(1, spanned_elements(value.shape, value.stride()))

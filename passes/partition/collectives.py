@@ -64,7 +64,7 @@ def hide_collectives(
 
     Args:
         graph: the joint graph.
-        reach: sets of nodes by the results that need them.
+        reach: sets of the graph's nodes, by the results that need them.
         regions: the division of the graph.
         costs: the costs of collectives.
     """

@@ -100,7 +100,9 @@ def waiting_share(regions: Regions, reach: Reachability) -> float:
 
 
 def _meet_budget(budget: int, at: Callable[[float], Regions], parts: Parts) -> Regions:
-    """The division that defers the most work while its deferred tensors fit the budget in bytes."""
+    """The division with the most deferred work whose deferred tensors fit the budget, which is in
+    bytes.
+    """
 
     def exceeds(regions: Regions) -> bool:
         return distinct_bytes(regions.deferred) > budget

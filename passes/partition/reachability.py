@@ -2,12 +2,13 @@
 
 If no input needs a gradient, I is the chain of derivatives down to the earliest parameters.
 
-In that case I is what remains without W. W begins at the last heavy operators on the way to each
-parameter: products with activations, convolutions' weight gradients, scatters. The chain consists
-of the gradients that these last operators read, and of all nodes on which those gradients depend.
-It is the backward-p1 of 2BP. A product with a weight (dX = dY W) belongs to the chain even if only
-a bias is below it, and so do the backwards of norms and attention. All operators after a last heavy
-operator belong to W. Such operators exist if a weight is itself computed from parameters.
+Without input gradients, W determines what remains for I. W begins at the last heavy operators on
+the way to each parameter: products with activations, convolutions' weight gradients, scatters. The
+chain consists of the gradients that these last operators read, and of all nodes on which those
+gradients depend. It is the backward-p1 of 2BP. A product with a weight (dX = dY W) belongs to the
+chain even if only a bias is below it, and so do the backwards of norms and attention. All operators
+after a last heavy operator belong to W. Such operators exist if a weight is itself computed from
+parameters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The division of the joint graph into F, I and W as a minimum cut over two boundaries.
 
             F  |  I  |  W          a saved tensor crosses the first boundary,
-        -------+-----+------       a deferred tensor the second,
-          first  second            a tensor from F to W both
+        -------+-----+------       a deferred tensor crosses the second,
+          first  second            a tensor that W reads from F crosses both
 
 Both boundaries are chosen together. Each boundary is a layer of one flow network, in which every
 node has an "in" and an "out" half:
@@ -44,7 +44,7 @@ class Division:
 
     Args:
         graph: the joint graph.
-        reach: the results that its nodes are needed for.
+        reach: sets of the graph's nodes, by the results that need them.
         recompute: whether cheap nodes may run on both sides of a boundary.
         release: whether I may compute and return weight gradients.
     """
@@ -175,8 +175,8 @@ class Division:
                 self._network.add_edge(half, layer(self._order[operand]), price)
 
     def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
-        """Whether all operands of the node exist before the boundary in any case. Running the node
-        there too then moves no other node.
+        """Whether all operands of the node exist before the boundary in any case. The node can then
+        also run before the boundary without moving another node there.
         """
         return all(self._is_before(producer(operand), layer) for operand in node.all_input_nodes)
 
@@ -206,8 +206,8 @@ class Division:
         return Price(flops=self._spread(node, effort(node))) if self._early_candidates else None
 
     def _spread(self, node: fx.Node, cost: float) -> float:
-        """The cost, made slightly smaller for nodes early in the graph. Of several equal layers, a
-        cut may then put some on one side and some on the other.
+        """The cost, made slightly smaller for nodes early in the graph. A cut may then divide the
+        equal layers of a model between both sides, instead of treating all layers alike.
         """
         return cost * (1 + _SPREAD * self._order[node] / len(self._order))
 
@@ -230,9 +230,7 @@ def _described(node: fx.Node) -> str:
 def with_early_weight_grads(
     graph: fx.Graph, reach: Reachability, regions: Regions, more: Collection[fx.Node]
 ) -> Regions:
-    """The same division, except that I also computes and returns the weight gradients in
-    ``more``.
-    """
+    """A copy of ``regions`` in which I also computes and returns the weight gradients ``more``."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     return _regions(
         order, reach, regions.cuts, regions.early_weight_grads.union(more), regions.price

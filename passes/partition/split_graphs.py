@@ -16,9 +16,9 @@ computes it if deferred matrix products keep the tensors anyway.
 **Names** of saved and deferred tensors consist of a module and the tensor's relation to it:
 
     layers_4_mlp_down_input       an input of the module
-    layers_4_norm_output          its output
-    layers_4_mlp_down_dy          the gradient of its output
-    layers_4_attn_dx              the gradient of its input
+    layers_4_norm_output          the output of the module
+    layers_4_mlp_down_dy          the gradient of the module's output
+    layers_4_attn_dx              the gradient of the module's input
     layers_4_norm_weight_grad     the gradient of a parameter, up to a view
     layers_4_attn_softmax         computed and read within one module: the operator
     tanh_model_line_12            outside all modules: the operator, file and line
@@ -112,7 +112,7 @@ def _readers(node: fx.Node, region: Collection[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _views(node: fx.Node) -> Iterable[fx.Node]:
-    """The value and all its views."""
+    """The node, and all views of its value."""
     views = [node]
     for view in views:
         views += [user for user in view.users if user.op == "call_function" and is_free(user)]
@@ -120,7 +120,7 @@ def _views(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _common(one: Modules, other: Modules) -> Modules:
-    """The modules that enclose both."""
+    """The modules that enclose both stacks: their common prefix."""
     pairs = zip(one, other, strict=False)
     return tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -185,7 +185,7 @@ def partition_forward_backward(program: SplitGraphs) -> bool:
 
 def _refuse_draws_in_backward(graph: fx.Graph) -> None:
     """Refuse random numbers that a custom backward draws. A draw that depends on no gradient would
-    run in the forward, so it and all later draws would differ from autograd's.
+    run in the forward. That draw and all later draws would then differ from autograd's.
     """
     if all(origin_of(node).is_backward is None for node in graph.nodes):
         return  # tracing recorded no backward
@@ -195,7 +195,7 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
             raise PassError(
                 f"{node.target} draws random numbers in the backward"
                 + (f" (from {line})" if line else "")
-                + "; draw them in the forward and save them for it"
+                + "; draw the numbers in the forward and save them for the backward"
             )
 
 

@@ -1,8 +1,8 @@
 """Emit and erase nodes of a graph that a pass rewrites in place, and eliminate dead code.
 
-Random operators are kept in the joint graph and in forward: without one, all later draws would
-differ from eager's. Each random operator runs once, in forward. A copy in a backward graph would
-draw again, so it is removed. Un-functionalised mutations are effects, and are kept.
+Random operators are kept in the joint graph and in forward. If one were removed, all later draws
+would differ from eager's. Each random operator runs once, in forward. A copy in a backward graph
+would draw again, so it is removed. Un-functionalised mutations are effects, and are kept.
 """
 
 from __future__ import annotations

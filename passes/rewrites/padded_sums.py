@@ -27,9 +27,9 @@ class _PaddedSlice:
     """A term of a sum that is zero outside one slice along one dimension.
 
     Attributes:
-        padded: the node that pads the slice with zeros, as large as the sum.
+        padded: the node that pads the slice with zeros to the size of the sum.
         value: the slice, without its dimension if ``is_selected``.
-        sizes: of the sum.
+        sizes: sizes of the sum.
     """
 
     padded: fx.Node

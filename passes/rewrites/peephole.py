@@ -2,18 +2,18 @@
 
 ``divide_backward_operators``: backward operators that compute dX and dW in one call become one call
 for each. ``convolution_backward`` computes the gradients of input, weight and bias together, so
-reachability would put all of it into I. Its ``output_mask`` selects results: one call for the input
-and one for weight and bias do the same work. Normalisation operators have the mask too. Their
-weight gradient is a by-product of the input's gradient, and dividing would repeat the reductions,
-so they stay whole.
+reachability would put all of it into I. Its ``output_mask`` selects the results that a call
+computes. One call for the input and another for weight and bias together do no more work than the
+undivided call. Normalisation operators also have a mask, but are not divided: their weight gradient
+is a by-product of the input's gradient, and two calls would repeat the reductions.
 
 ``forget_statistics``: in training, the backward of batch norm takes running statistics as arguments
-but reads only those of the batch. Without these arguments, F saves less.
+but reads only the batch's statistics. Without these arguments, F saves less.
 
 ``half_precision_dropout``: round dropout's backward as autograd does on a CPU. Autograd multiplies
 the gradient by noise, ``mask / (1 - p)``, rounded to bfloat16 or float16. The traced operator
-multiplies by the exact number: gradients would differ from autograd's by a constant factor, 0.15%
-for p = 0.1 in bfloat16.
+multiplies by the exact number. Gradients would differ from autograd's by a constant factor: by
+0.15% for p = 0.1 in bfloat16.
 
 ``fold_transposes``: ``t(t(x))`` becomes ``x``. Autograd transposes the gradient of a transposed
 weight back, in two consecutive calls. Both are views of the same elements, so no computed value
@@ -22,8 +22,9 @@ changes.
 ``fold_powers``: ``pow(x, 1)`` becomes ``x``. The derivative of a square, as in RMSNorm, computes
 such a power, which is a copy.
 
-``drop_summed_dimensions``: a sum that keeps its dimensions, followed by a view without them, as in
-every bias's gradient, becomes one sum without them: the same kernel, one call less.
+``drop_summed_dimensions``: in the gradient of every bias, a sum keeps the summed dimensions, and a
+view then drops them. One sum that drops the dimensions replaces the sum and the view. It runs the
+same kernel, with one call less.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def _rounds_otherwise(node: fx.Node) -> bool:
 
 
 def fold_transposes(program: SplitGraphs) -> bool:
-    """Replace each pair of transposes that cancel by the operand of the first; True if there was
-    one.
+    """Replace each pair of transposes that cancel by the operand of the pair's first transpose;
+    True if there was a pair.
     """
     graph, folded = program.joint.graph, False
     # An output of the user's forward stays a separate tensor, as in eager.
@@ -149,8 +150,9 @@ def fold_powers(program: SplitGraphs) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether the node is a power of 1 in the form of its base. What the forward reads of the
-    caller's tensors is not folded: the caller may overwrite them before the backward.
+    """Whether the node is a power of 1 that its base can replace: both have the same dtype and
+    strides. False if the forward computes the power of a caller's tensor, because the caller may
+    overwrite that tensor before the backward.
     """
     base: Any = node.args[0]
     old, new = base.meta["val"], node.meta["val"]

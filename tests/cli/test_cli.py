@@ -391,7 +391,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
         ("inspect tests.failing:raises", "raised RuntimeError: my own failure ("),
         ("inspect tests.failing:sized --set size=x", "raised ValueError: invalid literal"),
         ("inspect tests.failing:fails", "called without autosplit, raised TypeError: linear()"),
-        ("inspect tests.failing:sized --memory '²'", "memory is one of 'fast', 'balanced'"),
+        ("inspect tests.failing:sized --memory '²'", "memory must be 'fast', 'balanced'"),
         ("inspect tests.failing:sized --dump /proc/x", "cannot write '/proc/x': No such"),
         ("compare tests.failing:sized --schedule ''", "expected one or more values with"),
         (

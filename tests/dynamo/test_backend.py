@@ -140,7 +140,9 @@ def test_guard_goes_with_the_model() -> None:
 def test_nothing_pending() -> None:
     model = nn.Linear(4, 4)
     backward_weight(model)
-    with pytest.raises(SplitError, match=r"microbatches=1\): 0 pending; call loss\.backward\(\)"):
+    with pytest.raises(
+        SplitError, match=r"microbatches=1\), but microbatches pending: 0; call loss\.backward\(\)"
+    ):
         backward_weight(model, microbatches=1)
     with pytest.raises(SplitError, match="expected a module or parameters, got a str"):
         backward_weight(["weight"])  # type: ignore[list-item]

@@ -14,5 +14,5 @@ def test_number_is_a_budget_in_bytes() -> None:
 
 @pytest.mark.parametrize("wrong", ["tight", "4096", -1, True, 0.5, None])
 def test_unknown(wrong: object) -> None:
-    with pytest.raises(PassError, match=r"memory is one of 'fast', 'balanced', 'lean', or .*; got"):
+    with pytest.raises(PassError, match=r"memory must be 'fast', 'balanced', 'lean', or .*; got"):
         memory_setting(wrong)

@@ -90,7 +90,7 @@ def test_an_unknown_option_is_refused_with_the_known(face: Callable[..., Any]) -
     ("option", "text"),
     [
         ({"backend": "tpu"}, "unknown backend 'tpu'; known backends: 'eager', 'inductor'"),
-        ({"memory": -1}, "memory is one of 'fast', 'balanced', 'lean', or .*; got -1"),
+        ({"memory": -1}, "memory must be 'fast', 'balanced', 'lean', or .*; got -1"),
         ({"grad_dtype": torch.int8}, "grad_dtype must be a floating-point dtype .*int8"),
         ({"passes": [*PASSES]}, "passes must be a tuple of autosplit.passes.Pass, such as"),
         ({"passes": (drop_unit_products,)}, "passes must be a tuple of autosplit.passes.Pass"),

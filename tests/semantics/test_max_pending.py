@@ -130,7 +130,7 @@ def test_a_missing_microbatch_is_explained() -> None:
     model = split(nn.Linear(8, 8))
     one_by_one(model, torch.randn(3, 4, 8))
     with pytest.raises(
-        SplitError, match="Because of max_pending=1, 2 were computed before; raise it"
+        SplitError, match="Because of max_pending=1, 2 microbatches were computed before; raise"
     ):
         model.backward_weight(microbatches=3)
 

@@ -1,4 +1,4 @@
-"""Workarounds for code that torch captures or traces differently than it runs it.
+"""Workarounds for code whose captured or traced graph computes something else than the code.
 
 Each row names the versions of torch that need the workaround (of 2.11 to 2.15, as far as tried) and
 the test that fails without it. Once torch is fixed, the workaround can go.
@@ -19,7 +19,7 @@ the test that fails without it. Once torch is fixed, the workaround can go.
   tests/capture/workarounds/test_long_loops.py |
 | captured custom functions cannot be captured again | Dynamo | 2.13 on | `make_traceable` |
   tests/planner/test_captured_model.py |
-| a second capture looks up numbers of the first | Dynamo | 2.13 | `forget_traced_values` |
+| a second capture looks up numbers of the first capture | Dynamo | 2.13 | `forget_traced_values` |
   tests/planner/test_numbers_of_data.py |
 | transformers makes masks for an export that it omits otherwise | Dynamo | all |
   `decide_masks_statically` | tests/capture/workarounds/test_masks_left_out.py |

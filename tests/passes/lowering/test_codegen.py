@@ -63,12 +63,14 @@ def test_arguments(text: str) -> None:
 def test_values_without_a_source_form_are_refused() -> None:
     module, nodes = hand_made()
     nodes["y"].kwargs = {"alpha": object()}
-    with pytest.raises(PassError, match=r"<object object at .*> \(object\) has no source form"):
+    with pytest.raises(
+        PassError, match=r"is <object object at .*> \(object\), which cannot be written"
+    ):
         generate("joint", module)
     nodes["y"].kwargs = {}
     nodes["y"].target = fx.GraphModule
     with pytest.raises(
-        PassError, match=r"mul_tensor calls .*GraphModule.*, which has no source form"
+        PassError, match=r"mul_tensor calls .*GraphModule.*, which cannot be written as"
     ):
         generate("joint", module)
 
