@@ -60,8 +60,7 @@ def export(
     """Export a module by Dynamo as one full graph, with guards.
 
     During the trace, ``torch.compiler.is_exporting()`` is True. If the forward then unrolls a long
-    loop, the forward is traced again with ``is_exporting()`` False: it may have a form without the
-    loop.
+    loop, the forward is traced again with False, because it may have a form without the loop.
 
     Args:
         module: the module to export.

@@ -146,7 +146,7 @@ def test_a_call_that_the_forward_refuses() -> None:
         ((torch.relu,), "split takes an nn.Module; got a builtin_function_or_method"),
         ((nn.Linear(4, 2), [torch.ones(3, 4)]), r"as a tuple \(or one tensor\).* got a list"),
         ((nn.Linear(4, 2), torch.ones(3, 4), torch.ones(3, 4)), "got a tuple and a Tensor"),
-        ((autosplit.split(nn.Linear(4, 2)),), "split: the module is split already; pass the"),
+        ((autosplit.split(nn.Linear(4, 2)),), "split: the module is split already; pass its"),
         ((nn.Sequential(autosplit.split(nn.Linear(4, 2))),), "split: its submodule '0' is split"),
     ],
 )
