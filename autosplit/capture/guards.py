@@ -154,7 +154,8 @@ class ForwardScope:
 
 def _same(array: Any) -> Any:
     """Return a NumPy array unchanged. Dynamo's expressions call this function instead of converting
-    the array to a tensor, because the conversion would copy.
+    the array. Guards compare constants by identity, and each conversion would make a new tensor.
+    The graph's tensor shares the array's memory, and so has the array's present values.
     """
     return array
 
