@@ -35,8 +35,8 @@ def write_chrome_trace(rows: Rows, path: str | Path, memory: StepMemory | None =
     per rank, and one slice per action. A rank's moves and reductions have a thread of their own,
     because they overlap with computation.
 
-    Every timeline starts at 0. Arrows lead from an action to those on other ranks that need its
-    result: activations from F to F, gradients from I or B to I or B.
+    Every timeline starts at 0. Arrows lead from an action to the actions on other ranks that need
+    its result: activations from F to F, gradients from I or B to I or B.
 
     Args:
         rows: timelines and their names.
@@ -145,8 +145,8 @@ def _arrow(
 
 
 def _nudge(span: Span) -> float:
-    """Seconds between the edge of an action's slice and the end of an arrow. An arrow on the edge
-    itself may bind to a neighbouring slice.
+    """Seconds by which an arrow ends inside its action's slice. Perfetto may bind an arrow that
+    ends on the slice's edge to the neighbouring slice.
     """
     return min(1e-6, (span.end - span.start) / 2)
 
@@ -208,8 +208,8 @@ def timeline_figure(
     A bar is one action; its gid in the file is PANEL/RANK/ACTION, as in "0/1/1F0". If there is
     room, it is labelled with its kind and microbatch, or with the whole action if a rank has
     several stages. Later stages of a rank are lighter than its first. The end of each row shows the
-    rank's idle share of the makespan. Moves and reductions are in traces only.
-    Actions that are ``marked`` have a red frame.
+    rank's idle share of the makespan. Moves and reductions are not drawn. Actions in ``marked``
+    have a red frame.
 
     Raises:
         AutosplitError: no timeline, a timeline without computation, or no matplotlib.

@@ -1,9 +1,9 @@
 """The process groups that one trainer owns, and ways to end every wait on them.
 
 With Gloo (observed with torch 2.13), neither ``abort()`` nor ``destroy_process_group`` ends a wait
-of a peer while an object refers to the group. So a rank that failed but lives on would leave its
-peers waiting until the timeout. A receive that times out, however, closes its connection at once,
-on both ends and for every other operation on it. ``close`` uses that.
+of a peer while an object refers to the group. So the peers of a rank that failed but lives on would
+wait until the timeout. A receive that times out, however, closes its connection at once, on both
+ends and for every other operation on it. ``close`` posts such a receive to end all waits.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def open_connections(
 def await_device(device: torch.device, guard: Guard, timeout: float) -> None:
     """Wait on the host until a GPU has finished its queued work.
 
-    A later read of a number from the device then does not wait. If a message on the device never
-    came, nothing could end a wait of such a read.
+    Call it before a number is read from the device. The read itself has no timeout: it would wait
+    forever if the device waited for a message that never comes.
 
     Raises:
         LostPeerError: another rank failed, or ``timeout`` seconds passed.
@@ -69,8 +69,8 @@ def await_device(device: torch.device, guard: Guard, timeout: float) -> None:
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     """Abort groups of NCCL, or of another backend with queues, all at once.
 
-    They must be aborted together: an abort waits for the device, on which messages of the other
-    groups may hang.
+    The groups must be aborted together: the abort of one group waits for the device, where messages
+    of other groups may hang.
     """
     if groups:
         with ThreadPoolExecutor(len(groups), "autosplit-abort") as pool:
@@ -181,24 +181,24 @@ class Groups(Control):
         return group
 
     def isend(self, tensor: Tensor, peer: int, lane: str = "") -> dist.Work | None:
-        """Start to send a contiguous tensor; None if there is nothing to wait for."""
+        """Start to send a contiguous tensor. Return the work to wait for; None if there is none."""
         # Like dist.isend, without its checks.
         group = self.between(self.rank, peer, lane)
         return group.send([_bytes(tensor)], self.number_in_pair(peer), _TAG)
 
     def irecv(self, buffer: Tensor, peer: int, lane: str = "") -> dist.Work | None:
-        """Start to receive into ``buffer``; None if there is nothing to wait for."""
+        """Start to receive into ``buffer``. Return the work to wait for; None if there is none."""
         group = self.between(peer, self.rank, lane)
         return group.recv([_bytes(buffer)], self.number_in_pair(peer), _TAG)
 
     def number_in_pair(self, peer: int) -> int:
-        """The number of ``peer`` in a group of this rank and ``peer``."""
+        """The rank of ``peer``, 0 or 1, within a group of ``peer`` and this rank."""
         return int(self.members[peer] > self._world_rank)
 
     def new_group(
         self, ranks: Sequence[int], backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Make a group of some ranks in each pipeline; collective over all ranks.
+        """Make a group of the ranks with these numbers in each pipeline; collective over all ranks.
 
         Returns:
             The group of this rank; None if this rank is not among ``ranks``.
@@ -210,7 +210,7 @@ class Groups(Control):
     def new_group_of_sets(
         self, sets: Sequence[Sequence[int]], backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Make a group of each set of ranks; collective over all ranks.
+        """Make one group for each set of ranks; collective over all ranks.
 
         Args:
             sets: disjoint sets of ranks, as the default process group numbers them.
@@ -225,8 +225,8 @@ class Groups(Control):
     def root_and_group(self, sets: Sequence[Sequence[int]]) -> tuple[int, dist.ProcessGroup | None]:
         """Return (first rank, process group) of the set that has this rank; collective.
 
-        For a rank in no set, the first rank is the rank itself. The group is None if each set has
-        one rank only.
+        For a rank in no set, the first rank is this rank and the group is None. The group is also
+        None if the sets have one rank each.
         """
         first = next((ranks[0] for ranks in sets if self._world_rank in ranks), self._world_rank)
         return first, self.new_group_of_sets(sets) if len(sets[0]) > 1 else None
@@ -234,7 +234,7 @@ class Groups(Control):
     def background_control(self) -> Control:
         """Control of all ranks over a second group, for a thread that runs beside the steps.
 
-        One task may use it at a time. Collective over all ranks at the first call.
+        Only one task may use this control at a time. Collective over all ranks at the first call.
         """
         if self._background is None:
             ranks = self.everybody.members
@@ -245,8 +245,8 @@ class Groups(Control):
         return self._background
 
     def add_external_group(self, group: dist.ProcessGroup) -> None:
-        """Add a group of another owner. When this object ends the waits on its groups, it also ends
-        the waits on that group.
+        """Add a group that another object owns. Whenever waits on this object's groups are ended,
+        waits on the added group are ended, too.
         """
         if group not in self._external:
             self._external.append(group)
@@ -333,12 +333,14 @@ def as_lost_peer(
 
 
 def _is_queued(group: dist.ProcessGroup) -> bool:
-    """Whether the backend queues its operations, as NCCL does. Then only ``abort`` ends a wait."""
+    """Whether the group's backend queues operations, as NCCL does. Only ``abort`` ends a wait on
+    such a group.
+    """
     return dist.get_backend(group) != "gloo"
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A tensor's view as bytes, because no backend supports complex numbers, and NCCL no short
+    """View a tensor as bytes. No backend supports complex numbers, and NCCL does not support 16-bit
     integers.
     """
     # A contiguous tensor of one element may have any stride; a view as bytes needs stride 1.

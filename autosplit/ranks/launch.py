@@ -49,7 +49,7 @@ class Failure:
         report: the error with its traceback, naming the rank.
         timestamp: seconds since the epoch.
         consequence: True if the rank failed because another rank had failed.
-        died: the rank, if its process died without a report.
+        died: the rank's number if its process died without a report; else None.
         blamed: another rank, of which this rank reports that it died, left or hangs; None for a
             failure of this rank.
         error: the error that the rank's function raised, if it is typed and can be pickled.
@@ -102,9 +102,11 @@ def _sendable(error: BaseException) -> AutosplitError | None:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The earliest failure that is not a consequence of another failure. If all are, the earliest.
+    """The earliest failure that is not a consequence of another. If every failure is a consequence,
+    the earliest of all.
 
-    For a death, another rank's report about the death is preferred, because it says more.
+    If the chosen rank died, another rank's report about the death is returned, because it says
+    more.
     """
     first = min(failures, key=lambda failure: (failure.consequence, failure.timestamp))
     if first.died is None:
@@ -160,15 +162,16 @@ def _loaded(call: bytes) -> Any:
     except AttributeError as error:
         raise PipelineError(
             f"{error}: new processes import the module without the code under "
-            'if __name__ == "__main__":; define it at the top of the module'
+            'if __name__ == "__main__":; define what launch() is passed at the top of the module'
         ) from error
 
 
 def _environment(job: Job, rank: int) -> dict[str, str]:
     """The environment variables that torchrun would set.
 
-    The restart count and the agent's store make ranks use the existing store. The barrier keeps a
-    rank whose function returns at once from closing connections that other ranks are still making.
+    TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_USE_AGENT_STORE make ranks use the launcher's store.
+    TORCH_DIST_INIT_BARRIER ends ``init_process_group`` with a barrier: without it, a rank whose
+    function returns at once would close connections that other ranks are still making.
     """
     return {
         "RANK": str(rank),
@@ -213,7 +216,7 @@ def launch(
 
     The processes have the environment variables of torchrun (``RANK``, ``WORLD_SIZE``,
     ``MASTER_ADDR`` and so on). The calling process serves their store, so no rank is special. No
-    process outlives the call or the calling process. Their sockets are local to this machine.
+    process outlives the call or the calling process. All sockets are local to this machine.
 
     Args:
         fn: a function at the top of a module, which the new processes import and call.
@@ -227,8 +230,8 @@ def launch(
 
     Raises:
         PipelineError: a rank raised, died, or still ran after ``timeout`` seconds. The message has
-            the traceback of the first cause. If ``fn`` raised an error of autosplit that did not
-            end a trainer on all ranks, it is the ``__cause__``.
+            the traceback of the first cause. The ``__cause__`` is the error that ``fn`` raised, if
+            its type is autosplit's and no trainer was ended by it on all ranks.
     """
     if nprocs < 1:
         raise PipelineError(f"nprocs must be at least 1; got {nprocs}")
@@ -247,12 +250,14 @@ def launch(
 
 
 def _is_file(main: ModuleType) -> bool:
-    """Whether new processes can import the program."""
+    """Whether new processes can import the main program, because it is a file."""
     return main.__spec__ is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:
-    """Refuse a function of a program without a file, which new processes cannot import."""
+    """Refuse a function that is defined in a program without a file: new processes cannot import
+    it.
+    """
     main = sys.modules["__main__"]
     if getattr(fn, "__module__", "") == "__main__" and not _is_file(main):
         name = getattr(fn, "__name__", repr(fn))
@@ -274,14 +279,16 @@ class _Process:
         self.outcome: Success | Failure | None = None
 
     def read(self) -> None:
-        """Read the rank's report. If there is none, the process is dead."""
+        """Read the rank's report. A pipe that ends without a report means that the process died."""
         try:
             self.outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.outcome = Failure.of_death(self.rank, self._status())
 
     def _status(self) -> int | None:
-        """The exit status; WNOWAIT leaves it in place for the watches of other ranks."""
+        """The process's exit status. It is read with WNOWAIT, so that the watches of other ranks
+        can read it, too.
+        """
         if not hasattr(os, "waitid"):
             self.process.join(_LEAVING)
             return self.process.exitcode
@@ -316,11 +323,11 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
 
 @contextlib.contextmanager
 def _no_piped_program() -> Iterator[None]:
-    """Context in which started processes do not import a program that was piped into Python, which
-    they could not.
+    """Context in which processes that are started do not try to import a main program that was
+    piped into Python.
 
-    Processes need the program only for a function of the program, which ``_check_importable``
-    refuses.
+    Such an import would fail. It is not needed: ``_check_importable`` refuses functions of such a
+    program.
     """
     main = sys.modules["__main__"]
     path = None if _is_file(main) else vars(main).pop("__file__", None)
@@ -351,8 +358,8 @@ def _collect(processes: list[_Process], deadline: float, timeout: float) -> list
         ranks = ", ".join(str(process.rank) for process in waiting)
         raise PipelineError(
             f"{'rank' if len(waiting) == 1 else 'ranks'} {ranks} did not end within {timeout:.3g} "
-            "s: increase timeout=; to see which rank waits for which, set RunOptions(timeout=) "
-            "below it"
+            "s: increase timeout=; to see which rank waits for which, give RunOptions(timeout=) "
+            "a smaller value than launch(timeout=)"
         )
     outcomes = (process.outcome for process in processes)
     return [outcome.value for outcome in outcomes if isinstance(outcome, Success)]

@@ -1,5 +1,5 @@
-"""The session of a trainer's ranks: they are connected, watch each other, and the first error ends
-all.
+"""The session of a trainer's ranks: connects them and watches each; the first error on one rank
+ends the session on all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class RankSession:
     """The connections of a rank to the other ranks of its trainer, from the trainer's construction
     until it is closed.
 
-    A fault on any rank closes the connections of all ranks; the next call raises the first cause.
-    Collective: all ranks must construct it together.
+    A fault on any rank closes the connections of all ranks. The next call on each rank raises the
+    first cause. Collective: all ranks must construct it together.
 
     Args:
         layout: the layout of the ranks.
@@ -88,7 +88,8 @@ class RankSession:
             self._background_waits.append(wait)
 
     def close(self) -> None:
-        """Wait for background work, and destroy the process groups. All ranks should be done.
+        """Wait for background work, and destroy the process groups. Call it when all ranks have
+        finished.
 
         Raises:
             CheckpointError: an asynchronous save has failed, and its error was not raised yet.
@@ -145,7 +146,10 @@ def choose_device(device: torch.device | str | None, layout: RankLayout) -> torc
             chosen = torch.device(device)
             torch.empty(0, device=chosen).cpu()
         except (RuntimeError, AssertionError) as error:
-            raise PipelineError(f"device={device!r} cannot hold stages here: {error}") from error
+            raise PipelineError(
+                f"device={device!r} cannot hold stages here: {error}. "
+                "Pass a device that this process can use, such as 'cpu' or 'cuda:0'"
+            ) from error
         # Tensors on such a device have its index, and are compared with this device.
         if chosen.index is None and (chosen.type == "cuda" or has_streams(chosen)):
             chosen = torch.device(chosen.type, torch.get_device_module(chosen).current_device())

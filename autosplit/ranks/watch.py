@@ -63,7 +63,8 @@ class PeerWatch:
         ranks: the number of ranks.
         stores: two connections to the trainer's store, one for the training thread and one for the
             watch's thread.
-        exits: the store in which programs write how they ended; None if there is none.
+        exits: the store into which each rank's program writes how it ended; None without such a
+            store.
         activity: the present activity of this rank.
         sever: a function that ends this rank's waits for other ranks.
 
@@ -159,8 +160,8 @@ class PeerWatch:
             faults.write_entry("pulse", self._rank, json.dumps(pulse))
 
     def _note_endings(self) -> None:
-        """Record a rank that has ended. If it died, post its fault; a rank that left may have
-        finished its work.
+        """Record a rank that has ended. Post its fault only if the rank died: a rank that left may
+        have finished its work.
         """
         fault = self._ended()
         self.missing = fault if fault is None or fault.left else self._faults.post(fault)
@@ -168,7 +169,7 @@ class PeerWatch:
     # --- the peers ----------------------------------------------------------------------------
 
     def _ended(self) -> Fault | None:
-        """The fault of a rank that has ended; if several have, of a rank that died."""
+        """The fault of a rank that has ended, preferably of one that died; None if no rank has."""
         left = None
         for rank in self._peers:
             how, clean = self._ending(rank)
@@ -183,7 +184,7 @@ class PeerWatch:
         return left
 
     def _ending(self, rank: int) -> tuple[str, bool]:
-        """Return (text on how a rank ended, or empty if it runs; whether it ended without an
+        """Return (how the rank ended, as text, empty if it still runs; whether it ended without an
         error).
         """
         ending = "" if self._exits is None else self._exits.get("ending", rank)
@@ -233,7 +234,9 @@ class PeerWatch:
         return Fault(rank, pulse.activity, report, ended=True)
 
     def _silent(self, rank: int, pulse: Pulse | None, waited: str) -> Fault:
-        """The fault of a rank without a heartbeat; ``pulse`` is None if it never had one."""
+        """The fault of a rank whose heartbeat stopped. ``pulse`` is its last heartbeat; None if
+        none ever came.
+        """
         activity, duration = "starting", "at all"
         if pulse is not None:
             seconds = max(time.time() - pulse.time, _SILENCE)  # of another machine's clock
@@ -273,6 +276,6 @@ def watch_over(groups: Groups) -> PeerWatch:
 
 
 def _new_connection(store: Any) -> Store:
-    """A second connection to the store: one connection serves one thread at a time."""
+    """Open another connection to the store, because a connection serves one thread at a time."""
     connection: Store = store.clone()
     return connection

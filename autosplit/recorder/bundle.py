@@ -7,7 +7,8 @@
     FOLDER/NAME/                   the parts of all ranks are there
 
 Every rename is atomic. Ranks do not communicate, because some may have failed. A bundle whose name
-ends in ``.part`` lacks ranks, and can be replayed for the others.
+ends in ``.part`` lacks the parts of some ranks. Actions of the ranks that wrote their part can be
+replayed.
 """
 
 from __future__ import annotations

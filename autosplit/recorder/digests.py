@@ -29,8 +29,8 @@ class Digest(NamedTuple):
     Attributes:
         shape: the sizes.
         dtype: the element type, such as ``"float32"``.
-        mark: see the module.
-        finite: whether no number is infinite or NaN; True for integers.
+        mark: a hash of the tensor's bits, as 16 hexadecimal digits.
+        finite: whether all numbers are finite, which integers always are.
     """
 
     shape: tuple[int, ...]
@@ -42,8 +42,8 @@ class Digest(NamedTuple):
 class PendingDigests:
     """Digests whose numbers are on their way to the host.
 
-    The work is queued on the tensors' device, and the host waits for it only in ``read``. Once it
-    is queued, the tensors may be freed or overwritten.
+    The constructor queues the computation on the tensors' device, and only ``read`` makes the host
+    wait. After the constructor, the tensors may be freed or overwritten.
 
     Args:
         tensors: any tensors; None for one that does not exist.
@@ -58,7 +58,9 @@ class PendingDigests:
             self._numbers = self._numbers.to("cpu", non_blocking=True)
 
     def read(self) -> list[Digest | None]:
-        """The digests in the order of the tensors. The device must have finished the step."""
+        """The digests in the order of the tensors. Call it when the device has finished its queued
+        work.
+        """
         numbers = iter(self._numbers.tolist())
         return [form and _digest(form, next(numbers)) for form in self._forms]
 

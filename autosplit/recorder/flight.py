@@ -106,7 +106,9 @@ class FlightRecorder:
         *,
         reduces: bool,
     ) -> None:
-        """Begin to record a step, before its first action; see ``StepTape``."""
+        """Begin to record a step. Call it before the step's first action; for the arguments, see
+        ``StepTape``.
+        """
         self._step += 1
         self._executor, self._stages, self._spans = executor, stages, list[Span]()
         keep, seeds = self._options.kept_bytes, self._seeds
@@ -200,9 +202,8 @@ class FlightRecorder:
         return rows
 
     def _marks(self, tape: StepTape, record: Record) -> list[int]:
-        """Checksums of this rank's parameters with their gradients: of all parameters, of those
-        that are no DTensors, and of each shared parameter; 0 for a shared parameter that it does
-        not have.
+        """Checksums of parameters and their gradients on this rank: one of all parameters, one of
+        all except DTensors, and one of each shared parameter (0 if this rank does not hold it).
         """
         pairs = {
             id(tensor): (record["state"][at][name], record["gradients"][at].get(name))
@@ -228,7 +229,9 @@ class FlightRecorder:
         return [crc32(repr(row).encode()) if row else 0 for row in rows]
 
     def _difference(self, table: Sequence[Sequence[int]]) -> str:
-        """Text on ranks whose copies of a tensor have different bits; empty if all are equal."""
+        """Text that names ranks whose copies of a tensor have different bits; empty if all copies
+        are equal.
+        """
         layout = self._groups.layout
         rules: list[tuple[str, Sequence[Sequence[int]]]] = [
             ("replicas", layout.copies),

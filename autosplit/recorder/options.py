@@ -30,10 +30,10 @@ class Recorder:
             last step, or a text such as ``"1GiB"``. The batch is kept by reference, and does not
             count. A replay computes tensors that were not kept.
         alarms: names in ``ALARMS``, and functions from a step's ``metrics()`` to whether the step
-            shall be written. ``"nonfinite"``: an output that gets a gradient, a gradient or a loss
-            is infinite or NaN. ``"error"``: a step raises, which includes an ``AnomalyError``.
+            shall be written. ``"nonfinite"``: a loss, a gradient, or an output that gets a gradient
+            is infinite or NaN. ``"error"``: a step raises any error, such as ``AnomalyError``.
             ``"replicas"``: parameters or gradients differ where their bits must be equal.
-            ``"signal"``: the process gets SIGUSR1. Each alarm except the signal is written once a
+            ``"signal"``: the process gets SIGUSR1. Each alarm except the signal causes one bundle a
             run.
         steps: the number of steps whose digests are kept.
         log: a folder for one file a rank, with a line of JSON a step; None: no file.

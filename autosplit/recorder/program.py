@@ -102,8 +102,8 @@ class Program:
     def origin(
         self, arguments: Sequence[Any], result: int | None, fault: Fault, rows: int
     ) -> FaultOrigin:
-        """The first operator on the way to a wrong result whose value is wrong, or the operator
-        that raises. If an argument is wrong, it is the first operator that reads the argument.
+        """Find the operator from which a wrong result comes: the first one that computed a wrong
+        value, the first one that reads a wrong argument, or the one that raises.
 
         Args:
             arguments: the arguments.
@@ -139,7 +139,9 @@ class Program:
     def _examine(
         self, arguments: Sequence[Any], statement: Statement, reason: str, fault: Fault, rows: int
     ) -> FaultOrigin:
-        """Run up to a statement again, and then the statement for each sample alone."""
+        """Run the program again up to a statement, and then run the statement for each sample
+        alone.
+        """
         names: Names = {}
         for following in self._play(arguments, names):
             if following is statement:
@@ -159,8 +161,8 @@ class Program:
 
 
 def _first(name: str, makers: Mapping[str, Statement], faults: Mapping[str, str]) -> str:
-    """The name of the value from which a fault comes: no operand of its statement has the same
-    fault.
+    """Follow a fault back to the name of the value where it begins: no operand of that value's
+    statement has the same fault.
     """
     while name in makers:
         operands = makers[name].operands
@@ -181,8 +183,8 @@ def _result(statement: Statement, names: Names) -> Any:
 
 
 def _alone(tensor: Tensor, sample: int, rows: int) -> Tensor:
-    """The tensor with one sample in place of all samples, if samples are along its first
-    dimension.
+    """A copy of the tensor in which every sample is this one sample. A tensor whose first dimension
+    is not samples is returned as it is.
     """
     if not tensor.dim() or not tensor.shape[0] or tensor.shape[0] % rows:
         return tensor

@@ -3,7 +3,7 @@ first.
 
 ::
 
-    F  takes  batch or outputs of earlier stages   kept, or computed by a replay of those
+    F  takes  batch or outputs of earlier stages   kept, or computed by replaying these stages
     I  takes  saved of F, gradients of outputs     saved are computed by a replay of F
     W  takes  deferred of I
 """
@@ -196,8 +196,8 @@ class StepReplay:
         return ""
 
     def _sum_fault(self, stage: int) -> str:
-        """Text on a sum of weight gradients with other bits than in the run; empty if there is
-        none.
+        """Text on a weight gradient whose sum has other bits than in the recorded run; empty if all
+        sums are equal.
         """
         record = self._homes[stage].facts["steps"][-1]
         if record["comparable"] and self._is_exact(stage):
@@ -310,7 +310,7 @@ class StepReplay:
         return [results.get((kind, name)) for name in facts[names]]
 
     def _upstream(self, action: Action, gave: Callable[[Action], Any]) -> list[Any]:
-        """The tensors that other stages sent to an action, by the results of their actions."""
+        """The tensors that other stages sent to an action. ``gave`` returns what an action sent."""
         flow, stage = self._dataflow, action.stage
 
         def sent(need: Action) -> list[Any]:

@@ -98,8 +98,8 @@ class StepTape:
         return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
     def record(self, spans: Iterable[Span], device: torch.device) -> Record:
-        """Read all numbers, and return the record of the step; after an error, of the part of the
-        step that ran.
+        """Read all digests from the device, and return the record of the step. After an error, the
+        record has only the actions that ran.
 
         Args:
             spans: the times of actions.
