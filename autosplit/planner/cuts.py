@@ -87,7 +87,7 @@ def solve(
 
     Args:
         costs: the costs of the model's blocks, for one microbatch.
-        stages: N.
+        stages: the number of stages.
         request: the requested schedule.
         cap: the most bytes of a rank: one number, or one for each rank.
         optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.

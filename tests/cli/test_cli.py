@@ -367,7 +367,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
             "more than the limit of 200,000: use fewer",
         ),
         (f"{PIPELINE} --chunks 1000000", "4,000,000 stages and 8 microbatches make a step"),
-        (f"{PIPELINE} --cap nan", "a limit is a number >= 0"),
+        (f"{PIPELINE} --cap nan", "a memory limit is a number >= 0"),
         (f"{PIPELINE} --cap 0.5", "no schedule is within the cap 0.5; the most frugal"),
         (f"{PIPELINE} --output README.md/x", "cannot write into a folder README.md/x"),
         (f"{PIPELINE} --output /proc/x", "cannot write '/proc/x': No such file"),

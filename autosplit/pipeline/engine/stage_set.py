@@ -3,8 +3,9 @@
     sizes of a microbatch's inputs ──rule of stage 0──► outputs of stage 0
                                    ──rule of stage 1──► outputs of stage 1 ...
 
-All ranks have the rules of all stages. So each rank knows every message of a microbatch before the
-step, and also whether the graphs of any stage are missing, without a message.
+All ranks have the size rules of all stages. So before the step, each rank computes the sizes of all
+messages of a microbatch, and whether the graphs of a stage are missing. Ranks need not ask each
+other.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class StageSet:
     Attributes:
         stages: this rank's stages.
         boundaries: the tensors between stages for the first microbatch.
-        rules: by stage, its size rules; None for a stage without any, whose outputs are known for
-            the first microbatch only.
+        rules: by stage, its size rules. None for a stage without size rules: its outputs are known
+            for the first microbatch only.
     """
 
     def __init__(self, count: int, dataflow: StageDataflow) -> None:
@@ -79,17 +80,17 @@ class StageSet:
         return None not in self.rules
 
     def remember_first(self, sizes: MicrobatchSizes) -> None:
-        """Use ``boundaries`` for microbatches of these sizes."""
+        """Record that ``boundaries`` holds for microbatches of these sizes."""
         self._first = sizes
 
     def is_first(self, sizes: MicrobatchSizes) -> bool:
-        """Whether ``boundaries`` are those of microbatches of these sizes."""
+        """Whether ``boundaries`` holds for microbatches of these sizes."""
         return self._first == sizes
 
     def boundaries_of(self, sizes: MicrobatchSizes) -> Boundaries | None:
         """The tensors between stages for a microbatch; None if the graphs of a stage are missing.
 
-        Outputs after a stage without rules are not known.
+        Outputs of a stage without rules, and of stages that read these outputs, are left out.
         """
         if self.is_first(sizes):
             return self.boundaries

@@ -2,10 +2,11 @@
 rank.
 
 In training, every rank knows the shapes of a microbatch's messages before the step, so messages
-contain only data. In evaluation, and after a stage without graphs, the first message of these sizes
-over a boundary is preceded by its shapes. Receives are posted ahead, each into memory of its own.
-Sends are not waited for: their tensors are kept until a later message proves that they arrived (see
-``Routes.acked_sends``) or the step ends. An output that several stages take is sent to each.
+contain only data. In evaluation, and after a stage without graphs, shapes may be unknown. Then the
+sender sends the shapes before the first message of each size over a boundary. Receives are posted
+ahead, each into memory of its own. Sends are not waited for: their tensors are kept until a later
+message proves that they arrived (see ``Routes.acked_sends``) or the step ends. An output that
+several stages take is sent to each.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class Mailbox:
 
     Receives are posted in the peer's order, and taken in this rank's order.
 
-    A mailbox never tests whether a send is complete: Gloo only knows after a wait, and a wait that
-    times out closes the connection. So it waits only for sends that are known to be complete.
+    A mailbox never tests whether a send is complete: Gloo learns that only by a wait, and a wait
+    that times out closes the connection. So the mailbox waits only for sends that are known to be
+    complete.
 
     Each received tensor has memory of its own, which lives as long as an object refers to it: a
     stage until its backward, a user's list, another message. On CUDA the memory is allocated on the
@@ -150,8 +152,8 @@ class Mailbox:
         Args:
             message: the message.
             place: the message's place in the peer's order of sends.
-            acked_sends: the number of sends to the peer that have arrived if this message arrives
-                with a tensor.
+            acked_sends: the number of sends to the peer that must have arrived once this message
+                has arrived with a tensor.
         """
         while self._posted <= place:
             self._receive_metas(self._messages[self._posted])
@@ -200,7 +202,7 @@ class Mailbox:
             transfer.works.append(work)
 
     def _wait(self, transfer: _Transfer) -> None:
-        """Wait until every operation is complete."""
+        """Wait until every operation of a transfer is complete."""
         start_time = perf_counter()
         try:
             for work in transfer.works:
@@ -220,7 +222,7 @@ _META_BYTES = 2**16
 
 
 class Transport:
-    """One rank's messages under one schedule. Every step makes the same calls.
+    """One rank's messages under one schedule, for every step.
 
     Args:
         routes: the messages of this rank.
@@ -393,7 +395,7 @@ class Transport:
         return partial(self._mailboxes[self._target[message]].start_send, message)
 
     def _refuse_unexpected(self, message: StageMessage, place: int) -> None:
-        """Refuse a gradient for which the earlier stage does not wait, although it could use it."""
+        """Refuse a gradient that the earlier stage could use, but does not wait for."""
         boundary, taker = message.boundary, message.taker
         outputs = self._boundaries[message.result.microbatch].outputs[boundary]
         metas = self.dataflow.select(outputs, boundary, taker)
@@ -497,8 +499,8 @@ def gradients_for(
     """Return a function that chooses, from the gradients of a stage's inputs, the gradients of the
     outputs of ``source``.
 
-    An output that the stage reads more than once gets the sum. None instead of a function: the
-    gradients are passed unchanged.
+    An output that the stage reads more than once gets the sum. Return None if the gradients are
+    passed unchanged.
     """
     places = dataflow.places(source, stage)
     if places is None:
@@ -517,8 +519,8 @@ def gradients_for(
 
 
 def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of two gradients as a new tensor, because both may be in use. None stands for
-    zeros.
+    """The sum of two gradients. It is a new tensor, because each gradient may be in use elsewhere.
+    None stands for zeros.
     """
     if one is None or other is None:
         return other if one is None else one

@@ -150,9 +150,9 @@ class MemoryRecorder(SpanRecorder):
             reset at every action.
         beside: a function that returns the most bytes that other threads have held since its last
             call, above the bytes at that call; None without such threads. Moves allocate and
-            release tensors in threads of their own, which the CPU's profiler does not see from this
-            thread. So the level at a mark comes from ``holdings``, and the changes after the mark
-            from the allocator and ``beside``.
+            release tensors in threads of their own, which the profiler of this thread does not see.
+            The recorder sets a mark where an action starts or ends. ``holdings`` gives the bytes at
+            a mark; the allocator and ``beside`` give the changes after the mark.
     """
 
     def __init__(

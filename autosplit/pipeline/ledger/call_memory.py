@@ -68,7 +68,7 @@ class KernelWorkspace:
         return {node: size for node, size in workspace.items() if size > 0}
 
     def _measure(self, nodes: Mapping[Hashable, fx.Node]) -> dict[Hashable, int]:
-        """Peak bytes of each operator, with its results; 0 for an operator that fails."""
+        """Peak bytes of each operator, including its results; 0 for an operator that fails."""
         failed: set[Hashable] = set()
         with torch.no_grad(), generators_kept(), allocations_on(self._device) as allocations:
             for signature, node in nodes.items():
@@ -156,22 +156,22 @@ class CallMemory:
         self._calls = WeakKeyDictionary()
 
     def again(self, stage: Stage) -> int:
-        """Bytes of the buffers that a forward writes. Copies of them are kept to run the forward
-        again.
+        """Bytes of the buffers that a forward writes. Copies of these buffers are kept until the
+        forward runs again.
         """
         updates = outputs(stage.source("forward").graph, Kind.UPDATE)
         return sum(value_bytes(node.meta["val"]) for _, node in updates)
 
     @property
     def generators(self) -> int:
-        """Bytes of one state of the CPU's random generator; 0 if the CPU's memory does not
-        count.
+        """Bytes of one state of the CPU's random generator; 0 for stages on an accelerator, because
+        host memory is not counted.
         """
         return generator_state(self._device).nbytes if self._device.type == "cpu" else 0
 
     def converted_sums(self, stage: Stage, call: str) -> dict[str, int]:
-        """Maps parameters whose sum has another dtype than the call's gradient to the bytes of the
-        sum.
+        """Maps each parameter to the bytes of its gradient sum, if the sum has another dtype than
+        the gradient that the call computes.
         """
         if (dtype := stage.grad_dtype) is None:
             return {}
@@ -186,8 +186,8 @@ class CallMemory:
         }
 
     def addition_workspace(self, stage: Stage, call: str) -> int:
-        """The most workspace of adding one gradient to its sum, if gradients are added after the
-        graph has run.
+        """The most workspace, in bytes, for adding one gradient to its sum after the graph has run;
+        0 if the graph itself adds.
         """
         module = stage.source(call, adds=True)
         if inputs(module.graph, Kind.ACCUMULATOR):

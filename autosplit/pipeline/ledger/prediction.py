@@ -54,8 +54,8 @@ class StageBytes:
         memory: the memory between the calls, and of each call with the messages that it uses.
         borrowed_outputs: positions of outputs without memory of their own. Their memory is saved by
             the stage, or belongs to the batch, for as long as a message needs it.
-        fresh: maps the kind of a call to the bytes that it takes less if it creates gradients than
-            if it adds to them.
+        fresh: maps the kind of a call to the bytes that the call saves if it creates gradients,
+            instead of adding to existing ones.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class StageBytes:
         )
 
     def joined_weight(self, count: int) -> int:
-        """Bytes by which the peak of one call for the Ws of ``count`` microbatches exceeds the peak
-        of the first W alone, while all of them are held.
+        """Bytes by which the peak of one call for the W of ``count`` microbatches exceeds the peak
+        of a W of one. The tensors of all ``count`` microbatches are held in both cases.
         """
         roles: dict[_Memory, set[Role]] = defaultdict(set)
         for role, memory in self._left.items():
@@ -209,7 +209,9 @@ def message_levels(
     now = 0
 
     def add_holders(message: StageMessage, more: int) -> None:
-        """Add ``more`` holders to a message's tensors. Tensors with holders count as memory."""
+        """Add ``more`` holders to a message's tensors, or remove holders if ``more`` is negative.
+        Tensors with holders count as memory.
+        """
         nonlocal now
         metas = boundaries.tensors_in(message, dataflow)
         places = dataflow.positions(message.boundary, message.taker) or range(len(metas))

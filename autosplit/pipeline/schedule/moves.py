@@ -10,14 +10,13 @@ twice: its saved tensors between F and the backward, and its deferred tensors be
 
 Moves run beside computation. Three rules say which actions wait:
 
-- I, B and W wait until all activations of their microbatch are back.
-- Actions that allocate wait until the departures before the previous compute action have ended.
-  These are F and RECOMPUTE, which compute, and ACCEPT, LOAD and RELOAD, which need buffers. So a
-  transfer has at least one compute action to overlap with, and the order of a rank's row alone
-  bounds the rank's memory.
-- ``AWAIT`` waits until the activations of its microbatch have left the rank, whether they are the
-  rank's own or its partner's. It is listed before an action that has no room beside them. Nothing
-  overlaps with such a transfer.
+- I, B and W wait until all activations of their microbatch are back. - Actions that allocate wait
+until the departures before the previous compute action have ended. These are F and RECOMPUTE, which
+compute, and ACCEPT, LOAD and RELOAD, which need buffers. So a transfer has at least one compute
+action to overlap with, and the order of a rank's row alone bounds the rank's memory. - ``AWAIT``
+waits until the activations of its microbatch have left the rank, whether they are the rank's own or
+its partner's. It is listed before an action that does not fit into memory together with these
+activations. Nothing overlaps with such a transfer.
 
 ``WorstCaseMemory`` computes the most that a rank holds along its row, however long transfers take.
 """
@@ -40,14 +39,14 @@ class ActivationMove:
     """One move of a microbatch's activations away from their rank and back.
 
     Attributes:
-        stage: the stage that computed them.
+        stage: the stage that computed the activations.
         microbatch: the microbatch.
         rank: the rank that runs the stage.
         leaves: the place of EVICT or OFFLOAD in the rank's row.
         comes: the place of LOAD or RELOAD in the rank's row.
         used: the place of the next I, B or W of the microbatch, which needs the activations.
         deferred: True between I and W, False between F and the backward.
-        partner: the rank that keeps the activations meanwhile; None for the host.
+        partner: the rank that keeps the activations until they return; None for the host.
         accepted: the place of ACCEPT in the partner's row.
         returned: the place of RETURN in the partner's row.
     """
@@ -78,8 +77,9 @@ def offloads(schedule: Schedule) -> bool:
 def find_moves(schedule: Schedule) -> tuple[ActivationMove, ...]:
     """All moves, rank by rank, in the order of their departures.
 
-    If rows list actions with the same text more than once, the first of each row belong to one
-    move, the second to the next. Incomplete moves, as in an illegal schedule, are left out.
+    A row may list actions with the same text more than once. The first action of each row belongs
+    to the first move, the second to the second. Incomplete moves, as in an illegal schedule, are
+    left out.
     """
     if not has_moves(schedule):
         return ()
@@ -182,7 +182,7 @@ class _WorstCaseTransfer:
     Attributes:
         action: the action that starts it.
         size: by how much the rank's memory grows; negative for a departure.
-        came: for a RETURN, the arrival with which the activations came to this rank.
+        came: for a RETURN, the arrival that brought the activations to this rank.
     """
 
     action: Action
@@ -194,8 +194,9 @@ class WorstCaseMemory:
     """The most memory that a rank may hold, by the order of its row alone.
 
     A departure counts until the rank has waited for it. An arrival may be resident from its place
-    in the row, but never together with the departures that it waits for in its lane. So the larger
-    of the two counts, until an action uses the arrival.
+    in the row, but never together with the departures that it waits for in its lane (see
+    ``step_graph``). So the larger of the arrival and these departures counts, until an action uses
+    the arrival.
 
     Args:
         row: the rank's row; call ``begin_action`` for each of its actions in turn.

@@ -93,7 +93,7 @@ class Wiring:
             if source.position >= 0 and not self.names:
                 return None
         elif not 0 <= source.stage < stage:
-            return f"it can take from the batch and from stages before {stage}"
+            return f"expected a source in the batch or in a stage before {stage}"
         else:
             count, noun = self.outputs[source.stage], "outputs"
         if 0 <= source.position < count:
@@ -198,7 +198,7 @@ class StageDataflow:
         """Refuse a stage whose number of outputs differs from the wiring.
 
         Raises:
-            PipelineError: says both numbers.
+            PipelineError: the number differs; the text has the expected number.
         """
         if self.wiring is None or stage == self.wiring.stage_count - 1:
             return
@@ -262,7 +262,7 @@ class StageMessage(NamedTuple):
 
     @property
     def boundary(self) -> int:
-        """The boundary that the message crosses, as the number of the stage before it."""
+        """The boundary that the message crosses, as the number of the stage before the boundary."""
         return self.result.stage if self.forward else self.stage
 
     @property
@@ -272,13 +272,13 @@ class StageMessage(NamedTuple):
 
     @property
     def send(self) -> Action:
-        """The sender's action for the message, as torch lists it."""
+        """The sender's action for the message in torch's schedules, such as ``0SEND_F1``."""
         kind = ActionKind.SEND_F if self.forward else ActionKind.SEND_B
         return Action(self.result.stage, kind, self.result.microbatch)
 
     @property
     def receive(self) -> Action:
-        """The receiver's action for the message, as torch lists it."""
+        """The receiver's action for the message in torch's schedules, such as ``1RECV_F1``."""
         kind = ActionKind.RECV_F if self.forward else ActionKind.RECV_B
         return Action(self.stage, kind, self.result.microbatch)
 

@@ -63,7 +63,7 @@ class ActionKind(enum.Enum):
 
     @property
     def is_shared(self) -> bool:
-        """True for moves between partner ranks, each of which runs one end."""
+        """True for moves between partner ranks. Each partner's row lists its own half of the move."""
         return self in _SHARED
 
     @property
@@ -174,12 +174,12 @@ def check_size(stages: int, microbatches: int, most: int = LARGEST) -> None:
     """Refuse a step that is too large, before it is built.
 
     Args:
-        stages: N.
-        microbatches: M.
+        stages: the number of stages.
+        microbatches: the number of microbatches.
         most: the largest number of actions.
 
     Raises:
-        ScheduleError: F, I and W of N stages and M microbatches are more than ``most``.
+        ScheduleError: F, I and W of all microbatches on all stages are more than ``most`` actions.
     """
     actions = 3 * stages * microbatches
     if actions > most:

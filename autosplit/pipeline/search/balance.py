@@ -96,12 +96,12 @@ def _paper_bounds(schedule: Schedule, costs: Costs) -> list[float]:
 def _exchanges(
     donor: RankTimeline, partner: RankTimeline, windows: Sequence[OffloadWindow], late: float
 ) -> Insertions:
-    """Return the moves to insert into the rows of a donor and its partner, in the same order on
-    both.
+    """Return the moves to insert into the rows of a donor and its partner, in the same order in
+    both rows.
 
-    Each move of the partner is inserted at the slot that it reaches, by the present times, at most
-    ``late`` seconds after the donor starts its move. Before the partner accepts activations, it
-    waits until the activations that it is returning have left.
+    The partner's half of a move is inserted at the last slot that the partner reaches, by the
+    present timelines, at most ``late`` seconds after the donor starts its half. Before the partner
+    accepts activations, it waits until the activations that it is returning have left.
     """
     events = [(donor.starts[window.out], False, window) for window in windows]
     events += [(donor.starts[window.arrival], True, window) for window in windows]

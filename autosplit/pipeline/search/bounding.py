@@ -56,8 +56,8 @@ class OffloadWindow:
     Attributes:
         residency: the activations that leave their rank.
         out: the slot before which the departure is inserted.
-        gone: the slot before which the departure has ended in any case, because the next allocation
-            waits for it.
+        gone: the slot before which the departure has always ended, because the next allocation
+            waits for the departure.
         arrival: the slot before which the arrival is inserted.
         awaited: whether the rank waits until the departure has ended.
     """
@@ -161,11 +161,11 @@ def bring_below(
     groups: Iterable[Sequence[int]],
     propose: Callable[[Schedule, Sequence[RankTimeline]], Iterator[Schedule]],
 ) -> Schedule:
-    """Change one group of ranks after another, until its ranks keep their bounds or come as near as
-    possible.
+    """Change one group of ranks after another. Each group is changed until its ranks keep their
+    bounds or come as near as possible.
 
     Args:
-        schedule: a legal one.
+        schedule: a legal schedule.
         costs: the costs of every stage.
         bounds: the most memory that each rank may hold, by rank.
         groups: ranks that are changed together.
@@ -200,12 +200,13 @@ def caps_of(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
     """One cap for each rank.
 
     Raises:
-        ScheduleError: another number of caps than of ranks, or one below 0.
+        ScheduleError: the number of caps is not the number of ranks, or a cap is below 0.
     """
     caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * ranks
     if len(caps) != ranks or not all(number >= 0 for number in caps):
         raise ScheduleError(
-            f"a limit is a number >= 0, or one for each of {ranks} ranks; got {cap!r}"
+            f"a memory limit is a number >= 0, or a list with a number for each of {ranks} ranks; "
+            f"got {cap!r}"
         )
     return caps
 
@@ -220,8 +221,8 @@ def keep_limit(
     """Apply a remedy to a schedule, and refuse the result if it exceeds the limit.
 
     Raises:
-        ScheduleError: a rank stays above the limit; names the rank, and the limit that the remedy
-            can keep.
+        ScheduleError: a rank stays above the limit; the text names the rank, and a limit that the
+            remedy can keep.
     """
     bounds = caps_of(limit, len(schedule.ranks))
     least: Sequence[float] = bounds
@@ -237,8 +238,8 @@ def keep_limit(
         if peak > bound * ROUNDING:
             advised = [float(f"{bound:.12g}") for bound in least]
             raise ScheduleError(
-                f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
-                f"bound of {bound:g}: raise it to "
+                f"{doing} leaves rank {rank} of {schedule.name!r} with a peak memory of {peak:g}, "
+                f"above its limit of {bound:g} (in the unit of costs.memory): raise the limit to "
                 f"{advised if isinstance(limit, Sequence) else advised[0]}, take another remedy as "
                 "well (balance, offload, recompute), or cut the batch into smaller microbatches"
             )

@@ -10,7 +10,7 @@ order.
 F and W run in one order of microbatches on all stages: gradients and statistics are those of one
 process that runs the microbatches one after another in that order. Each action is placed after its
 needs, so the step ends. The search counts its work in actions, not in seconds: ranks with equal
-costs find equal schedules without a message.
+costs find equal schedules without exchanging messages.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class MicrobatchOrders:
     def find(self, costs: Sequence[Costs], cap: float | Sequence[float] = math.inf) -> Schedule:
         """Find the schedule with the shortest step for a list of microbatches; deterministic.
 
-        It takes at most one percent longer than any named schedule with this placement that keeps
-        the cap, in the order of the list or sorted by length; ``naive`` is not tried.
+        Its step is at most one percent longer than that of any named schedule except ``naive`` with
+        this placement. That holds for the named schedules that keep the cap, with microbatches in
+        the order of the list or sorted by length.
 
         Args:
             costs: per microbatch, the costs of every stage; only times and memory are used.
@@ -104,11 +105,13 @@ class MicrobatchOrders:
             A schedule named ``"auto"``, whose microbatches are the places in the list.
 
         Raises:
-            ScheduleError: the list is empty, or no order keeps the cap; says which microbatch is
-                the largest.
+            ScheduleError: the list is empty, or no order keeps the cap; the text then names the
+                largest microbatch.
         """
         if not costs:
-            raise ScheduleError("expected at least one microbatch, got an empty list")
+            raise ScheduleError(
+                "find(costs) got an empty list: pass the costs of at least one microbatch"
+            )
         graph, named = self._prepare(len(costs))
         search = _OrderSearch(graph, costs, self._placement, caps_of(cap, self._ranks))
         best = search.run(named)

@@ -1,7 +1,7 @@
 """Offload memory: activations beyond a bound are kept in the host's memory until they are needed.
 
-Source: PipeOffload (Wan et al., arXiv 2503.01328). The activations that live longest are offloaded,
-because any activations need the same two transfers.
+Source: PipeOffload (Wan et al., arXiv 2503.01328). The activations that live longest are offloaded:
+all need the same two transfers, however long they live.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _HALVINGS = 7
 def offload(
     schedule: Schedule, costs: Costs, limit: float | Sequence[float] | None = None
 ) -> Schedule:
-    """Add offloads to a schedule, so that no rank holds more than ``limit``; the excess is on the
-    host.
+    """Add offloads to a schedule, so that no rank holds more than ``limit``; the excess is kept in
+    the host's memory.
 
     Args:
-        schedule: a legal one.
+        schedule: a legal schedule.
         costs: the costs of every stage; ``costs.transfer.host`` is the link to the host's memory.
         limit: the most that a rank may hold of its microbatches at once, however long transfers
             take, in the unit of ``costs.memory``: one number, or one for each rank. None: the least
             that the link's bandwidth allows without a longer step.
 
     Raises:
-        ScheduleError: the limit cannot be kept; says what could.
+        ScheduleError: the limit cannot be kept; the text has a limit that offloading can keep.
     """
     if limit is None:
         return _offload_for_free(schedule, costs)

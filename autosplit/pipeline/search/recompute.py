@@ -20,13 +20,13 @@ def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) 
     """Add recomputations to a schedule, so that no rank holds more than ``limit``.
 
     Args:
-        schedule: a legal one.
+        schedule: a legal schedule.
         costs: the costs of every stage, with the size of the inputs that F keeps.
         limit: the most that a rank may hold of its microbatches at once, in the unit of
             ``costs.memory``: one number, or one for each rank.
 
     Raises:
-        ScheduleError: the limit cannot be kept; says what could.
+        ScheduleError: the limit cannot be kept; the text has a limit that recomputing can keep.
     """
     return keep_limit("recomputing", recomputed, schedule, costs, limit)
 

@@ -50,7 +50,7 @@ def search(
 
     Args:
         costs: the costs of every stage, and how the trainer runs them.
-        microbatches: M >= 1.
+        microbatches: the number of microbatches, at least 1.
         ranks: number of processes; None means one for each stage.
         placement: the rank of every stage; None leaves it open.
         cap: the most that a rank may keep of its microbatches, in the unit of ``costs.memory``: one
@@ -76,9 +76,9 @@ def search(
     ]
     if not fitting:
         raise ScheduleError(
-            f"no schedule found within the cap {cap}; the most frugal one keeps "
-            f"{min(map(max, peaks)):g} on its fullest rank: raise the cap, or cut the batch into "
-            "more microbatches"
+            f"no schedule found within the cap {cap}; the most frugal schedule keeps "
+            f"{min(map(max, peaks)):g} on its fullest rank, in the unit of costs.memory: raise the "
+            "cap, or cut the batch into more microbatches"
         )
     best = min(fitting, key=lambda schedule: costs.timeline(schedule).makespan)
     return replace(best, name="auto")
@@ -90,11 +90,11 @@ def named_schedules(
     ranks: int,
     placement: Sequence[int] | None = None,
 ) -> list[Schedule]:
-    """Every named schedule, in every form, without crossing steps.
+    """Every named schedule, in every form. Ranks wait for each other between steps.
 
     Args:
         times: per stage, seconds of F, I and W.
-        microbatches: M.
+        microbatches: the number of microbatches.
         ranks: number of processes.
         placement: the rank of every stage; None: any.
 
@@ -112,11 +112,12 @@ def named_schedules(
     if not schedules and placement is not None:
         raise ScheduleError(
             f"no named schedule places the stages on the ranks {list(placement)}: leave "
-            "placement out, or pass that of a built schedule"
+            "placement out, or pass the placement of a built schedule"
         )
     if not schedules:
         raise ScheduleError(
-            f"{len(times)} stages cannot fill {ranks} ranks: each rank needs at least one stage"
+            f"{len(times)} stages cannot fill {ranks} ranks: each rank needs at least one stage; "
+            f"use at most {len(times)} ranks"
         )
     return schedules
 
@@ -157,7 +158,7 @@ def constructed(
 
     Args:
         costs: the costs of every stage.
-        microbatches: M.
+        microbatches: the number of microbatches.
         placements: the placements of the stages; each gets schedules of its own.
         caps: per rank, the most memory that it may keep.
     """
@@ -209,7 +210,7 @@ class _Construction:
         return replace(self._empty, ranks=tuple(rows)) if done else None
 
     def _choose(self, rank: int, now: float) -> int | None:
-        """The best action that can start now; None to wait."""
+        """The number of the best action that can start now; None if the rank should wait."""
         stages = self._empty.stages_on(rank)
         able = [*filter(self._has_room, self._coming(stages, _KINDS[:2]))]
         starts = {number: self._scheduler.ready(number) for number in able}
@@ -239,7 +240,7 @@ class _Construction:
         return forward != self._forward_first, -action.stage if forward else action.stage
 
     def _weight(self, stages: Sequence[int], now: float, wait: float) -> int | None:
-        """The oldest W that can run; None if it is better to ``wait`` for an F or I."""
+        """The oldest W that can run; None if it is better to wait ``wait`` seconds for an F or I."""
         able = (n for n in self._coming(stages, _KINDS[2:]) if self._scheduler.ready(n) <= now)
         weight = min(able, key=lambda n: self._actions[n].microbatch, default=None)
         return None if weight is None or wait < _PATIENCE * self._seconds[weight] else weight

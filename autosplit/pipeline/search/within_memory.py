@@ -78,7 +78,7 @@ def search_within(
 
     Args:
         costs: the costs of every stage.
-        microbatches: M >= 1.
+        microbatches: the number of microbatches, at least 1.
         limit: bytes that a rank may hold: one number, or one for each rank.
         ranks: number of processes; None means one for each stage.
         placement: the rank of every stage; None leaves it open.
@@ -102,9 +102,9 @@ def search_within(
     if best.excess > 0.0:
         least = max(limits) + best.excess
         raise LimitError(
-            f"no schedule within a limit of {min(limits):,.0f} was found: the most frugal needs "
-            f"{least:,.0f}. Use a limit of {math.ceil(least):,}, more ranks, or more and smaller "
-            "microbatches",
+            f"no schedule within a limit of {min(limits):,.0f} bytes a rank was found: the most "
+            f"frugal schedule needs {least:,.0f}. Use a limit of {math.ceil(least):,}, more ranks, "
+            "or more and smaller microbatches",
             least,
             best.schedule,
         )
@@ -126,7 +126,7 @@ class _Candidate(NamedTuple):
 
 
 class _LimitSearch:
-    """One search; arguments are those of ``search_within``."""
+    """One call of ``search_within``, with its arguments."""
 
     def __init__(
         self,

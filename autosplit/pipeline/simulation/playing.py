@@ -97,7 +97,7 @@ class Wait:
     """A rank that cannot continue, because its next action needs a result that does not exist.
 
     Attributes:
-        rank: the rank; from ``ranks`` on, a lane of moves.
+        rank: the number of the rank; ``ranks`` and larger numbers are lanes of moves.
         action: the rank's next action.
         needs: the missing result.
         maker: (rank that would compute the result, that rank's next action); None if no rank
@@ -287,8 +287,8 @@ class ListScheduler:
         self._arrivals = [math.inf] * len(graph.takers)
 
     def ready(self, action: int) -> float:
-        """The second at which all needs of ``action`` have arrived; infinite while the maker of one
-        has not started.
+        """The second at which all results that ``action`` needs have arrived; infinite while an
+        action that computes one of these results has not started.
         """
         arrivals, latest = self._arrivals, 0.0
         for number in self._graph.needs[action]:

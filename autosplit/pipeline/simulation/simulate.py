@@ -71,8 +71,8 @@ class Timeline:
         return max((end - start for start, end in ends.values()), default=0.0)
 
     def window(self, rank: int) -> tuple[float, float]:
-        """(start, end) of the step on ``rank``, in seconds. If steps overlap, it starts with the
-        rank's first action.
+        """(start, end) of the step on ``rank``, in seconds. If steps overlap, the window starts
+        with the rank's first action.
         """
         start = min((span.start for span in self.spans), default=0.0)
         if self.crosses_step:
@@ -137,12 +137,12 @@ def simulate(
 ) -> Timeline:
     """Discrete-event simulation of one step.
 
-    Every rank runs its list in order and starts an action as soon as it is free and the results
-    the action needs have arrived. Sends cost the sender nothing. The time is linear in the number
-    of actions (plus one sort).
+    Every rank runs its row in order. An action starts as soon as its rank is free and the results
+    that the action needs have arrived. Sends cost the sender no time. The simulation takes time
+    linear in the number of actions (plus one sort).
 
     Args:
-        schedule: the rank lists.
+        schedule: the schedule.
         duration: seconds of an action: a function of the action, or a mapping from
             ``(stage, kind)``.
         transfer: the links between ranks, or the seconds from the end of an action to the arrival
@@ -157,9 +157,9 @@ def simulate(
         time of its transfer, on the rank whose row has the move.
 
     Raises:
-        ScheduleError: the lists deadlock, a duration or the bytes of a message are missing, a time
-            is negative or not finite, the wiring has another number of stages, or the bytes of a
-            move are missing.
+        ScheduleError: the schedule deadlocks, a duration or the bytes of a message are missing, a
+            time is negative or not finite, the wiring has another number of stages, or the bytes of
+            a move are missing.
     """
     if not isinstance(transfer, Transfer):
         transfer = Transfer(latency=transfer)

@@ -25,7 +25,8 @@ _ROUNDS = 10
 
 
 def fit_terms(points: Iterable[tuple[float, float]]) -> Terms:
-    """Fit the terms to points of a size and seconds, with the least sum of relative errors.
+    """Return (constant, linear, quadratic) with the least sum of relative errors at points (size,
+    seconds).
 
     Of points with the same size, the median counts. An outlier hardly changes the result, because
     errors are not squared. With one size, seconds are proportional to it.

@@ -36,8 +36,8 @@ class Transfer:
     message after another.
 
     A message occupies its link for bytes / bandwidth seconds and arrives ``latency`` seconds after
-    that. Moves between partners (see ``Schedule.partner``) use links with the same figures. That
-    moves and messages slow each other down is not simulated.
+    that. Moves between partners (see ``Schedule.partner``) use links with the same figures. The
+    simulation ignores that moves and messages slow each other down.
 
     Attributes:
         latency: latency of a link, in seconds.
@@ -61,7 +61,7 @@ class Transfer:
             if not (math.isfinite(latency) and latency >= 0.0):
                 raise ScheduleError(f"transfer must be finite seconds >= 0, got {latency!r}")
             if not bandwidth > 0.0:
-                raise ScheduleError(f"bandwidth must be bytes in a second > 0, got {bandwidth!r}")
+                raise ScheduleError(f"bandwidth must be > 0 bytes per second, got {bandwidth!r}")
         sizes = self.message_bytes
         for size in sizes.values() if isinstance(sizes, Mapping) else [sizes]:
             if not (math.isfinite(size) and size >= 0.0):
@@ -71,7 +71,7 @@ class Transfer:
         """Seconds for which a message over the boundary after a stage occupies its link.
 
         Raises:
-            ScheduleError: its bytes are not known.
+            ScheduleError: the bytes of messages over this boundary are not known.
         """
         sizes = self.message_bytes
         if not isinstance(sizes, Mapping):
@@ -218,7 +218,7 @@ class Lanes:
         rows: per rank, the numbers of its actions; then per lane, those of its transfers, in order.
         took: per transfer, seconds for which it occupies its lane.
         latency: per transfer, seconds from the end of that time to its arrival.
-        ends: (rank, action, transfer) of every move of a rank.
+        ends: (rank, action, transfer) of every action at which a move leaves or reaches a rank.
     """
 
     rows: list[Sequence[int]]

@@ -190,7 +190,9 @@ def test_a_list_in_a_bad_order_takes_less_than_with_any_named_schedule() -> None
 
 def test_bad_lists_are_refused() -> None:
     orders = orders_on((0, 1))
-    with pytest.raises(ScheduleError, match="at least one microbatch, got an empty list"):
+    with pytest.raises(
+        ScheduleError, match="got an empty list: pass the costs of at least one microbatch"
+    ):
         orders.find([])
     text = "limit of 6: microbatch 1, the largest, keeps 9 on one stage. Cut it into smaller ones"
     with pytest.raises(ScheduleError, match=text):

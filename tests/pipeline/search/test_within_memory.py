@@ -67,7 +67,7 @@ def test_measures_are_taken_only_where_they_are_needed() -> None:
 def test_fixed_memory_counts() -> None:
     costs, microbatches, _ = small(0)
     ranks = len(costs.times)
-    with pytest.raises(LimitError, match="no schedule within a limit of 10 was found"):
+    with pytest.raises(LimitError, match="no schedule within a limit of 10 bytes a rank was found"):
         search_within(costs, microbatches, 10.0, fixed=[10.0] * ranks)
     free = search_within(costs, microbatches, 100.0)
     fits = search_within(costs, microbatches, 110.0, fixed=[10.0] * ranks)
@@ -78,7 +78,7 @@ def test_fixed_memory_counts() -> None:
 def test_a_limit_too_low_says_the_least_that_would_do_and_it_does(chunks: int) -> None:
     memory = [StageMemory(6.0, 3.0, 1.0, workspace=(0.0, 1.0, 0.5, 0.0))] * 2 * chunks
     costs = Costs([(2.0, 2.0, 2.0)] * 2 * chunks, memory)
-    with pytest.raises(LimitError, match="the most frugal needs") as caught:
+    with pytest.raises(LimitError, match="the most frugal schedule needs") as caught:
         search_within(costs, 4, 2.0, ranks=2, fixed=[1.0, 0.0])
     error = caught.value
     # A backward needs all of a microbatch, and what it takes for itself, beside what is fixed.

@@ -86,7 +86,7 @@ def test_a_wiring_that_does_not_fit_is_refused() -> None:
     ("options", "message"),
     [
         ({"latency": -1.0}, "transfer must be finite seconds >= 0, got -1.0"),
-        ({"bandwidth": 0.0}, "bandwidth must be bytes in a second > 0, got 0.0"),
+        ({"bandwidth": 0.0}, "bandwidth must be > 0 bytes per second, got 0.0"),
         ({"message_bytes": math.inf}, "message_bytes must be finite numbers >= 0, got inf"),
         ({"message_bytes": {0: -2.0}}, "message_bytes must be finite numbers >= 0, got -2.0"),
         ({"host": Link(math.nan)}, "transfer must be finite seconds >= 0, got nan"),
