@@ -31,7 +31,7 @@ class MicrobatchSizes(NamedTuple):
 
     Attributes:
         inputs: the sizes of each input, with objects flattened into their tensors and numbers.
-        targets: the sizes of each target, likewise.
+        targets: the sizes of each target, with objects flattened.
     """
 
     inputs: tuple[Leaf, ...]

@@ -63,7 +63,7 @@ class ActionKind(enum.Enum):
 
     @property
     def is_shared(self) -> bool:
-        """True for moves between partner ranks. Each partner's row lists its own half of the move."""
+        """True for moves between partner ranks. Each partner's row lists its own half."""
         return self in _SHARED
 
     @property

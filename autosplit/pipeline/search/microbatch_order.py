@@ -110,7 +110,7 @@ class MicrobatchOrders:
         """
         if not costs:
             raise ScheduleError(
-                "find(costs) got an empty list: pass the costs of at least one microbatch"
+                "find(costs) got an empty list: pass costs of at least one microbatch"
             )
         graph, named = self._prepare(len(costs))
         search = _OrderSearch(graph, costs, self._placement, caps_of(cap, self._ranks))

@@ -240,7 +240,7 @@ class _Construction:
         return forward != self._forward_first, -action.stage if forward else action.stage
 
     def _weight(self, stages: Sequence[int], now: float, wait: float) -> int | None:
-        """The oldest W that can run; None if it is better to wait ``wait`` seconds for an F or I."""
+        """The oldest W that can run; None if waiting ``wait`` seconds for an F or I is better."""
         able = (n for n in self._coming(stages, _KINDS[2:]) if self._scheduler.ready(n) <= now)
         weight = min(able, key=lambda n: self._actions[n].microbatch, default=None)
         return None if weight is None or wait < _PATIENCE * self._seconds[weight] else weight

@@ -99,7 +99,12 @@ def test_dataflow_of_a_wiring() -> None:
     [
         ((), (), (), "at least one, .* got 0 and 0 entries"),
         (((),), (1,), (), "got 1 and 1 entries"),
-        (((Source(0, 0),),), (), (), "input 0 of stage 0 is output 0 of stage 0: it can take from"),
+        (
+            ((Source(0, 0),),),
+            (),
+            (),
+            "input 0 of stage 0 is output 0 of stage 0: expected a source",
+        ),
         (((), (Source(0, 2),)), (2,), (), "output 2 of stage 0: there are 2 outputs"),
         (((), (Source(-1, 0),)), (2,), (), "from stages before 1"),
         (((Source(None, -1),),), (), (), "the batch's input -1: there are 0 named inputs"),

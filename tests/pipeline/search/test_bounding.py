@@ -166,14 +166,12 @@ def test_an_unkeepable_limit_names_one_that_can_be_kept(name: str, per_rank: boo
     plain, costs = build("zb-h2", 4, 6), costs_of(4, deferred=0.87654321)
     option = "bound" if name == "balance" else "limit"
     limit = [1.0, 1.0, 1e9, 1e9] if per_rank else 1.0
-    with pytest.raises(
-        ScheduleError, match="above its limit of 1 .*: raise the limit to"
-    ) as caught:
+    with pytest.raises(ScheduleError, match="above its limit of 1 ") as caught:
         LIMITED[name](plain, costs=costs, **{option: limit})
     (least,) = re.findall("raise the limit to (.*), take", str(caught.value))
     validate(LIMITED[name](plain, costs=costs, **{option: json.loads(least)}))
 
 
 def test_limits_are_as_many_as_ranks() -> None:
-    with pytest.raises(ScheduleError, match="one for each of 2 ranks"):
+    with pytest.raises(ScheduleError, match="a number for each of 2 ranks"):
         offload(build("gpipe", 2, 2), costs_of(2), [1.0])

@@ -190,12 +190,10 @@ def test_a_list_in_a_bad_order_takes_less_than_with_any_named_schedule() -> None
 
 def test_bad_lists_are_refused() -> None:
     orders = orders_on((0, 1))
-    with pytest.raises(
-        ScheduleError, match="got an empty list: pass the costs of at least one microbatch"
-    ):
+    with pytest.raises(ScheduleError, match="got an empty list: pass costs of"):
         orders.find([])
     text = "limit of 6: microbatch 1, the largest, keeps 9 on one stage. Cut it into smaller ones"
     with pytest.raises(ScheduleError, match=text):
         orders.find(costs_by_length([5, 9, 2], 2), 6.0)
-    with pytest.raises(ScheduleError, match="one for each of 2 ranks"):
+    with pytest.raises(ScheduleError, match="a number for each of 2 ranks"):
         orders.find(costs_by_length([5], 2), [6.0])

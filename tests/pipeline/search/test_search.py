@@ -105,9 +105,7 @@ def test_bad_arguments_are_refused() -> None:
     costs = alike(2, (1.0, 1.0, 1.0))
     with pytest.raises(ScheduleError, match=r"no schedule found within the cap 0\.5; the most"):
         search(costs, 2, cap=0.5)
-    with pytest.raises(
-        ScheduleError, match="a memory limit is a number >= 0, or a list with .* 2 ranks"
-    ):
+    with pytest.raises(ScheduleError, match="with a number for each of 2 ranks"):
         search(costs, 2, cap=[1.0])
     with pytest.raises(ScheduleError, match="2 stages cannot fill 3 ranks"):
         search(costs, 2, ranks=3)
