@@ -172,6 +172,10 @@ class BatchError(PipelineError):
     """
 
 
+class AuditError(PipelineError):
+    """An action that a rank ran again had other bits."""
+
+
 class FactoryError(PipelineError):
     """A command's factory does not exist, or does not return a model with example inputs."""
 

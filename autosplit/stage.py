@@ -22,6 +22,7 @@ from autosplit.runtime.in_flight import (
 )
 from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
+from autosplit.runtime.residuals import Residuals
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import (
@@ -350,6 +351,44 @@ class Stage:
         self._saved.add_state(
             microbatch, MicrobatchState(state.functions, saved, state.module_state, storages)
         )
+
+    def copy_of(self, microbatch: int) -> Stage:
+        """A stage of the same module and graphs that holds nothing but this microbatch, as far as
+        this stage holds it. Both refer to the same tensors, but for copies of those that a graph
+        may overwrite.
+        """
+        owner, twin = f"stage {self.index}", object.__new__(Stage)
+        vars(twin).update(vars(self))
+        twin._saved = InFlightMicrobatches(owner, "forward")
+        twin._weights = StageBackward(owner, self.grad_dtype)
+        for phase, copy in zip(self._phases, twin._phases, strict=True):
+            if microbatch in phase:
+                state = phase.get(microbatch)
+                copy.add_state(microbatch, state._replace(residuals=state.residuals.duplicate()))
+        return twin
+
+    def take_from(self, twin: Stage, microbatch: int) -> None:
+        """Take what a copy of this stage holds of the microbatch, after it has run an action, and
+        its weight gradients.
+        """
+        for phase, copy in zip(self._phases, twin._phases, strict=True):
+            if microbatch in phase:
+                phase.remove_state(microbatch)
+            if microbatch in copy:
+                phase.add_state(microbatch, copy.get(microbatch))
+        gradients, sums = twin.gradients, self._weights.sums
+        sums.set_parameters([*gradients], [*map(self.module.get_parameter, gradients)])
+        sums.add_gradients([*gradients], [*gradients.values()], ())
+        if not self.residuals_of(microbatch):
+            self._report_end(microbatch)
+
+    def residuals_of(self, microbatch: int) -> list[Residuals]:
+        """The residuals of a microbatch between two calls; none if the stage holds none."""
+        return [p.get(microbatch).residuals for p in self._phases if microbatch in p]
+
+    @property
+    def _phases(self) -> tuple[InFlightMicrobatches, InFlightMicrobatches]:
+        return self._saved, self._weights.in_flight
 
     def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
         """The storages of a microbatch that can be offloaded, each as ``torch.uint8`` [bytes].

@@ -88,13 +88,15 @@ class FlightRecorder:
 
         def noted_fetch() -> list[Any]:
             values = fetch()  # type: ignore[misc]
-            self._tape.note_arguments(action, values)  # type: ignore[union-attr]
+            if self._tape is not None:  # no step is recorded while gradients are verified
+                self._tape.note_arguments(action, values)
             return values
 
         def noted_deliver(values: list[Any]) -> None:
             if deliver is not None:
                 deliver(values)
-            self._tape.note_results(action, values)  # type: ignore[union-attr]
+            if self._tape is not None:
+                self._tape.note_results(action, values)
 
         return bound._replace(fetch=noted_fetch, deliver=noted_deliver)
 

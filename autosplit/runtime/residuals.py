@@ -365,6 +365,12 @@ class Residuals:
         return [value for value in self._tensors if not isinstance(value, _NUMBERS)]
 
     @property
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The residuals by name, without the numbers."""
+        pairs = zip(self._layout.names, self._tensors, strict=False)  # the state follows
+        return {name: value for name, value in pairs if isinstance(value, Tensor)}
+
+    @property
     def fixed(self) -> tuple[Tensor, ...]:
         """State and constants that the next graph or a later graph reads."""
         return (*self.state, *self._layout.constants.tensors)

@@ -148,6 +148,11 @@ class RunOptions:
             in ``metrics()``. With both, no optimizer moves on any rank. ``"ignore"``: do not check.
             Only gradients are checked: a loss may be NaN if all gradients are finite, as for a
             microbatch without targets.
+        audit: whether a rank that waits for others runs an action of the step again meanwhile, and
+            compares the bits of what it computed, before any optimizer moves. The first three steps
+            are measured; ``trainer.auditor`` then has the period in which every action is audited
+            once. A difference ends the trainer with an ``AuditError``. A rank keeps what an audited
+            action took until its audit: at most one more microbatch for each wait.
         shard_optimizer: divide the optimizer's state, and parameters between steps, among the
             replicas of the pipeline along "dp_replicate" (ZeRO-1).
         grad_scaler: a ``torch.amp.GradScaler`` of each rank, with equal options, which scales the
@@ -166,6 +171,7 @@ class RunOptions:
     store: str | os.PathLike[str] | None = None
     record: Record = False
     nonfinite: NonFinite = "raise"
+    audit: bool = False
     shard_optimizer: bool = False
     grad_scaler: torch.amp.GradScaler | None = None
     recorder: Recorder | None = None
@@ -226,6 +232,8 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
         choices = ", ".join(map(repr, get_args(NonFinite)))
         yield f"nonfinite must be one of {choices}; got {o.run.nonfinite!r}"
     wait_limit(o.run.timeout)
+    if o.run.audit:
+        yield from _audit_refusals(o, schedule)
     if o.run.shard_optimizer:
         check_mesh(o.mesh)
     if text := sharding_problem(o.stages.sharding, o.mesh):
@@ -249,6 +257,19 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
             "memory_limit searches a schedule with separate I and W, and chooses its moves itself; "
             f"{schedule.name!r} has {'moves' if schedule.split_backward else 'full backwards'}: "
             "pass a schedule such as '1f1b'"
+        )
+
+
+def _audit_refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
+    """The errors of options with which actions cannot be audited."""
+    if o.memory_limit is not None or (schedule is not None and has_moves(schedule)):
+        yield "audit=True keeps tensors that moves and memory_limit do not count: leave one out"
+    if o.exchanges:
+        yield "audit=True runs an action on one rank alone, but ranks of this mesh exchange tensors"
+    if o.stages.split.accumulation != "exact":
+        yield (
+            "audit=True compares the weight gradients of each microbatch, which needs "
+            f"accumulation='exact'; got {o.stages.split.accumulation!r}"
         )
 
 
@@ -430,6 +451,7 @@ class TrainerOptions:
             "shard_optimizer": self.run.shard_optimizer,
             "nonfinite": self.run.on_nonfinite,
             "recorder": self.run.recorder and (self.run.recorder.steps, *self.run.recorder.names),
+            "audit": self.run.audit,
             "grad_scaler": self.run.grad_scaler.state_dict() if self.run.grad_scaler else None,
             "aux_losses": self.stages.aux_losses,
             "sharding": {

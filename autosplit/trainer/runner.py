@@ -48,6 +48,7 @@ from autosplit.runtime.call_cache import CallCache
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.trainer.agreement import StepReduction
+from autosplit.trainer.auditing import Auditor
 from autosplit.trainer.aux_losses import aux_sums, start_aux_losses
 from autosplit.trainer.batch_agreement import summary_of
 from autosplit.trainer.batches import (
@@ -108,6 +109,7 @@ class Runner:
         clips: whether to compute the norm of the gradient.
         losses: computes the gradients of the losses, with weights and scale.
         flight: the flight recorder; None without one.
+        auditor: chooses actions that run again; None without ``audit``.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Runner:
         self._tuner: Tuner | None = None
         if options.tunes:
             self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, self.limits)
+        self.auditor = Auditor(groups, device) if options.run.audit else None
         self.schedule = schedule
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
@@ -231,12 +234,15 @@ class Runner:
         self._grad_tensors = self._splitter.requiring_grad(batch) if plan.grad_slots else {}
         self._batch_gradients = executor.batch_gradients
         model, memory, microbatches = self._model, self.memory, inputs + targets
-        flight = self.flight
-        is_timed = self.record or self._tuner is not None or flight is not None
+        flight, auditor = self.flight, self.auditor if self._tuner is None else None
+        measures = self._tuner is not None or (auditor is not None and auditor.period is None)
+        is_timed = self.record or measures or flight is not None
         recorder = self._recorder if is_timed else None
         if flight is not None:
             reduces = model.reduces or self._scales
             flight.start_step(executor, self.stages, _tensors(microbatches), reduces=reduces)
+        if auditor is not None:
+            auditor.arrange_audits(executor, self.stages)
         memory.recorder = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._seeds.restoring())
@@ -260,6 +266,8 @@ class Runner:
         if flight is not None:
             flight.end_actions(self.spans)
         self._tune(plan)
+        if auditor is not None:
+            auditor.measure_step(self.spans, executor.schedule, self.stages)
         return self._start_reduction(plan, losses, microbatches, weights, norms)
 
     def _run_actions(
@@ -437,8 +445,9 @@ class Runner:
             if is_plain:
                 modules = self._rank_stages.complete(batch).items()
                 stages = {at: AutogradStage(m, at, self._grad_dtype) for at, m in modules}
-            other = self._build_executor(plan, with_full_backwards(self.schedule), stages)
+            other = self._build_executor(plan, with_full_backwards(executor.schedule), stages)
             self._reporting = None
+            executor.set_audits((), {})
             for run, stages in ((other, stages), (executor, plan.stages)):  # noqa: B020
                 model.report_gradients(traced(stages), run.schedule)
                 with self._seeds.restoring(), model.preserving_state():

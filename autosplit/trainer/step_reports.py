@@ -18,6 +18,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import Timeline
 from autosplit.ranks.session import RankSession
 from autosplit.text.progress import working
+from autosplit.trainer.auditing import Auditor
 from autosplit.trainer.batches import Batch
 from autosplit.trainer.options import Record, TrainerOptions, check_record
 from autosplit.trainer.report_page import (
@@ -82,6 +83,11 @@ class StepReports(RankSession):
     def settled(self) -> bool:
         """Whether ``schedule`` is final: False while steps are measured for a better one."""
         return self._runner.settled
+
+    @property
+    def auditor(self) -> Auditor | None:
+        """The period of audits, and the actions that have none; None without ``audit``."""
+        return self._runner.auditor
 
     @property
     def stages(self) -> Mapping[int, TrainableStage]:

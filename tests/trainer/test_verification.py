@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.pipeline import Recorder
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.kept_ranks import ranks
@@ -114,6 +116,16 @@ def test_hooks_for_the_gradients_of_a_step_are_not_called() -> None:
         assert [module.calls for module in trainer.modules.values()] == [[], []]
         trainer.step(workers.data(8))
         assert [module.calls for module in trainer.modules.values()] == [["post"], ["post"]]
+
+
+def test_verified_gradients_are_not_recorded(tmp_path: Path) -> None:
+    options = {"recorder": Recorder(tmp_path, log=tmp_path / "log"), **OWN}
+    with workers.trainer([nn.Linear(WIDTH, WIDTH)], ranks=1, **options) as trainer:
+        for _ in range(2):
+            assert trainer.verify(workers.data(8)).bits_equal
+            trainer.step(workers.data(8))
+    (lines,) = (tmp_path / "log").iterdir()
+    assert len(lines.read_text().splitlines()) == 2
 
 
 def test_a_batch_of_a_new_shape_leaves_the_metrics_of_the_last_step() -> None:

@@ -125,7 +125,7 @@ class Executor:
         self._positions: dict[Action, deque[int]] = defaultdict(deque)
         for position, action in enumerate(row):  # a row may contain a move more than once
             self._positions[action].append(position)
-        self._row = self._joined(map(self._bind, row))
+        self._row = self._bound = self._joined(map(self._bind, row))
 
     # The rows of 1F1B for two stages on two ranks and three microbatches, over time. ">" and "<"
     # are messages of the transport. An output is sent as soon as F has computed it. The receive of
@@ -227,6 +227,30 @@ class Executor:
             self._targets, self._losses = (), {}
             for kept in (*self._inputs, *self._loss_grads):
                 kept.clear()
+
+    def set_audits(
+        self,
+        wraps: Iterable[tuple[Action, Callable[..., Any]]],
+        waits: Mapping[Action | None, Callable[[], None]],
+    ) -> None:
+        """Let the next steps call other functions around actions and in waits.
+
+        Args:
+            wraps: actions, each with a function that is called with the action's work and its
+                input instead of the work; of several, the last is the outermost.
+            waits: functions that are called where the rank would wait before an action; None: at
+                the end of the row.
+        """
+        row = [*self._bound, BoundAction(self._bound[-1].action, _do_nothing)]
+        places: dict[Action | None, int] = {b.action: at for at, b in enumerate(self._bound)}
+        places[None] = len(self._bound)
+        for action, wrap in wraps:
+            if (place := places.get(action)) is not None:
+                row[place] = row[place]._replace(compute=partial(wrap, row[place].compute))
+        for next_action, wait in waits.items():
+            bound = row[place := places[next_action]]
+            row[place] = bound._replace(waits=(*bound.waits, wait))
+        self._row = row
 
     # --- binding actions --------------------------------------------------------------------------
 

@@ -1,0 +1,131 @@
+"""``ActionAudit``: an action that runs again from what it took, and whose bits are compared.
+
+::
+
+    the action        runs on a copy of the stage; digests of its results
+    the next action   takes what the stage has held in between; digests of these, too
+    a later wait      runs the action again on another copy, and compares the digests
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.device import settle
+from autosplit.errors import AuditError
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
+from autosplit.recorder.digests import Digest, PendingDigests
+from autosplit.stage import Stage
+from autosplit.text.figures import few
+
+METHODS = {ActionKind.FORWARD: "forward", **BACKWARDS}
+"""The kinds that can run again, with the method of a stage that runs each."""
+_FOLLOWERS = {"F": "IB", "I": "W", "W": "", "B": ""}
+"""The kinds that may take what an action leaves on its stage."""
+
+
+class ActionAudit:
+    """The audit of one action in one step.
+
+    Args:
+        action: an F, I, W or B.
+        stage: its stage.
+        rank: the rank, for messages.
+        device: the device of the stage.
+    """
+
+    def __init__(self, action: Action, stage: Stage, rank: int, device: torch.device) -> None:
+        self._action, self._stage = action, stage
+        self._rank, self._device = rank, device
+        self._arguments: list[list[Any]] = []
+        self._snapshot = stage
+        self._leaves = bool(_FOLLOWERS[action.kind.value])
+        self._noted: list[tuple[list[str], PendingDigests]] = []
+
+    def wraps(self) -> Iterator[tuple[Action, Callable[..., Any]]]:
+        """The functions around the action and the next one, see ``Executor.set_audits``."""
+        stage, kind, microbatch = self._action.stage, self._action.kind, self._action.microbatch
+        yield self._action, self._run
+        for follower in _FOLLOWERS[kind.value]:
+            yield Action(stage, ActionKind(follower), microbatch), self._run_next
+
+    def _run(self, _: Callable[..., Any], *arguments: list[Any]) -> Any:
+        """Run the action on a copy of its stage, and keep what it takes."""
+        microbatch, stage = self._action.microbatch, self._stage
+        self._arguments = [[*tensors] for tensors in arguments]
+        self._snapshot, copy = stage.copy_of(microbatch), stage.copy_of(microbatch)
+        self._note(self._inputs())
+        results = self._call(copy, *arguments)
+        self._note(_computed(results, copy))
+        stage.take_from(copy, microbatch)
+        return results
+
+    def _call(self, stage: Stage, *arguments: list[Any]) -> Any:
+        return getattr(stage, METHODS[self._action.kind])(self._action.microbatch, *arguments)
+
+    def _run_next(self, compute: Callable[..., Any], *arguments: list[Any]) -> Any:
+        """Run the action that takes what this one has left on its stage."""
+        self._note(_held_tensors(self._stage, self._action.microbatch))
+        return compute(*arguments)
+
+    def _inputs(self) -> dict[str, Tensor | None]:
+        """The tensors that the action takes, which another run must find unchanged."""
+        tensors = [tensor for row in self._arguments for tensor in row]
+        state = _held_tensors(self._snapshot, self._action.microbatch)
+        state |= {f"argument {place}": tensor for place, tensor in enumerate(tensors)}
+        return {f"taken {name}": tensor for name, tensor in state.items()}
+
+    def _note(self, tensors: Mapping[str, Tensor | None]) -> None:
+        self._noted.append(([*tensors], PendingDigests(tensors.values())))
+
+    def run_again(self) -> None:
+        """Run the action again, compare, and drop what was kept.
+
+        Raises:
+            AuditError: a tensor has other bits; names it, and says which of three runs differs.
+        """
+        if self._leaves and len(self._noted) == 2:
+            self._note(_held_tensors(self._stage, self._action.microbatch))
+        first, second = self._read(self._noted), self._run_copy()
+        names = [name for name, value in first.items() if second[name] != value]
+        if names:
+            third, verdict = self._run_copy(), "all three runs differ"
+            for number, other in (("first", second), ("second", first)):
+                if all(other[name] == third[name] for name in names):
+                    verdict = f"the {number} of three runs was wrong"
+            raise AuditError(
+                f"rank {self._rank}: {self._action} had other bits when it ran again, in "
+                f"{few(names, 4)}; {verdict}. No optimizer has used the step. If its operators are "
+                "deterministic (torch.use_deterministic_algorithms), the rank's device or memory "
+                "is faulty: exclude it, and go on from a checkpoint"
+            )
+        self._arguments, self._snapshot = [], self._stage
+
+    def _run_copy(self) -> dict[str, Digest | None]:
+        """The digests of another run, by name."""
+        microbatch, stage = self._action.microbatch, self._snapshot.copy_of(self._action.microbatch)
+        results = self._call(stage, *([*tensors] for tensors in self._arguments))
+        tensors = self._inputs() | _computed(results, stage) | _held_tensors(stage, microbatch)
+        return self._read([([*tensors], PendingDigests(tensors.values()))])
+
+    def _read(self, noted: list[tuple[list[str], PendingDigests]]) -> dict[str, Digest | None]:
+        settle(self._device)
+        return {
+            n: d for names, digests in noted for n, d in zip(names, digests.read(), strict=True)
+        }
+
+
+def _computed(results: list[Tensor | None] | None, stage: Stage) -> dict[str, Tensor | None]:
+    """The results of an action, and the weight gradients of the copy on which it ran."""
+    named = {f"result {place}": tensor for place, tensor in enumerate(results or ())}
+    return named | {f"gradient of {name}": tensor for name, tensor in stage.gradients.items()}
+
+
+def _held_tensors(stage: Stage, microbatch: int) -> dict[str, Tensor | None]:
+    """The tensors that the stage holds of the microbatch, by name."""
+    residuals = stage.residuals_of(microbatch)
+    return {f"held {n}": t for phase in residuals for n, t in phase.named_tensors.items()}

@@ -1,0 +1,169 @@
+"""Faults that change numbers and end nothing by themselves, and how each is put into a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline.engine.transport import Mailbox
+from autosplit.pipeline.schedule.schedule import Action
+from autosplit.runtime.functions import SplitFunctions
+
+BITS = {
+    "output": "F",
+    "saved": "F",
+    "input gradient": "IB",
+    "deferred": "I",
+    "weight gradient": "WB",
+}
+"""Bits that flip in an action, or while its stage holds what it left; the kinds of actions."""
+KINDS = ("NaN", "target", *BITS, "message", "parameter", "reduction")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a run.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        ranks: the number of ranks.
+        seed: chooses the action, the tensor, the element and the bit.
+    """
+
+    kind: str
+    ranks: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The fault in a line."""
+        return f"{self.kind}, {self.ranks} ranks, seed {self.seed}"
+
+
+def faults(count: int) -> Iterator[Fault]:
+    """So many faults, of all kinds alike, on two and four ranks."""
+    pairs = [(kind, ranks) for kind in KINDS for ranks in (2, 4)]
+    pairs = [pair for pair in pairs if pair != ("reduction", 2)]  # two replicas of two stages
+    for seed, (kind, ranks) in zip(range(count), itertools.cycle(pairs), strict=False):
+        yield Fault(kind, ranks, seed)
+
+
+def flip(tensors: list[Any], dice: random.Random) -> None:
+    """Flip one bit of one element of one of these tensors, unseen by autograd."""
+    floats = [
+        t for t in tensors if isinstance(t, Tensor) and t.dtype is torch.float32 and t.numel()
+    ]
+    words = dice.choice(floats).data.view(torch.int32)
+    place = tuple(dice.randrange(size) for size in words.shape)
+    words[place] ^= 1 << dice.randrange(23)  # of the mantissa: it stays finite
+
+
+FLIPPING: dict[str, Any] = {}
+"""The action whose message has a bit that flips, with the activity of the rank, and the dice."""
+
+
+def messages_flipped() -> Any:
+    """A patch of what receives messages, to be entered before a trainer binds it."""
+    original = Mailbox.await_message
+
+    def receive(*args: Any) -> Any:
+        tensors = original(*args)
+        if FLIPPING and FLIPPING["activity"].action == FLIPPING["action"]:
+            flip(tensors, FLIPPING["dice"])
+        return tensors
+
+    return mock.patch.object(Mailbox, "await_message", receive)
+
+
+@contextlib.contextmanager
+def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterator[None]:
+    """Let a fault happen in each step that runs inside, on the rank that has the action's stage.
+
+    Args:
+        fault: the fault.
+        trainer: the trainer of this rank.
+        action: the action.
+    """
+    dice, activity = random.Random(fault.seed), trainer._groups.activity
+    if trainer.schedule.placement[action.stage] != trainer.rank:
+        yield
+        return
+
+    def around(original: Callable[..., Any], parts: Callable[[Any], list[Any]]) -> Any:
+        def call(*args: Any) -> Any:
+            results = original(*args)
+            if activity.action == action and not activity.waiting:
+                flip(parts(results), dice)
+            return results
+
+        return call
+
+    def results_of(kind: str) -> Callable[[Any], list[Any]]:
+        if kind == "output":
+            return lambda results: results.outputs[:1]
+        if kind == "saved":
+            return lambda results: _free(results.saved, trainer)
+        if kind == "deferred":
+            return lambda results: _free(results[1], trainer)
+        at = 0 if kind == "input gradient" else 1
+        return lambda results: results[at] if isinstance(results, tuple) else results
+
+    if fault.kind == "message":
+        with mock.patch.dict(FLIPPING, action=action, activity=activity, dice=dice):
+            yield
+    elif fault.kind == "reduction":
+        reduce = dist.all_reduce
+
+        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            work = reduce(tensor, *args, **kwargs)
+            if tensor.dtype is torch.float32 and dist.get_rank() == 0:
+                if work is not None:
+                    work.wait()
+                flip([tensor[: tensor.numel() // 2]], dice)
+            return work
+
+        with mock.patch.object(dist, "all_reduce", all_reduce):
+            yield
+    elif fault.kind == "parameter":
+        stages = trainer.modules[action.stage]
+        after = mock.patch.object(
+            SplitFunctions,
+            "forward",
+            around(SplitFunctions.forward, lambda _: [*stages.parameters()]),
+        )
+        with after:
+            yield
+    else:
+        name = {
+            "F": "forward",
+            "I": "backward_input",
+            "W": "backward_weight",
+            "B": "backward",
+        }[action.kind.value]
+        call = around(getattr(SplitFunctions, name), results_of(fault.kind))
+        with mock.patch.object(SplitFunctions, name, call):
+            yield
+
+
+def _free(residuals: Any, trainer: PipelineTrainer) -> list[Tensor]:
+    """The residuals that are no memory of parameters and of the batch."""
+    return [
+        tensor
+        for tensor in residuals.tensors
+        if tensor.untyped_storage().nbytes() == tensor.nbytes
+        and all(
+            tensor.untyped_storage().data_ptr() != p.untyped_storage().data_ptr()
+            for module in trainer.modules.values()
+            for p in module.parameters()
+        )
+    ]

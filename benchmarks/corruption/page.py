@@ -1,0 +1,128 @@
+"""The page of what came of all faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..kept_ranks import KeptRanks
+from ..page import Page, Part, option
+from ..results import Rows, table
+from . import cost
+from .faults import BITS, KINDS, faults
+from .judge import clean, judge
+
+HERE = pathlib.Path(__file__).parent
+TEMPLATE = """\
+# Faults that change numbers
+
+Written by `python -m benchmarks.corruption`; do not edit. {environment}.
+{sections}
+Measure again: `{commands}`.
+"""
+_ABOUT = """\
+A pipeline of two or four ranks trains with `RunOptions(audit=True, recorder=Recorder(...))`, 1F1B
+with full backwards, and `gpipe` for deferred tensors. A fault happens in each step, on one rank. A
+bit of the mantissa flips: in what an audited action computes, in a tensor while its stage holds it,
+in a message, in a parameter between two actions, or in a reduced gradient. Or an input makes an
+operator return NaN, or a target is infinite. A bit in an audited action is found if all ranks raise
+within the period of the audits, and named right if all name the rank and the action. Of the others
+the recorder writes the step, and a replay names rank and action, and the sample of a bad input or
+target. No alarm sees a bit of a message, or of a parameter without replicas: a predicate asks for
+such a step. Audits are planned for given times, so that all machines have the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Which faults are tried."""
+
+    faults: int = option(300, "the number of faults")
+    clean: int = option(10_000, "steps without a fault, half of them on two ranks")
+    select: str = option("", "only faults whose name matches this pattern")
+    width: int = option(512, "of the layers whose steps are timed")
+    rounds: int = option(60, "steps that are timed, with and without audits in turns")
+
+
+def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+    """A row for each fault, and one for the clean steps on each number of ranks."""
+    launched = KeptRanks()
+    try:
+        for fault in faults(settings.faults):
+            if re.search(settings.select, fault.name):
+                yield judge(launched, fault)
+        for ranks in (2, 4) if settings.clean else ():
+            yield clean(launched, ranks, settings.clean // 2)
+    finally:
+        launched.end()
+
+
+def render(rows: Rows) -> str:
+    """How many were found and named right, by kind."""
+    tried = [row for row in rows if row["kind"] != "clean"]
+    quiet = [row for row in rows if row["kind"] == "clean"]
+    lines = []
+    for kind in KINDS:
+        same = [row for row in tried if row["kind"] == kind]
+        if same:
+            steps = [row["steps"] for row in same if row["found"]]
+            late = max(steps, default=0) if kind in BITS else ""
+            period = max(row["period"] for row in same) if kind in BITS else ""
+            found, named = (sum(row[key] for row in same) for key in ("found", "named"))
+            lines.append([kind, len(same), found, named, late, period])
+    head = ["fault", "tried", "found", "named right", "most steps until found", "period"]
+    found, named = (sum(row[key] for row in tried) for key in ("found", "named"))
+    wrong = [row for row in tried if not row["named"]]
+    texts = [
+        f"- {row['name']}, {row['action']}: {row['text'].splitlines()[0]}" for row in wrong[:20]
+    ]
+    alarms, steps = (sum(row[key] for row in quiet) for key in ("alarms", "steps"))
+    return f"""\
+**{found} of {len(tried)} faults** were found, and {named} named right. In {steps:,} clean steps
+there were {alarms} false alarms.
+
+{table(head, lines)}
+""" + "".join(f"\n{text}" for text in texts)
+
+
+_COST = """\
+Steps of two blocks a rank, with and without `RunOptions(audit=True)`, in turns; medians.
+Waits and actions are measured by the trainer."""
+
+
+def measure_cost(settings: Settings) -> Iterator[dict[str, Any]]:
+    """The rows of ``cost.measure``."""
+    launched = KeptRanks()
+    try:
+        yield from cost.measure(launched, settings.width, settings.rounds)
+    finally:
+        launched.end()
+
+
+def render_cost(rows: Rows) -> str:
+    """Times and their ratio, and what is audited."""
+    lines = [
+        [
+            row["name"],
+            f"{1e3 * row['without']:.1f}",
+            f"{1e3 * row['audited']:.1f}",
+            f"{row['audited'] / row['without']:.3f}",
+            f"{row['covered']} of {row['actions']}",
+            row["period"],
+        ]
+        for row in rows
+    ]
+    return table(["", "ms", "ms with audits", "ratio", "audited actions", "period"], lines)
+
+
+PAGE = Page(
+    "corruption",
+    TEMPLATE,
+    {
+        "corruption": Part("Found and named", _ABOUT, measure, render),
+        "cost": Part("The cost of audits", _COST, measure_cost, render_cost),
+    },
+    Settings,
+)
