@@ -1,4 +1,4 @@
-"""Ranks agree: on options and mesh when a trainer is built, on losses and norm in each step."""
+"""Agreement of ranks, on options and mesh at the start, and on losses and norm in each step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def difference(
         values: maps each rank to its values by name. A rank may lack names.
 
     Returns:
-        (name, (rank, value) of the one, (rank, value) of the other); None if there is no
-        difference.
+        (name, (first rank, its value), (second rank, its value)); None if there is no difference.
     """
     first: dict[str, tuple[K, T]] = {}
     for rank, named in values.items():
@@ -47,11 +46,11 @@ def difference(
 def check_unanimous(arguments: Mapping[str, Any], layout: RankLayout) -> None:
     """Check that all ranks build the same trainer; collective over the default process group.
 
-    Otherwise some ranks would clip and others not, or wait for a message that no rank sends. A
-    trainer of one rank communicates nothing.
+    Ranks with different trainers would clip differently, or wait for a message that no rank sends.
+    A trainer of one rank communicates nothing.
 
     Args:
-        arguments: the values by name; the same names on every rank.
+        arguments: the trainer's arguments by name; the same names on every rank.
         layout: the layout of the ranks in this rank's mesh.
 
     Raises:
@@ -93,8 +92,8 @@ _ROUNDING = 1e-5
 class StepReduction:
     """The one all-reduce that sums losses and gradient norm of a step over all ranks.
 
-    The reduced vector has float64 numbers. Each rank fills in its own numbers, and 0 for the
-    others:
+    The reduced vector has float64 numbers. Each rank writes its own numbers, and 0 for other ranks'
+    numbers:
 
         losses      one for each pipeline and microbatch, from the rank with the last stage; a
                     pipeline with fewer microbatches than another has zeros behind its own
@@ -106,13 +105,15 @@ class StepReduction:
         squares     one in all, the sum over all ranks; only if the norm is computed
         windows     two for each rank: the start and the end of its recorded actions
 
-    When the sum is complete, every rank has run the step. Pipelines that share the tensors of their
-    stages must have equal losses. Collective: the all-reduce starts when this is constructed.
+    When the sum is complete, every rank has run the step. Pipelines of ranks along "tp", which
+    share the tensors of their stages, must have equal losses. Collective: the constructor starts
+    the all-reduce.
 
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        losses: by microbatch, the loss, its parts and its weight, as far as this rank has them.
+        losses: maps each microbatch to its loss, the loss's parts and its weight; empty on ranks
+            without the last stage.
         counts: the number of microbatches of each pipeline.
         end: the rank, within each pipeline, that has the last stage.
         squares: the sum of the squares of this rank's gradients, shape [1]; None without a norm.
@@ -189,8 +190,8 @@ class StepReduction:
 
         Raises:
             RankError: a rank failed in the step.
-            PipelineError: ranks that share the tensors of a stage have different losses; or
-                gradients are not finite, with ``raises``.
+            PipelineError: ranks that share the tensors of a stage have different losses. Or a
+                gradient is not finite, and ``raises`` is set.
         """
         with self._guard.during("the end of a step"):
             numbers = self._receive()
@@ -251,9 +252,9 @@ class StepReduction:
                 )
 
     def bounds(self) -> tuple[float, float]:
-        """Return (first start, last end) of the actions that this pipeline recorded.
+        """Return (first start, last end) of the actions that this pipeline recorded, in seconds.
 
-        Waits as ``wait`` does. In seconds; zeros if nothing was recorded.
+        Both are zero if nothing was recorded. Waits as ``wait`` does.
         """
         rows = self._await_reduced()[self._windows :].view(-1, 2).tolist()
         windows = [rows[rank] for rank in self._layout.pipeline if rows[rank] != [0.0, 0.0]]
@@ -268,7 +269,7 @@ class StepReduction:
         """Check that this rank's gradients are finite, without waiting for other ranks.
 
         Raises:
-            PipelineError: a gradient is not finite, with ``raises``.
+            PipelineError: a gradient is not finite, and ``raises`` is set.
         """
         with self._guard.during("the end of a step"):
             self._check_finite(self._unreduced)
@@ -279,15 +280,15 @@ class StepReduction:
         return not self._await_reduced()[self._stages : self._aux].any()
 
     def _await_reduced(self) -> Tensor:
-        """Return the reduced vector; waits for the other ranks the first time only."""
+        """Return the reduced vector. Only the first call waits for the other ranks."""
         if self._reduced is None:
             with self._guard.during("the end of a step"):
                 return self._receive()
         return self._reduced
 
     def _receive(self) -> Tensor:
-        """Wait for the reduced vector, and drop the collective. It keeps connections open, which
-        would hide from other ranks that this rank has closed its trainer.
+        """Wait for the reduced vector, and drop the collective's handle. The handle keeps
+        connections open, so other ranks could not see that this rank has closed its trainer.
         """
         numbers = self._reduced = self._numbers()
         self._numbers = lambda: numbers
@@ -310,11 +311,12 @@ class StepReduction:
 
     def _causes(self, numbers: Tensor) -> str:
         """Return a clause for the error about gradients that are not finite. It names the losses
-        that are infinite or NaN, or says that all losses are finite. Empty if the known losses are
-        finite and others are unknown on this rank.
+        that are infinite or NaN, or says that all losses are finite. Empty if this rank knows only
+        some losses and they are finite.
 
         Args:
-            numbers: the numbers of the step, see the class.
+            numbers: the vector of the step, reduced or this rank's, as ``StepReduction`` describes
+                it.
         """
         losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
         bad_losses = [

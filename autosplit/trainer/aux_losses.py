@@ -6,7 +6,7 @@
         totals += aux_loss              for the log
     I   gradient of aux_loss = weight / M, whatever comes back for the outputs
 
-The same call restores the attributes' earlier values, so that graphs may repeat it.
+After each forward the attributes are None again, so that a captured graph can be repeated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from autosplit.ranks.control import Control
 
 
 class _WithGradient(torch.autograd.Function):
-    """Returns its first argument. In the backward, the third argument becomes the gradient of the
-    second.
+    """Returns ``output``. In the backward, ``aux`` gets ``gradient`` as its gradient.
 
     Source: the scaler of auxiliary losses in Megatron-LM
     (megatron/core/transformer/moe/moe_utils.py).
@@ -52,9 +51,10 @@ class WithAuxLosses(Wrapper):
 
     Attributes:
         weights: as passed.
-        totals: the sum of each loss over modules and calls, in the order of ``weights``.
-        gradient: the gradient of the weighted sum of auxiliary losses: 1 / M times the scale of the
-            losses.
+        totals: the sum of each auxiliary loss over the stage's modules and calls of a step, in the
+            order of ``weights``.
+        gradient: the gradient of a microbatch's weighted sum of auxiliary losses: the scale of the
+            losses divided by M.
     """
 
     totals: Tensor
@@ -129,20 +129,24 @@ def check_holders(stages: Sequence[WithAuxLosses], names: Iterable[str], ranks: 
         raise PipelineError(
             f"aux_losses has {missing[0]!r}, and no module of any stage has this attribute: set "
             f"self.{missing[0]} = None in the __init__ of the module whose forward sets it. "
-            "Models that the trainer cuts have no modules: pass a list of stages, or a function"
+            "Stages that the trainer cuts from a model have graphs instead of modules: pass a list "
+            "of stages, or a function that builds stages"
         )
 
 
 def _sum_of(name: str, values: list[Any]) -> Tensor | None:
     for value in values:
         if not isinstance(value, Tensor) or value.dim():
-            raise PipelineError(f"the auxiliary loss {name!r} of a module must be a scalar tensor")
+            raise PipelineError(
+                f"the auxiliary loss {name!r} of a module must be a scalar tensor: reduce it, as "
+                "by .mean(), before the forward sets it"
+            )
     return torch.stack(values).sum() if values else None
 
 
 def _attach(outputs: Any, aux: Any, gradient: Tensor) -> Any:
-    """Return the outputs, such that ``aux`` gets ``gradient`` when the first output that needs a
-    gradient gets one.
+    """Return the outputs, with the gradient of ``aux`` attached. ``aux`` gets ``gradient`` when the
+    first output that needs a gradient gets its own.
     """
     if not (torch.is_grad_enabled() and aux.requires_grad):
         return outputs
@@ -150,8 +154,8 @@ def _attach(outputs: Any, aux: Any, gradient: Tensor) -> Any:
     needing = [at for at, output in enumerate(row) if getattr(output, "requires_grad", False)]
     if not needing:
         raise PipelineError(
-            "a stage has an auxiliary loss and no output that needs a gradient: return such an "
-            "output from its module"
+            "a stage has an auxiliary loss, and no output that needs a gradient: return an output "
+            "that needs a gradient from the stage's module"
         )
     row[needing[0]] = _WithGradient.apply(row[needing[0]], aux, gradient)  # type: ignore[no-untyped-call]
     if isinstance(outputs, Tensor):

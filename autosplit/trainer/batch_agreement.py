@@ -1,7 +1,7 @@
-"""Batches of all ranks: ranks agree on shapes and dtypes, and compare values.
+"""Ranks agree on the shapes and dtypes of their batches, and compare the batches' values.
 
 Ranks compare the shapes and dtypes of their batches only if a rank has not seen the signature of
-its batch before. Otherwise a bit mask of step plans in ``StepPlans`` is enough.
+its batch before. Otherwise ``StepPlans`` agrees on a known step plan by a bit mask.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class AgreedBatch(NamedTuple):
     """The batch of one pipeline.
 
     Attributes:
-        metas: shapes and dtypes of all tensors that any of its ranks has.
+        metas: shapes and dtypes of all tensors that any rank of the pipeline has.
         microbatches: the length of the list of microbatches; 0 for a batch that is cut.
-        weights: the numbers of weights of its ranks, see ``OfferedBatch``.
+        weights: the numbers of weights that the ranks of the pipeline offer, see ``OfferedBatch``.
     """
 
     metas: Metas
@@ -109,7 +109,7 @@ def agree_on_batch(
     if len({*weighted}) > 1:
         raise BatchError(
             f"rank {weighted.index(True)} passes weight=, and rank {weighted.index(False)} does "
-            "not: every rank passes the weights of its pipeline"
+            "not: pass weight= on every rank, with the weights of the rank's pipeline, or on none"
         )
     lengths = _agree_on_lengths(rows, groups)
     advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
@@ -138,7 +138,8 @@ def agree_on_batch(
 
 
 def _agree_on_lengths(rows: Sequence[OfferedBatch], groups: Groups) -> list[int]:
-    """Return for each pipeline the length of its list of microbatches, 0 for a batch.
+    """Return for each pipeline the length of its list of microbatches, or 0 for a batch that is
+    cut.
 
     Raises:
         BatchError: the ranks of a pipeline pass lists of different lengths; or some ranks pass a
@@ -201,8 +202,9 @@ def _agree_on_grad_slots(
             raise BatchError(
                 f"number {number} of the batch's {name} needs a gradient on the ranks {ranks}; "
                 "expected exactly one rank of each of the pipelines "
-                f"{[*map(list, pipelines)]}: each of several would have a part of the gradient. "
-                "Let one stage use the tensor and pass it on, or pass it detached (x.detach())"
+                f"{[*map(list, pipelines)]}, because each of several ranks would get only a part "
+                "of the gradient. Let one stage use the tensor and pass it on, or pass the tensor "
+                "detached (x.detach())"
             )
     return frozenset(holders)
 
@@ -220,7 +222,7 @@ _STEP_DIGEST_BYTES = 2**14
 
 
 def compare_contents(tensors: Mapping[str, Any], groups: Groups) -> None:
-    """Warn, on every rank, if ranks of its pipeline have batches of different values; collective.
+    """Warn on every rank of a pipeline if its ranks have batches of different values; collective.
 
     A difference is no error, because a tensor that a rank's stages do not use may be a placeholder.
 

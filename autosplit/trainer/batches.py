@@ -1,4 +1,4 @@
-"""Batches of a trainer on one rank: checked, cut into microbatches, and given their gradients.
+"""Check the batches of one rank, cut them into microbatches, and run backward from their tensors.
 
 step((inputs, targets))         one batch, which is cut along dimension 0
 step(microbatches=[...])        a ``MicrobatchList``: nothing is cut
@@ -57,7 +57,7 @@ def paired(
         batch: the pair; or only the inputs, with ``target``; or None, with ``named``.
         target: the targets.
         named: the inputs by name.
-        microbatches: pairs (inputs, targets), in place of the others.
+        microbatches: pairs (inputs, targets), in place of ``batch``, ``target`` and ``named``.
     """
     if microbatches is not None:
         is_alone = batch is None and target is None and not named
@@ -86,8 +86,8 @@ class BatchSplitter:
         inputs: positions of the inputs that this rank's stages use; None for all inputs.
         targets: whether this rank has the last stage, which uses the targets.
         names: the names of the inputs, if they may come as a dictionary.
-        flattens: whether stages take the tensors inside of inputs that are objects, as those of a
-            model that is cut do.
+        flattens: whether stages take the tensors inside of an input object, not the object. Stages
+            that are cut from a model do.
     """
 
     def __init__(
@@ -109,10 +109,11 @@ class BatchSplitter:
     def split(
         self, batch: Batch | MicrobatchList | None, count: int
     ) -> tuple[Microbatches, Microbatches]:
-        """Return inputs and targets by microbatch, of a batch that ``check_batch`` has accepted.
+        """Return (inputs by microbatch, targets by microbatch) of a batch that ``check_batch`` has
+        accepted.
 
-        Microbatches of a batch are views along dimension 0. A part that this rank does not use is
-        an empty list.
+        Microbatches of a batch are views along dimension 0. Inputs that this rank does not use are
+        an empty list; so are its unused targets.
 
         Args:
             batch: the batch, or the list of microbatches.
@@ -138,8 +139,8 @@ class BatchSplitter:
         ]
 
     def _moved(self, value: Any, *, dense: bool = False) -> Any:
-        """The value, with its tensors on the device of the microbatches; without gaps in memory if
-        ``dense``, so that their strides follow from their sizes.
+        """Return the value with its tensors on the device of the microbatches. With ``dense``,
+        tensors have no gaps in memory, so that strides follow from sizes.
         """
         if isinstance(value, Tensor):
             moved = value.detach().to(self._device, non_blocking=True)
@@ -186,8 +187,8 @@ class BatchSplitter:
         return self._names.index(text[1:-1]) if self._names else 0
 
     def requiring_grad(self, batch: Batch | MicrobatchList | None) -> dict[BatchSlot, list[Tensor]]:
-        """Return the tensors that need a gradient, of a batch that ``check_batch`` has accepted: by
-        slot, one for the batch or one for each microbatch of a list.
+        """Return the batch's tensors that need a gradient, by slot. A slot has one tensor for a
+        batch, and one for each microbatch of a list. ``check_batch`` must have accepted the batch.
 
         Raises:
             PipelineError: no stage of this rank uses one of these tensors, or another input is an
@@ -202,8 +203,8 @@ class BatchSplitter:
                 arguments = self._arguments(name, part)
                 if len(leaves) != len(arguments) and any(map(_requires_grad, leaves.values())):
                     raise PipelineError(
-                        f"a tensor of the batch's {name} needs a gradient, beside an object: pass "
-                        "tensors that need a gradient beside other tensors only"
+                        f"a tensor of the batch's {name} needs a gradient, beside an object that "
+                        "is not a tensor: pass only tensors, or pass x.detach()"
                     )
                 for number, tensor in enumerate(arguments):
                     if not _requires_grad(tensor):
@@ -237,8 +238,9 @@ class BatchSplitter:
         rank has passed, by path.
 
         Raises:
-            PipelineError: a part that this rank uses is missing, or a batch is not made of tensors,
-                or cannot be cut; or a microbatch of a list has another structure than the first.
+            PipelineError: inputs or targets that this rank uses are missing; a batch is not made of
+                tensors or cannot be cut; or a microbatch of a list has another structure than the
+                first.
         """
         if not isinstance(batch, MicrobatchList):
             return self._check_pair(batch, cuts=True)
@@ -259,8 +261,8 @@ class BatchSplitter:
         return checked
 
     def _check_pair(self, batch: Any, *, cuts: bool) -> dict[str, Any]:
-        """Check that a batch is a pair that has all parts that this rank uses, and is made of
-        tensors if it is to be cut; return its leaves by path.
+        """Check that a batch is a pair with the inputs and targets that this rank uses, and return
+        its leaves by path. With ``cuts``, the batch must be made of tensors.
         """
         if batch is None:
             batch = None, None
@@ -301,7 +303,7 @@ class BatchSplitter:
                 wanted = repr(self._names[number]) if self._names else f"number {number}"
                 raise PipelineError(
                     f"a stage of this rank uses the batch's input {wanted}, which is missing; got "
-                    f"{sum(present)} inputs"
+                    f"{sum(present)} inputs: pass the input on this rank"
                 )
 
     def _by_path(self, name: str, part: Any) -> Mapping[str, object]:
@@ -314,7 +316,7 @@ class BatchSplitter:
             if unknown:
                 raise PipelineError(
                     f"the batch's inputs have the unknown name {unknown[0]!r}; the model was cut "
-                    f"with the inputs {', '.join(self._names)}"
+                    f"with the inputs {', '.join(self._names)}: pass inputs by these names"
                 )
         values = self._top_values(name, part)
         if name == "inputs" and self._flattens and not self._names:
@@ -335,7 +337,7 @@ class BatchSplitter:
         """Check a tensor whose samples are cut into microbatches, or that has no dimensions.
 
         Raises:
-            PipelineError: it has no samples, or is no tensor.
+            PipelineError: the tensor has no samples, or the value is no tensor.
         """
         if isinstance(tensor, Mapping):
             if name == "targets":
@@ -365,7 +367,9 @@ class BatchSplitter:
 
 
 def _with_leaves(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return named inputs with the tensors of objects under their own names."""
+    """Return named inputs, in which the tensors of each object replace the object, under the
+    tensors' own names.
+    """
     leaves: dict[str, Any] = {}
     for key, value in part.items():
         if key in names or value is None or isinstance(value, Tensor):
@@ -376,7 +380,7 @@ def _with_leaves(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 
 def _pairs(batch: Batch | MicrobatchList | None) -> Sequence[Any]:
-    """The pairs of a list of microbatches, or the batch alone."""
+    """The pairs (inputs, targets) of a list of microbatches; or a list with only the batch."""
     return batch.batches or () if isinstance(batch, MicrobatchList) else [batch]
 
 
@@ -394,7 +398,7 @@ def _check_alike(number: int, leaves: Mapping[str, Any], first: Mapping[str, Any
             raise PipelineError(
                 f"microbatches[{number}].{path} is {form}, but microbatches[0].{path} is "
                 f"{first_form}: the microbatches of a step have the same structure, dtypes and "
-                "numbers of dimensions; only sizes and numbers differ"
+                "numbers of dimensions; only sizes and values of numbers may differ"
             )
 
 
@@ -441,7 +445,8 @@ def deliver_gradients(
     count: int,
     divisor: float,
 ) -> None:
-    """Run backward from tensors of a batch, as ``backward()`` of the step's loss would do.
+    """Run the user's backward from the batch's tensors, as ``backward()`` of the step's loss would
+    do.
 
     Args:
         tensors: the tensors that need a gradient: one of the whole batch, or one for each

@@ -1,4 +1,4 @@
-"""Check that all copies of a parameter on several ranks are built, tied and sharded alike."""
+"""Check that all copies of a parameter, on several ranks, are built, tied and sharded equally."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def find_holders(
     for holders in shared:
         if len(holders) < 2:
             raise PipelineError(
-                f"a shared parameter needs two or more holders (stage, name); got {list(holders)}"
+                "a group of shared_parameters needs two or more members (stage, name); got "
+                f"{list(holders)}"
             )
         for stage, name in holders:
             if not 0 <= stage < stages:
@@ -68,7 +69,7 @@ def form_of(tensor: Tensor) -> str:
 
 
 def named_tensors(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of stages, named for errors."""
+    """Yield (name for error texts, tensor) of each parameter and buffer of the stages."""
     for stage, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield f"stage {stage}'s {name}", tensor
@@ -87,7 +88,8 @@ def check_built_alike(
     Args:
         forms: maps each rank to its tensors' names and forms, as texts.
         sets: the sets of ranks.
-        relation: what the ranks of a set have in common, as text for errors.
+        relation: text for errors: what the ranks of a set hold, such as "replicas of the same
+            stages".
     """
     for first, *peers in sets:
         for peer in peers:
@@ -109,8 +111,8 @@ def check_tied_forms(
         if len({forms[stage, name] for stage, name in holders}) > 1:
             listed = "; ".join(f"{name!r} of stage {at}: {forms[at, name]}" for at, name in holders)
             raise PipelineError(
-                "shared parameters must have one shape and dtype and be all trained or all "
-                f"frozen; got {listed}"
+                "all copies of a shared parameter must have one shape and dtype, and be all "
+                f"trained or all frozen; got {listed}"
             )
 
 
@@ -127,10 +129,11 @@ def check_sharding(name: str, sharding: Sharding, dimension: str, ranks: tuple[i
         sharding: the tensor's sharding.
         dimension: the dimension of the trainer's mesh along which DTensors must be sharded, "tp" or
             "ep".
-        ranks: this rank's set along that dimension.
+        ranks: the ranks along ``dimension`` that include this rank.
 
     Raises:
-        ShardedError: the tensor is on other ranks, or each rank along "ep" has a copy of it.
+        ShardedError: the tensor's mesh is not ``ranks`` along ``dimension``, or each rank along
+            "ep" has a copy of the tensor.
     """
     names = [dimension_name for dimension_name, _ in sharding.by_dimension()]
     fits = names == [dimension] and sharding.ranks == tuple(sorted(ranks))

@@ -31,7 +31,7 @@ _OPTIONS = ("mp_policy", "reshard_after_forward", "groups")
 
 
 def sharding_problem(options: Mapping[str, Any], mesh: DeviceMesh | None) -> str:
-    """Say what is wrong with ``StageOptions(sharding=...)``; empty if nothing is."""
+    """Return an error text if ``StageOptions(sharding=...)`` is wrong; empty if it is right."""
     for name in options:
         if name not in _OPTIONS:
             return (
@@ -48,8 +48,7 @@ def shard_by_default(
 ) -> frozenset[int]:
     """Shard a rank's stages along "dp_shard"; collective over all ranks.
 
-    A parameter that the user has sharded stays as it is, and so does a stage that the user has
-    sharded as a whole.
+    Parameters and whole stages that the user has sharded stay unchanged.
 
     Args:
         modules: the stages by index.
@@ -58,11 +57,11 @@ def shard_by_default(
         groups: the trainer's process groups.
 
     Returns:
-        The ``id`` of each trained parameter that stays whole: numbers, which FSDP2 does not shard.
+        The ``id`` of each parameter that stays whole: scalars, which FSDP2 does not shard.
 
     Raises:
-        PipelineError: parameters cannot be sharded together, or the stages were captured without
-            the dtypes of the policy.
+        PipelineError: one group's parameters have several dtypes or sparse gradients, or a plan's
+            stages were captured without the dtypes of ``mp_policy``.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard  # takes long to import
 
@@ -149,7 +148,8 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def _shard_mesh(mesh: Any) -> DeviceMesh:
-    """The part of a mesh over which a stage is sharded, after its copies if there are any.
+    """The submesh over which a stage is sharded. Its first dimension is "dp_replicate", if the mesh
+    has that dimension.
 
     Raises:
         PipelineError: "dp_replicate" comes after the dimensions of the shards.

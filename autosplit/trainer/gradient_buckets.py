@@ -46,8 +46,9 @@ class LocalCopies(NamedTuple):
     """This rank's copies of one parameter.
 
     Attributes:
-        copies: one or more tensors; several if stages of this rank share a tied parameter.
-        process_group: all ranks that have a copy; None if only this rank has.
+        copies: the parameter's tensors on this rank: one for each stage that has its own copy of a
+            tied parameter.
+        process_group: the group of all ranks that have a copy; None if no other rank has a copy.
         is_tied: whether several stages have a copy.
     """
 
@@ -57,7 +58,7 @@ class LocalCopies(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of ``.grad``."""
+        """The dtype of the parameter's ``.grad``."""
         first = self.copies[0]
         return getattr(first, "grad_dtype", None) or first.dtype
 
@@ -75,7 +76,7 @@ class GradientBucket:
             dtype.
         groups: the trainer's process groups.
         synchronize: a function that waits until the device has finished.
-        shares: the number by which sums are divided.
+        shares: the number by which summed gradients are divided.
 
     Attributes:
         members: as passed.
@@ -115,9 +116,7 @@ class GradientBucket:
         return self._views[number]
 
     def place_sum(self, number: int) -> Tensor:
-        """Return the part of the buffer for a member's sum of gradients, which the caller then
-        writes.
-        """
+        """Return the part of the buffer into which the caller writes a member's gradient sum."""
         self._written.add(number)
         return self.view(number)
 
@@ -205,7 +204,8 @@ class GradientBuckets:
         stages: for each stage of this rank, its parameters.
         groups: the trainer's process groups.
         synchronize: a function that waits until the device has finished.
-        shares: the number by which sums are divided; None: that of the shares of the batch.
+        shares: the number by which summed gradients are divided; None: the number of the batch's
+            shares.
 
     Attributes:
         buckets: the buckets, in the order in which their reductions start, which is the same on all
@@ -247,9 +247,9 @@ class GradientBuckets:
         """
 
         def place(member: LocalCopies) -> tuple[bool, bool, int]:
-            """Sort key of a gradient. Gradients that W does not write into their bucket come after
-            the others, and those of tied parameters last: their order differs between ranks, which
-            hold different stages.
+            """Sort key of a gradient. First come gradients that W writes into their bucket, then
+            other gradients, and last those of tied parameters. Ranks with different stages complete
+            the gradients of tied parameters in different orders.
             """
             (first, *_), is_tied = member.copies, member.is_tied
             is_direct = is_tied or self._direct.get(id(first)) is (sum_dtype or first.dtype)
@@ -312,8 +312,8 @@ class GradientBuckets:
         return bucket.place_sum(number)
 
     def report_for(self, stage: int, module: nn.Module) -> CompletionReport | None:
-        """Return the report for a stage's last W of a step, by which reductions start; None if the
-        stage completes no bucket.
+        """Return the report that a stage's last W of a step calls when its part of a bucket is
+        complete. The report starts reductions. None if W writes no bucket of the stage.
 
         Args:
             stage: the stage.
@@ -338,8 +338,8 @@ class GradientBuckets:
         return CompletionReport(names, complete) if names else None
 
     def begin(self) -> None:
-        """Begin a step: drop the last step's buffers, and expect every stage's part of each bucket
-        again.
+        """Begin a step: drop the last step's buffers, and mark every stage's part of each bucket as
+        incomplete.
         """
         self.release()
         self._pending = [{*stages} for stages in self._writers]

@@ -15,8 +15,8 @@ from autosplit.torch_internals.operators import norms_of
 class GradientNorms:
     """The 2-norm of each gradient of this rank.
 
-    Norms on a GPU are copied to the host asynchronously. Read results only after the step has
-    synchronized with the device, as it does once at its end: then norms cost no other wait.
+    Norms on a GPU are copied to the host asynchronously. Call ``squares`` and ``nonfinite`` only
+    after the step has synchronized with the device, which it does once, at its end.
 
     Args:
         parameters: the parameters; parameters without a gradient are left out.

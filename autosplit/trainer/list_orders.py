@@ -41,7 +41,9 @@ class ListOrders:
         self._remembered = CallCache[tuple[int, ...], Schedule]()
 
     def use_times(self, terms: Mapping[tuple[int, ActionKind], Terms]) -> None:
-        """Use measured seconds by stage and kind from now on; kinds that are missing take none."""
+        """Use measured seconds by stage and kind of action from now on. A kind without a
+        measurement takes no time.
+        """
         self._terms = [
             tuple(terms.get((stage, kind), (0.0, 0.0, 0.0)) for kind in _KINDS)
             for stage in range(self._schedule.stages)
@@ -55,9 +57,9 @@ class ListOrders:
 
         Args:
             caps: per rank, the most bytes of microbatches.
-            memory: per stage, the bytes of a microbatch with so many elements. Smaller microbatches
-                count in proportion.
-            elements: the size of that microbatch.
+            memory: per stage, the bytes of a microbatch with ``elements`` elements. The bytes of
+                other sizes are in proportion.
+            elements: the number of elements of the microbatch in ``memory``.
         """
         self._caps = caps
         self._unit = [StageMemory(m.saved / elements, m.deferred / elements) for m in memory]

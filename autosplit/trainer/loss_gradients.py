@@ -1,4 +1,4 @@
-"""The gradients of the losses, with which the backward of a step starts: weights and scale.
+"""The gradients of a step's losses, with which the backward starts, from weights and scale.
 
 A step trains the weighted mean of the losses over the microbatches of all replicas. With weights
 w_m and the scale s of a ``GradScaler``, the gradient of microbatch m's loss is::

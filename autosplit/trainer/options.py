@@ -117,7 +117,7 @@ class StageOptions:
         return self.options or SplitOptions()
 
     def with_defaults(self, options: SplitOptions, autocast: torch.dtype | None) -> StageOptions:
-        """These options, with the options of a plan for those that the user did not choose."""
+        """Return these options, completed by a plan's options where the user has chosen none."""
         if self.options is None or self.changes:
             options = replace(options, **self.changes)
         else:
@@ -374,15 +374,16 @@ class TrainerOptions:
         """The layout of the ranks that hold ``stages`` stages.
 
         Raises:
-            PipelineError: there is no process group, or the count does not fit.
+            PipelineError: a process group is needed and missing, or there are more ranks than
+                stages.
         """
         if self.mesh_layout is None:
             return RankLayout.alone(process_count(self.schedule.ranks, stages))
         ranks = len(self.mesh_layout.pipeline)
         if ranks > stages:
             raise PipelineError(
-                f"the mesh has {ranks} ranks along 'pp' for {stages} stages: each needs at least "
-                "one stage; use a shorter 'pp', or cut the model into more stages"
+                f"the mesh has {ranks} ranks along 'pp' for {stages} stages: each rank needs at "
+                "least one stage; use a shorter 'pp', or cut the model into more stages"
             )
         return self.mesh_layout
 
@@ -394,7 +395,7 @@ class TrainerOptions:
 
     @property
     def exchanges(self) -> bool:
-        """Whether the graphs of several ranks exchange tensors with each other."""
+        """Whether graphs contain collectives, as with ranks along "tp", "cp" or "ep"."""
         return self.mesh_layout is not None and self.mesh_layout.exchanges
 
     @property
@@ -469,13 +470,14 @@ class TrainerOptions:
     def factory(self, *, cut: bool) -> StageFactory:
         """The factory of stages: the user's, or ``autosplit.Stage`` with these options.
 
-        If no stage waits for the input gradient of a stage, W is the stage's whole backward. If Ws
-        fill waits, that never makes the step longer, and forwards come earlier. 2BP puts most Ws at
-        the end, whatever their times; for it each stage has an I, as in the paper.
+        If no stage waits for the input gradient of a stage, W is the stage's whole backward. Where
+        Ws fill waits, a longer W never makes the step longer, and forwards come earlier. With
+        ``weights="2bp"``, most Ws come at the end; each stage then has an I, as in the paper of
+        2BP.
 
         Args:
-            cut: whether the trainer has cut the stages from a whole model, which balances them for
-                such a W.
+            cut: whether the trainer has cut the stages from a whole model. Cuts balance the stages
+                for a W that is the whole backward.
         """
         if self.stages.stage_factory is not None:
             return self.stages.stage_factory
@@ -490,8 +492,8 @@ class TrainerOptions:
 
 @contextlib.contextmanager
 def as_pipeline_error() -> Iterator[None]:
-    """Context that raises a ScheduleError as a PipelineError, because the trainer's options request
-    the schedule.
+    """Context that turns a ScheduleError into a PipelineError, because it comes from the trainer's
+    options.
     """
     try:
         yield

@@ -32,7 +32,7 @@ from autosplit.trainer.step_plans import StepPlan
 
 
 class RankMemory:
-    """The bytes of a rank, fixed and in a step, and the speed of its offload target.
+    """The fixed bytes of a rank, its bytes in a step, and the speed of its offload target.
 
     Fixed bytes are those of parameters, gradients and optimizer state.
 
@@ -45,8 +45,8 @@ class RankMemory:
         grad_dtype: the dtype of the sums of gradients; None for each parameter's dtype.
 
     Attributes:
-        step: the plan of the last step; None before the first.
-        recorder: the recorder of the last step; None if it was not recorded.
+        step: the plan of the step that was prepared last; None before the first step.
+        recorder: the recorder of the last step; None if the step's memory was not recorded.
         batch_bytes: the bytes of the last step's batch.
     """
 
@@ -81,7 +81,7 @@ class RankMemory:
 
     @property
     def _traffic(self) -> tuple[Transport | None, Moves | None]:
-        """(transport of messages, moves) of the last step."""
+        """(transport of messages, moves) of ``step``; (None, None) without an executor."""
         executor = None if self.step is None else self.step.executor
         return (None, None) if executor is None else (executor.messages, executor.moves)
 
@@ -101,7 +101,7 @@ class RankMemory:
 
     @property
     def _written_buckets(self) -> list[GradientBucket]:
-        """The buckets that are allocated while W runs."""
+        """The buckets into which W writes gradients, which are allocated during the actions."""
         return self._model.buckets.written_by_weights(self._grad_dtype)
 
     # --- predicted --------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class RankMemory:
         links = [link for link in gathered if link is not None]
         if not links:
             raise PipelineError(
-                "no rank has a store that could be measured: nothing is offloaded. Choose a "
+                "no rank has an offload target to measure: the schedule offloads nothing. Choose a "
                 "schedule with OFFLOAD actions, or a memory_limit= that needs them"
             )
         return Link(max(link.latency for link in links), min(link.bandwidth for link in links))

@@ -62,7 +62,8 @@ class RankModel:
         sharded: the stages that ``fully_shard`` has sharded.
         buckets: the buffers of the gradients that are reduced over copies.
         post_step: functions to call after the actions of a step.
-        reduces: whether a step reduces gradients over other copies or other ranks.
+        reduces: whether a step reduces gradients over copies of tied parameters or over other
+            ranks.
 
     Raises:
         PipelineError: a stage is not a module; also raises the errors of ``ShardedStages`` and
@@ -152,8 +153,8 @@ class RankModel:
                 stages[index].report_completion(microbatch, report)
 
     def _last_weights(self, schedule: Schedule) -> dict[int, int]:
-        """Map each stage to the microbatch of its last W (or B) in a step, in the order of these
-        Ws.
+        """Map each stage to the microbatch of its last W (or B) in a step. Stages are in the order
+        of their last Ws.
         """
         row = schedule.ranks[self._groups.rank]
         backwards = [action for action in row if action.kind in BACKWARDS]
@@ -165,9 +166,9 @@ class RankModel:
         tied.
 
         Raises:
-            PipelineError: ``optimizer_fn`` does not return an optimizer, or one with other
-                parameters, one that needs a closure, or one whose options for a tied parameter
-                differ from another rank's.
+            PipelineError: ``optimizer_fn`` returns no optimizer; or the optimizer has other
+                parameters, needs a closure, or has other options for a tied parameter than another
+                rank's.
         """
         if self.parameters:
             named = _takes_names(optimizer_fn)
@@ -205,7 +206,7 @@ class RankModel:
                 clip.
             norm: the norm of the whole model's gradient before clipping.
             barrier: a function that returns when every rank has called it, and raises if a rank
-                cannot; None: do not wait for other ranks.
+                fails; None: do not wait for other ranks.
         """
         if max_norm is not None and norm is not None:
             _clip(self.parameters, max_norm, norm)
@@ -216,13 +217,14 @@ class RankModel:
         self.drop_gradients()
 
     def check_parameters(self) -> None:
-        """Check that the same parameters are trained as when the trainer was built.
+        """Check that no parameter is trained that was not when the trainer was built. Also run the
+        step's other checks, such as ``check_hooks``.
 
         No optimizer would update a newly trained parameter, no norm would count it, and its copies
         would become different.
 
         Raises:
-            PipelineError: names such a parameter.
+            PipelineError: names a newly trained parameter.
         """
         for call in self._checks:
             call()
@@ -241,7 +243,7 @@ class RankModel:
         self.sharded.restore_process_groups()
 
     def gradient_norms(self, *, squares: bool) -> GradientNorms:
-        """Start to compute the norms of this rank's gradients.
+        """Start computing the norms of this rank's gradients; see ``GradientNorms``.
 
         Args:
             squares: whether to compute the sum of squares, which counts each parameter of the model
@@ -264,7 +266,7 @@ class RankModel:
     def drop_gradients(self) -> None:
         """Drop all gradients, including gradients of parameters that are not in the optimizer.
 
-        Such gradients would otherwise grow with every step, and count in the norm.
+        Gradients outside of the optimizer would grow with every step, and count in the norm.
         """
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -273,8 +275,8 @@ class RankModel:
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Context for computing other gradients. Gradients of earlier steps are set aside, and
-        restored at its end together with all buffers.
+        """Context that sets gradients of earlier steps aside, so that others can be computed. At
+        its end, it restores the earlier gradients and all buffers.
         """
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         buffers = [buffer for module in self.modules.values() for buffer in module.buffers()]
@@ -291,12 +293,12 @@ class RankModel:
 
     @contextlib.contextmanager
     def reducing_gradients(self, scale: float = 1.0) -> Iterator[None]:
-        """Context that reduces the gradients that are computed inside.
+        """Context that reduces, at its end, the gradients that are computed inside.
 
         Afterwards each copy of a tied parameter has the sum of the gradients of all copies, and
-        each replica of the pipeline has the mean over replicas, divided by the scale. Gradients of
-        earlier steps are added once, after the reduction, so that steps can accumulate. After an
-        error, only gradients of earlier steps remain.
+        each replica of the pipeline has the mean over replicas. All are divided by the scale.
+        Gradients of earlier steps are added once, after the reduction, so that steps can
+        accumulate. After an error, only gradients of earlier steps remain.
 
         The reduction of a bucket starts in the last W that adds to it. Other reductions start after
         the rank's last action.
@@ -340,8 +342,8 @@ class RankModel:
 
     @torch.no_grad()
     def _add_earlier(self, parameter: nn.Parameter, earlier: Tensor) -> Tensor:
-        """Return the sum of a step's gradient and the gradient of earlier steps, which is not
-        changed.
+        """Return the sum of a step's gradient and the gradient of earlier steps. The earlier tensor
+        is not changed.
         """
         new = parameter.grad
         if new is None:
@@ -392,7 +394,7 @@ def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
 
 
 class _NormTerm(NamedTuple):
-    """An object with ``.grad``, as torch's clipping expects a parameter."""
+    """A gradient as ``.grad`` of an object, which torch's clipping accepts as a parameter."""
 
     grad: Tensor
 

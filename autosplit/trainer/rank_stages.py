@@ -57,7 +57,7 @@ class RankStages:
     Args:
         stages: the source of all stages of the model.
         loss_fn: the loss, which runs at the end of the last stage.
-        schedule: its placement says which rank has which stage.
+        schedule: the schedule, whose placement says which rank has which stage.
         options: the trainer's options.
         factory: makes a stage from a module.
         model: this rank's modules and parameters.
@@ -67,8 +67,8 @@ class RankStages:
         device: the device of the stages.
 
     Attributes:
-        observer: a function that is called with the arguments of the loss in evaluation, on the
-            rank that computes the loss; None if there is none.
+        observer: a function that an evaluation calls with the arguments of the loss, on the rank
+            that computes the loss; None: nothing is called.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class RankStages:
         self.observer: Observer | None = None
 
     def has_graphs(self, plan: StepPlan) -> bool:
-        """Whether all stages have graphs for the microbatches of a plan, as far as this rank knows
-        without a message; the same on all ranks of the pipeline.
+        """Whether this rank knows, without a message, that all stages have graphs for a plan's
+        microbatches. The result is the same on all ranks of the pipeline.
         """
         if plan.evaluates:
             return plan.kind in self._evaluated
@@ -127,11 +127,12 @@ class RankStages:
         inputs: Microbatches,
         targets: Microbatches,
     ) -> None:
-        """Build and compile the stages of a training step from its first batch; collective unless
-        they have graphs already.
+        """Set the stages of a plan for training; build and compile missing stages from the batch.
+        Collective unless ``plan.is_built``.
 
         Args:
-            plan: gets the stages, the boundaries between them and the dtype of the losses.
+            plan: the plan, in which the stages, the boundaries between them and the dtype of the
+                losses are set.
             schedule: the schedule of the step.
             batch: this rank's batch; None on a rank whose stages use none of it.
             inputs: the inputs of the batch, by microbatch.
@@ -226,7 +227,7 @@ class RankStages:
         """Return the stages of an evaluation, which call the modules themselves.
 
         Args:
-            plan: gets the boundaries, and the stages with auxiliary losses.
+            plan: the plan, in which the boundaries and the stages with auxiliary losses are set.
             batch: this rank's batch; None on a rank whose stages use none of it.
         """
         key, modules = plan.kind, self.complete(batch, evaluates=True)
@@ -252,8 +253,8 @@ class RankStages:
         return self._evaluation_stages[key]
 
     def set_loss_of_evaluation(self, plan: StepPlan, losses: Mapping[int, list[Tensor]]) -> None:
-        """Set the dtype and the part names of the losses of an evaluation; collective for the first
-        of its kind.
+        """Set the dtype and the part names of an evaluation's losses; collective in the first
+        evaluation of microbatches of this kind.
 
         Raises:
             PipelineError: the loss is not one scalar, or a part has another metric's name.
@@ -327,9 +328,9 @@ class RankStages:
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if id(buffer) in shared and name in written:
                 raise PipelineError(
-                    f"stage {index} writes into its buffer {shared[id(buffer)]!r}, which belongs "
-                    "to a module that a stage of another rank has, too, and the two would differ: "
-                    "give each stage its own module, or place both stages on one rank"
+                    f"stage {index} writes into its buffer {shared[id(buffer)]!r}, of which "
+                    "a stage of another rank has a copy, and the two copies would differ: give "
+                    "each stage its own module, or place both stages on one rank"
                 )
 
     def complete(
@@ -338,7 +339,7 @@ class RankStages:
         """Return this rank's modules by stage, with autocast and auxiliary losses. The last stage's
         module also computes the loss.
 
-        The batch tells whether the loss gets one target or a tuple of targets, and how many.
+        The batch decides whether the loss gets one target or a tuple of targets, and their number.
         """
         if isinstance(batch, MicrobatchList):
             batch = next(iter(batch.batches or ()), None)
@@ -368,7 +369,8 @@ class RankStages:
         return self._completed[key]
 
     def _with_aux_losses(self, modules: Mapping[int, nn.Module]) -> list[WithAuxLosses]:
-        """Return the stages with auxiliary losses, without autocast; collective for the first.
+        """Return this rank's stages with auxiliary losses, without the wrapper of autocast; the
+        first call is collective.
 
         Raises:
             PipelineError: no module of any stage has one of the losses.
@@ -389,12 +391,14 @@ class RankStages:
 
 
 def _set_key(plan: StepPlan) -> Hashable:
-    """The key of the stages that run a plan's microbatches."""
+    """The key under which ``RankStages`` keeps the stages for a plan's microbatches."""
     return plan.kind, plan.grad_slots
 
 
 def _examples(plan: StepPlan, name: str, part: Microbatches, number: int) -> list[Any]:
-    """Return the arguments of a microbatch, with ``requires_grad`` as in the plan."""
+    """Return a microbatch's inputs or targets, detached, with ``requires_grad`` as
+    ``plan.grad_slots`` says.
+    """
     values = part[number] if part else ()
     return [
         value.detach().requires_grad_((name, at) in plan.grad_slots)

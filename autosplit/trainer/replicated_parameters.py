@@ -1,8 +1,8 @@
 """Parameters and buffers of which several ranks have copies.
 
-Replicas of the pipeline have copies, as have stages with tied parameters, and ranks along "tp" for
-parameters that are not sharded. Copies are built alike, start with equal values, and have the same
-gradient at the end of a step.
+Replicas of the pipeline have copies of all parameters, stages have copies of tied parameters, and
+ranks along "tp" have copies of parameters that are not sharded. Copies have equal shapes and
+dtypes, start with equal values, and have equal gradients at the end of a step.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class ReplicatedParameters:
             sharding while it is gathered, or None if the rank then has the whole parameter).
 
     Attributes:
-        reduced: the parameters whose gradients must be reduced, in the same order on all ranks that
-            have copies.
-        tied_shards: the tied parameters that are sharded: their reduced gradients must be summed
-            over the stages that have them.
+        reduced: this rank's copies of each parameter whose gradient must be reduced, in the same
+            order on all ranks that have copies.
+        tied_shards: this rank's copies of tied parameters that are sharded. Their reduced gradients
+            must be summed over the stages that have them.
 
     Raises:
         PipelineError: a shared parameter does not exist, is in two groups, or differs between its
@@ -127,11 +127,11 @@ class ReplicatedParameters:
         Args:
             pipeline_ranks: the ranks within a pipeline that have copies; the first is the source of
                 values.
-            along: the fields of ``Place`` along which pipelines have copies.
+            along: the fields of ``Place`` along which pipelines have copies, such as "replicate".
 
         Returns:
-            (first of the ranks, by its number in the default process group; process group, or None
-            if this rank is the only one).
+            (first rank that has a copy, by its number in the default process group; process group,
+            or None if only this rank has a copy).
         """
         sets: dict[Place, list[int]] = defaultdict(list)
         equal_fields = dict.fromkeys(along, 0)
@@ -144,7 +144,8 @@ class ReplicatedParameters:
     def _equalize_all(
         self, tied_ranks: Sequence[tuple[tuple[int, ...], Sequence[Holder]]]
     ) -> list[LocalCopies]:
-        """Give all copies of each tensor the values of the first; collective over all ranks.
+        """Overwrite all copies of each tensor with the first copy's values; collective over all
+        ranks.
 
         Args:
             tied_ranks: for each tied parameter, (ranks of the pipeline that have it, the first
@@ -171,10 +172,11 @@ class ReplicatedParameters:
     def _equalize(
         self, copies: Sequence[Tensor], ranks: tuple[int, ...], *, is_tied: bool = False
     ) -> list[LocalCopies]:
-        """Give all copies of one tensor the values of the first; collective over their ranks.
+        """Overwrite all copies of one tensor with the first copy's values; collective over the
+        ranks that have copies.
 
         Returns:
-            The copies if their gradient must be reduced; else an empty list.
+            A list of the copies if their gradient must be reduced; else an empty list.
         """
         first, *duplicates = copies
         source, process_group = self._copy_groups[ranks, self._kind(first)]
@@ -190,7 +192,9 @@ class ReplicatedParameters:
         return [LocalCopies(copies, process_group, is_tied)]
 
     def _kind(self, tensor: Tensor) -> str:
-        """Return which ranks have copies of a tensor, a key of ``_copy_groups``."""
+        """Return the kind of ranks that have copies of a tensor, "whole", "expert" or "shard", for
+        ``_copy_groups``.
+        """
         if id(tensor) in self._gathered_shardings:
             return "shard"
         return "expert" if is_expert(sharding_of(tensor)) else "whole"
@@ -202,10 +206,11 @@ class ReplicatedParameters:
         return self._gathered_shardings.get(id(tensor), sharding_of(tensor))
 
     def _check_layouts(self, shared: Sequence[Sequence[Holder]]) -> list[Tensor]:
-        """Check that names, shapes, dtypes and shardings fit those on other ranks; collective.
+        """Check that stages have equal names, shapes, dtypes and shardings on other ranks;
+        collective.
 
         Returns:
-            The parameters of which each rank along "tp" has the whole.
+            The parameters that are not sharded along "tp".
         """
         layout, everybody = self._layout, self._groups.everybody
         dimension = EXPERT if layout.experts else TENSOR
@@ -243,7 +248,8 @@ class ReplicatedParameters:
     def check_optimizers(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Check that all optimizers have the same options for a tied parameter.
 
-        Otherwise its copies would become different. Collective over all ranks.
+        With different options, the copies of a tied parameter would become different. Collective
+        over all ranks.
 
         Args:
             optimizer: this rank's optimizer; None if the rank has no parameters.
@@ -275,7 +281,8 @@ class ReplicatedParameters:
     def is_counted(self, parameter: Tensor) -> bool:
         """Whether this rank counts its part of a parameter in sums over the whole model.
 
-        Each element of the model counts once: of several copies, the first rank's counts.
+        Each element of the model counts once. If several ranks have copies, only the first rank's
+        copy counts.
         """
         sharding = self._sharding(parameter)
         is_fsdp = id(parameter) in self._gathered_shardings
@@ -294,8 +301,8 @@ class ReplicatedParameters:
     def check_hooks(self) -> None:
         """Refuse hooks on tied parameters.
 
-        Autograd would call a hook with the sum of the gradients of all stages, which no single
-        stage has.
+        In the whole model, autograd would call the hook with the gradient summed over all stages.
+        In a pipeline, no single stage has the sum.
 
         Raises:
             PipelineError: names a parameter that has a hook.

@@ -1,6 +1,4 @@
-"""The report page of a trainer: the stages and the bytes of each rank, and what the rank waits
-for.
-"""
+"""The report page of a trainer: each rank's stages, bytes and longest wait."""
 
 from __future__ import annotations
 
@@ -49,9 +47,12 @@ class RankReport(NamedTuple):
         state: bytes of parameters and buffers.
         gradients: bytes of the parameters' gradients.
         optimizer: bytes of the optimizer's state.
-        saved: bytes of one microbatch on all the rank's stages, from F to the backward.
-        deferred: bytes of one microbatch on all the rank's stages, from I to W.
-        peak: the most bytes in the last step; None if they were not recorded.
+        saved: bytes of saved tensors of one microbatch, summed over the rank's stages; kept from F
+            to the backward.
+        deferred: bytes of deferred tensors of one microbatch, summed over the rank's stages; kept
+            from I to W.
+        peak: the most bytes that the rank held in the last step; None if its memory was not
+            recorded.
         largest: the rank's largest tensors.
         spans: the recorded actions of the last step.
     """
@@ -99,7 +100,7 @@ def page(
     rows: Sequence[RankReport],
     limits: Sequence[int] = (),
 ) -> str:
-    """Return the page: the tables of all ranks of a pipeline."""
+    """Return the report page, with tables of all ranks of a pipeline."""
     form = "split backward" if schedule.split_backward else "fused backward"
     title = (
         f"{schedule.stages} stages on {len(rows)} rank{'s' * (len(rows) > 1)}, "

@@ -82,7 +82,7 @@ _LOG = logging.getLogger(__name__)
 class Runner:
     """Runs batches on this rank: forward and backward in training, only forward in evaluation.
 
-    The caller holds the trainer's guard during each call.
+    The trainer calls each method inside of its guard, which reports errors to all ranks.
 
     Args:
         stages: the source of all stages of the model.
@@ -219,8 +219,8 @@ class Runner:
         Args:
             batch: see ``PipelineTrainer.step``.
             weight: see ``PipelineTrainer.step``.
-            waits: whether to wait for the other ranks first, so that a batch that one rank refuses
-                runs on no rank.
+            waits: whether to wait first until all ranks accept the batch. If one rank then refuses
+                it, no rank runs it.
 
         Returns:
             The started all-reduce of losses and norm over all ranks.
@@ -314,7 +314,7 @@ class Runner:
             self._change_schedule(schedule)
 
     def backward_batch(self) -> None:
-        """Run backward from the tensors of the last batch that need a gradient."""
+        """Run the user's backward from the last batch's tensors that need a gradient."""
         if not self._grad_tensors:
             return
         count, divisor = self.schedule.microbatches, self._groups.layout.shares * self.losses.scale
@@ -383,7 +383,7 @@ class Runner:
     def _build_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
-        """Build an executor; collective over all ranks for pairs of ranks that are new."""
+        """Build an executor; collective over all ranks if it connects new pairs of ranks."""
         groups, sharded = self._groups, self._model.sharded
         if schedule not in self._prepared:
             with_gathers = add_gathers(schedule, sharded.indices)
@@ -408,10 +408,9 @@ class Runner:
         )
 
     def _batch_arguments(self, plan: StepPlan) -> dict[int, dict[int, BatchSlot]]:
-        """Return the slots of the stages' arguments that come from the batch and need a gradient.
+        """Return the batch slots of those arguments of stages that need a gradient.
 
-        They are mapped by stage of this rank, then by the argument's position among the stage's
-        arguments.
+        The keys are a stage of this rank, then the argument's position among the stage's arguments.
         """
         arguments: dict[int, dict[int, BatchSlot]] = {stage: {} for stage in self._model.modules}
         targets = len(plan.microbatches[0].targets)

@@ -5,8 +5,9 @@
     next step      the updated parts are gathered, one action ahead of the stage's first
 
 The trainer calls FSDP2's ``fully_shard(reshard_after_forward=False)`` for its stages, over the
-ranks along "dp_replicate". All other code then treats these as ranks along "dp_shard". Frozen
-parameters, scalars and parameters that several stages share stay whole on each replica.
+ranks along "dp_replicate". All other code then treats the ranks along "dp_replicate" as ranks along
+"dp_shard". Frozen parameters, scalars and parameters that several stages share stay whole on each
+replica.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
     """Check that a mesh has replicas that can share an optimizer's state.
 
     Raises:
-        PipelineError: the mesh has no replicas, or another dimension shards parameters already.
+        PipelineError: the mesh has no replicas, or has a dimension that shards parameters already.
     """
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if REPLICATE not in names:
         raise PipelineError(
             "shard_optimizer divides the optimizer's state among replicas of the pipeline, and "
             f"there are none: pass mesh=init_device_mesh(..., mesh_dim_names=('pp', {REPLICATE!r})"
-            "), or leave it out"
+            "), or leave shard_optimizer out"
         )
     for name in (SHARD, EXPERT_SHARD, EXPERT, CONTEXT):
         if name in names:
@@ -66,7 +67,8 @@ def shard_stages(
         The ``id`` of each trained parameter that stays whole.
 
     Raises:
-        PipelineError: a stage is sharded already, or its parameters cannot be sharded together.
+        PipelineError: a stage is sharded already, or its parameters have several dtypes or sparse
+            gradients.
     """
     from torch.distributed.fsdp import fully_shard  # takes long to import
 
@@ -93,8 +95,8 @@ def shard_stages(
 
 
 def check_replicas_built_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
-    """Check that replicas have equal parameters, so that they can gather them from each other;
-    collective.
+    """Check that replicas have parameters of equal names, shapes and dtypes, which can be sharded
+    over the replicas; collective.
     """
     everybody = groups.everybody
     rows = dict(zip(everybody.members, everybody.gather(forms_of(modules)), strict=True))
@@ -110,7 +112,7 @@ def check_group(
         stage: the stage.
         module: the module that ``fully_shard`` is called for.
         trained: the trained parameters of the group.
-        option: the user's option that shards them.
+        option: text for errors: the user's option that shards the parameters.
 
     Raises:
         PipelineError: the parameters have several dtypes, or their gradients are sparse.
@@ -119,8 +121,8 @@ def check_group(
     if len(names) > 1:
         dtypes = " and ".join(f"{name!r} {dtype}" for dtype, name in reversed(names.items()))
         raise PipelineError(
-            f"{option} needs one dtype for the trained parameters of a group; in stage {stage} "
-            f"are {dtypes}: convert them, or leave {option} out"
+            f"{option} needs one dtype for the trained parameters of a group; stage {stage} "
+            f"has {dtypes}: convert the parameters to one dtype, or leave {option} out"
         )
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) is True:

@@ -1,5 +1,5 @@
-"""Stages that ``fully_shard`` has sharded. They are gathered, freed and reduced at the schedule's
-actions.
+"""Stages that ``fully_shard`` has sharded. The schedule's actions gather and free their parameters,
+and reduce their gradients.
 
 UNSHARD        starts the all-gather of parameters that a forward leaves gathered
 F, I, W, B     the first of the stage waits for it; parameters with ``reshard_after_forward`` are
@@ -109,7 +109,9 @@ class ShardedStages:
                 raise
 
     def _connect(self) -> None:
-        """Use process groups of the trainer, and start with the first replica's values."""
+        """Make FSDP use process groups of the trainer, and copy the first replica's values to all
+        replicas.
+        """
         layout = self._groups.layout
         shard_groups = {
             experts: self._groups.new_group_of_sets(layout.shard_groups(experts=experts))
@@ -127,7 +129,9 @@ class ShardedStages:
             broadcast_from(group.sharded_parameters, first, replicas, self._groups)
 
     def connect(self, sharding: ShardedModule) -> None:
-        """Make a module's failed waits raise LostPeerError, and gather its blocks ahead."""
+        """Connect a sharded module to the trainer. Its failed waits then raise LostPeerError, and
+        its blocks are gathered ahead.
+        """
         sharding.waiting = partial(self._groups.as_lost_peer, _SHARD_PEERS)
         if sharding.gathering is not None:
             sharding.gathering.order = self._order
@@ -173,7 +177,8 @@ class ShardedStages:
         self._stages[stage].start_reduce()
 
     def check_reduction(self) -> None:
-        """Check that FSDP will reduce all gradients. Otherwise, the optimizer would get none.
+        """Check that FSDP will reduce all gradients, because the optimizer gets reduced gradients
+        only.
 
         Raises:
             PipelineError: names a parameter group whose reduction is switched off.
@@ -213,8 +218,8 @@ class ShardedStages:
 
     def levels(self, schedule: Schedule) -> list[int]:
         """Return the most bytes of gathered parameters and unreduced gradients during each action
-        of this rank's row. If the schedule lists no UNSHARD, RESHARD and REDUCE_GRAD, they count in
-        the action before their place.
+        of this rank's row. If the schedule does not list UNSHARD, RESHARD and REDUCE_GRAD, their
+        bytes count in the preceding action.
         """
         rank = self._groups.rank
         row = add_gathers(schedule, self.indices).ranks[rank]
@@ -230,9 +235,9 @@ class ShardedStages:
         return merged
 
     def _row_levels(self, row: Sequence[Action]) -> list[int]:
-        """Return the levels of a row with all its actions.
+        """Return the levels of a row that lists UNSHARD, RESHARD and REDUCE_GRAD.
 
-        While a group is being gathered or reduced, a flat copy counts as well.
+        While a parameter group is gathered or reduced, its flat buffer counts as well.
         """
         freed = sorted(
             group.gathered_bytes

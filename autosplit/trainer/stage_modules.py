@@ -69,11 +69,11 @@ class StageSource:
         wiring: the dataflow between stages; None: a chain.
         shared: parameters of which several stages hold a copy, as groups of (stage, name).
         shared_buffers: buffers of which several stages hold a copy.
-        planning: options of ``StageOptions.planning`` that cut the model again, without measuring;
-            None if the trainer has not cut it.
-        groups: names of modules that are parameter groups of shards, inner ones first; None: they
-            are chosen for each stage.
-        model: the whole model that the trainer has cut; None if the stages were given.
+        planning: options for ``StageOptions.planning`` that cut the model in the same way without
+            measuring; None if the trainer has not cut the model.
+        groups: names of modules that are parameter groups of ``fully_shard``, inner ones first;
+            None: groups are chosen for each stage.
+        model: the whole model that the trainer has cut; None if the user has passed stages.
     """
 
     count: int
@@ -92,14 +92,17 @@ class StageSource:
 
     @classmethod
     def of(cls, model: StageList, count: int | None = None) -> StageSource:
-        """The source of the stages of a list, a function or a model that is cut.
+        """Return the source of the stages of a list, a function, or a model that is cut.
 
         Raises:
-            PipelineError: the number of stages is missing, less than one, or not ``count``.
+            PipelineError: a function has no ``count``, there is no stage, or a list has not
+                ``count`` stages.
         """
         stages = _stages_of(model, count)
         if count not in (None, stages.count):
-            raise PipelineError(f"got {stages.count} stages, but stages={count}: leave stages out")
+            raise PipelineError(
+                f"the model has {stages.count} stages, but stages={count}: leave stages= out"
+            )
         if stages.count < 1:
             raise PipelineError(f"a pipeline needs at least one stage; got {stages.count}")
         return stages
@@ -132,8 +135,8 @@ def _tied(
 def union_of_groups(
     detected: Sequence[Sequence[Holder]], declared: Sequence[Sequence[Holder]]
 ) -> tuple[Sequence[Holder], ...]:
-    """The groups of shared parameters detected in the model, and the groups that the user declared;
-    equal groups once.
+    """The groups of shared parameters that were detected in the model, and the groups that the user
+    has declared, without duplicates.
     """
     declared_sets = [set(map(tuple, holders)) for holders in declared]
     return (*(holders for holders in detected if set(holders) not in declared_sets), *declared)
@@ -144,7 +147,7 @@ def check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
     would train them.
 
     Raises:
-        PipelineError: names such a parameter.
+        PipelineError: names a trained parameter of the loss that no optimizer would train.
     """
     if not isinstance(loss_fn, nn.Module):
         return
@@ -212,7 +215,9 @@ class WithLoss(Wrapper):
         )
 
     def _whole(self, value: Any) -> Any:
-        """The value; for a DTensor, such as a loss under loss_parallel, the whole tensor."""
+        """Return the value. For a DTensor, such as a loss under loss_parallel, return the whole
+        tensor.
+        """
         is_dtensor = self._dtensor is not None and isinstance(value, self._dtensor)
         return value.full_tensor() if is_dtensor else value
 
@@ -240,7 +245,8 @@ def _check_parts(parts: Mapping[Any, object]) -> None:
 def explain_failed_capture(
     index: int, module: nn.Module, args: Sequence[Tensor], *, called: bool
 ) -> None:
-    """Raise the cause of a failed capture, if it is a wrong number of inputs or the loss.
+    """Raise a clearer error for a failed capture, if the number of inputs is wrong or the loss
+    fails.
 
     Args:
         index: the index of the stage.
@@ -249,8 +255,8 @@ def explain_failed_capture(
         called: whether module and loss may be called in eager mode.
 
     Raises:
-        PipelineError: the stage takes another number of inputs, or its loss fails in eager mode,
-            too; names the line of the loss and its arguments.
+        PipelineError: the stage takes another number of inputs; or its loss fails in eager mode
+            too, and the message names the loss's line and arguments.
     """
     while isinstance(module, WithAutocast | WithAuxLosses):
         module = module.module

@@ -90,7 +90,9 @@ def agree_on_start(
 
 
 def _sample(index: int, module: nn.Module, tied: set[Holder]) -> str:
-    """Return a digest of a stage's untied weights; empty if each is constant."""
+    """Return a digest of a stage's untied parameters; empty if each has only equal values, such as
+    zeros.
+    """
     named = module.named_parameters()
     values = [(name, _numbers(p)) for name, p in named if (index, name) not in tied]
     if all(len({*numbers}) < 2 for _, numbers in values):
@@ -99,7 +101,7 @@ def _sample(index: int, module: nn.Module, tied: set[Holder]) -> str:
 
 
 def _numbers(parameter: Tensor) -> list[complex]:
-    """Return the first numbers of a parameter; for a DTensor, of this rank's part."""
+    """Return the first numbers of a parameter, or of this rank's part of a DTensor."""
     if parameter.is_meta:
         return []
     numbers: list[complex] = local_tensor(parameter).detach().flatten()[:_SAMPLES].tolist()

@@ -20,8 +20,8 @@ class StepFigures:
     """The figures of a trainer's last step.
 
     Attributes:
-        means: a function that returns the mean ``"loss"`` and the means of its parts, by name; None
-            before the first step, and if the step did not wait for losses.
+        means: a function that returns the mean ``"loss"`` and the means of its parts, by name. None
+            before the first step, and after a step that did not wait for losses.
         norm: the norm of the model's gradient; None if it is not computed.
         seconds: the time of the step.
         bounds: (first start, last end) of the actions that the pipeline recorded, in seconds.
@@ -55,7 +55,7 @@ def check_part_names(names: Iterable[str]) -> None:
     """Check that no auxiliary loss or part of a loss has the name of another metric.
 
     Raises:
-        PipelineError: names a loss or part whose name is taken.
+        PipelineError: names an auxiliary loss or part that has another metric's name.
     """
     seen = {*_NAMES}
     for name in names:
@@ -109,7 +109,7 @@ def peak_rate(device: float | str) -> float:
     """Peak floating-point operations per second.
 
     Args:
-        device: the peak rate, or the name of a device in ``mesh.costs.DATA_SHEETS``.
+        device: the peak rate in FLOP/s, or the name of a device in ``mesh.costs.DATA_SHEETS``.
 
     Raises:
         PipelineError: an unknown name, or no positive number.

@@ -1,4 +1,4 @@
-"""The schedule of each step, for its number of microbatches."""
+"""The schedule of each step, by the step's number of microbatches."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StepOrders:
         self._largest = self._offered
 
     def schedule_for(self, microbatches: Sequence[MicrobatchSizes]) -> Schedule:
-        """Return the order of a step, the same on all ranks. It is not collective.
+        """Return the schedule of a step, the same on all ranks, without communication.
 
         Raises:
             BatchError: the schedule does not exist for this number of microbatches.
@@ -99,7 +99,7 @@ class StepOrders:
         return self._by_count[count]
 
     def _shortened(self, count: int) -> Schedule:
-        """The schedule without its last microbatches, which needs no more memory."""
+        """The schedule without its last microbatches. The shorter schedule needs no more memory."""
         rows = [
             tuple([action for action in row if action.microbatch < count])
             for row in self.schedule.ranks
@@ -113,12 +113,13 @@ class StepOrders:
         if isinstance(wanted.schedule, Schedule):
             raise BatchError(
                 f"{text}, and the trainer's schedule is a Schedule for "
-                f"{wanted.schedule.microbatches}: pass as many, or the name of a schedule"
+                f"{wanted.schedule.microbatches}: pass as many microbatches, or "
+                "build the trainer with the name of a schedule"
             )
         if self._options.memory_limit is not None:
             raise BatchError(
                 f"{text}, and memory_limit has chosen a schedule for {wanted.microbatches}: pass "
-                "fewer, or build the trainer for more"
+                f"fewer microbatches, or build a trainer with microbatches={count}"
             )
         options = replace(self._options, schedule=replace(wanted, microbatches=count))
         try:

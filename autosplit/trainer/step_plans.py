@@ -65,23 +65,24 @@ Kind = Hashable
 
 @dataclass
 class StepPlan:
-    """The stages and the executor for microbatches of these sizes on this rank.
+    """The stages and the executor that run microbatches of certain sizes on this rank.
 
     Attributes:
         metas: shapes and dtypes of the batch's tensors, by path.
         evaluates: whether the step is an evaluation, which only runs forwards.
         microbatches: the sizes of each microbatch.
         pipeline_counts: the number of microbatches of each pipeline.
-        kind: the kind of the microbatches.
-        listed: whether they are a list, and not a batch that is cut.
+        kind: the kind of the microbatches: paths, dtypes and numbers of dimensions of their
+            tensors.
+        listed: whether the user passed a list of microbatches, and not a batch that is cut.
         is_weighted: whether the microbatches have weights.
         grad_slots: the tensors of the batch that need a gradient, on any rank.
         is_built: whether stages and executor are built, or can be built without a message.
         boundaries: by microbatch, shapes and dtypes of the tensors between stages.
-        dtype: the dtype of the losses; valid once the first such batch has run.
-        stages: this rank's stages, in training; empty until the first such batch.
-        functions: the stages' graphs, after a step whose microbatches have the same sizes; empty if
-            a stage has no graph.
+        dtype: the dtype of the losses; valid after the plan's first step.
+        stages: this rank's stages, in training; empty before the plan's first step.
+        functions: the stages' graphs, known after a step whose microbatches all have one size;
+            empty if a stage has no graph.
         schedule: the schedule of the step; valid once there is an executor.
         executor: runs the stages; None until the first such batch.
         loss_grads: by microbatch, the gradients of the last stage's outputs, in training.
@@ -108,7 +109,9 @@ class StepPlan:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """The batch's ``"samples"`` and ``"tokens"``, as far as it has them."""
+        """The batch's numbers of ``"samples"`` and ``"tokens"``; a number that is unknown is left
+        out.
+        """
         return batch_counts(self.metas)
 
     @cached_property
@@ -118,7 +121,7 @@ class StepPlan:
 
     @property
     def largest(self) -> int:
-        """The number of the microbatch with the most elements."""
+        """The index of the microbatch with the most elements."""
         return max(range(len(self.microbatches)), key=lambda at: self.microbatches[at].elements)
 
 
@@ -127,16 +130,17 @@ class StepPlans:
 
     Args:
         splitter: cuts this rank's batches.
-        seeds: the seeds of steps; ranks agree on them by the same message.
+        seeds: the seeds of steps. Ranks agree on seeds and plan in one collective.
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
         modules: this rank's modules by stage.
         microbatches: M, the number of microbatches into which a batch is cut.
-        source: the rank of the pipeline that decides alone where a step does not wait.
+        source: the rank whose stage takes the batch's first input. It alone chooses the plan of a
+            step that does not wait.
         has_graphs: whether this rank knows that all stages have graphs for the microbatches of a
             plan.
-        check: raises BatchError if no training step may run the microbatches of each pipeline, the
-            same on all ranks.
+        check: called with the sizes of each pipeline's microbatches; raises BatchError, equally on
+            all ranks, if no training step may run them.
     """
 
     def __init__(
@@ -186,8 +190,8 @@ class StepPlans:
 
         Raises:
             BatchError: a rank refuses the batch.
-            PipelineError: without ``waits``, this rank has a batch of another shape than the other
-                ranks.
+            PipelineError: the step does not wait, and this rank has a batch of another shape than
+                other ranks.
         """
         refusal = "" if weights is None else weights.refusal
         length = None if weights is None else weights.length
@@ -229,8 +233,8 @@ class StepPlans:
     def _plan_of_list(
         self, batch: Batch | MicrobatchList | None, weights: int | None, evaluates: bool
     ) -> StepPlan | None:
-        """Return the plan of a list of microbatches that needs no message: this rank knows it
-        whole, and all stages have graphs for it. None otherwise.
+        """Return a new plan for a list of microbatches, without communication. None if this rank
+        does not have the whole list, or does not know that all stages have graphs.
         """
         if not isinstance(batch, MicrobatchList) or not self._contents_compared:
             return None
@@ -254,16 +258,16 @@ class StepPlans:
         Args:
             fitting: a bit mask of the plans that fit on this rank; 0 if it has not seen the
                 signature of its batch.
-            digest: the digest of a new plan; 0 without one.
-            new: the plan.
+            digest: the digest of the new plan; 0 without a new plan.
+            new: the new plan that this rank can build without communication; None without one.
             evaluates: whether the step is an evaluation.
             waits: whether to wait for all ranks. If False, the mask of the rank whose stage takes
                 the first input of the batch is used.
 
         Returns:
-            The bit mask of the plans that fit on all ranks; the numbers that ``StageSeeds.offer``
-            returned; and for each pipeline a number and its complement, if its ranks offer the same
-            new plan.
+            The bit mask of the plans that fit on all ranks; then the seeds' numbers of
+            ``StageSeeds.offer``; then for each pipeline two numbers. These are complements if the
+            pipeline's ranks offer the same new plan.
         """
         layout = self._groups.layout
         offers = [-1] * 2 * len(layout.pipelines)  # neutral to AND
@@ -283,8 +287,7 @@ class StepPlans:
         *,
         evaluates: bool,
     ) -> int:
-        """Find or add the plan for a batch whose signature is new to some rank, or which a rank
-        refuses; collective.
+        """Find or add the plan for a batch that some rank has not seen or refuses; collective.
 
         Returns:
             The plan's bit.
@@ -329,11 +332,11 @@ class StepPlans:
             if plan.kind != plans[0].kind:
                 raise BatchError(
                     "replicas of the pipeline pass microbatches of different structures, dtypes or "
-                    "numbers of dimensions: only sizes and numbers may differ"
+                    "numbers of dimensions: only sizes and values of numbers may differ"
                 )
 
     def _plan_of(self, agreed: AgreedBatch, is_weighted: bool, evaluates: bool) -> StepPlan:
-        """Return the plan of the batch of a pipeline.
+        """Return a new plan for a pipeline's batch.
 
         Raises:
             BatchError: there are more weights, or fewer, than microbatches.
@@ -369,8 +372,8 @@ class StepPlans:
         return MicrobatchSizes(tuple(parts["inputs"]), tuple(parts["targets"]))
 
     def _agreed_counts(self, offers: Sequence[int]) -> list[int]:
-        """The number of microbatches of each pipeline, if all ranks offer new plans of lists that
-        fit together; else empty.
+        """The number of microbatches of each pipeline, if the ranks of each pipeline offer the same
+        new plan; else empty.
         """
         pairs = [*zip(offers[::2], offers[1::2], strict=True)]
         if any(offer != ~complement for offer, complement in pairs):

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class StepReports(RankSession):
-    """The part of a trainer that reports on steps; users may call it between two steps.
+    """The reports of a trainer on its steps. Users may call its methods between two steps.
 
     Args:
         layout: the ranks.
@@ -118,8 +118,8 @@ class StepReports(RankSession):
             tokens: the number of tokens in this pipeline's batch; None: the elements of the first
                 tensor of integers among its inputs.
             peak_flops: the peak FLOP/s of a device, or its name, such as ``"h100"``, for ``"mfu"``.
-            mesh: whether to combine the metrics of all ranks: rates are summed, of times and bytes
-                the largest is taken, and other metrics are means. The call is then collective.
+            mesh: whether to combine the metrics of all ranks: rates are summed, times and bytes are
+                the largest of any rank, and other metrics are means. The call is then collective.
 
         Returns:
             Numbers by name, of this rank and its pipeline unless ``mesh`` is set:
@@ -206,7 +206,9 @@ class StepReports(RankSession):
                 progress.advance(self._note)
 
     def _note(self) -> str:
-        """Return text on the loss and the rate of the last step, as far as they are known."""
+        """Return text with the loss and the rate of the last step; a number that is unknown is left
+        out.
+        """
         step = self._runner.last_step
         if self._figures.means is None or step is None:
             return ""

@@ -238,7 +238,9 @@ class PipelineTrainer(StepReports):
             self._around_step = partial(flight.recording, self.metrics)
 
     def _shard_function(self, source: StageSource, options: TrainerOptions) -> ShardFunction | None:
-        """Return what shards this rank's stages; None if the trainer does not shard them."""
+        """Return the function that shards this rank's stages; None if the trainer does not shard
+        stages.
+        """
         if options.optimizer_mesh is not None:
             return partial(
                 shard_stages,
@@ -393,8 +395,8 @@ class PipelineTrainer(StepReports):
         return losses
 
     def _finish_reduction(self, agreement: StepReduction) -> Tensor:
-        """Wait for the losses of a step and return them. Also decide whether optimizers may move,
-        the same on all ranks.
+        """Wait for the losses of a step and return them. Also decide, equally on all ranks, whether
+        optimizers may move.
         """
         figures, losses = self._figures, agreement.wait()
         figures.means = agreement.means

@@ -34,8 +34,8 @@ _TRIES = 6  # searches, each with the further bytes that the previous schedule n
 
 
 def usual_times(stages: int) -> list[StageTimes]:
-    """Per stage, (F, I, W) = (1, 1, 1). The inputs of the first stage are data, so it has no I and
-    a W of 2.
+    """Return the times (F, I, W) of each stage before any are measured: (1, 1, 1), and (1, 0, 2)
+    for the first stage, whose inputs are data.
     """
     return [(1.0, 0.0, 2.0), *[(1.0, 1.0, 1.0)] * (stages - 1)]
 
@@ -60,16 +60,16 @@ class Tuner:
 
     Args:
         schedule: the schedule of the measured steps, whose placement is kept. Without a limit, the
-            new schedule keeps no more memory than it does.
+            new schedule keeps no more memory than the measured one.
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
         memory: the memory of this rank.
         limits: the most bytes that each rank may hold; empty: no limit.
 
     Attributes:
-        terms: the measured seconds by stage and kind as functions of a microbatch's size; empty
-            until a search for measured times.
-        memory: per stage, the bytes of the largest microbatch; empty until a search.
+        terms: by stage and kind of action, the measured seconds as a function of a microbatch's
+            size; empty until a search for measured times.
+        memory: per stage, the bytes of the largest microbatch; empty until a search within limits.
         caps: per rank, the most bytes of microbatches within the limits, beside all other bytes of
             the schedule that was found; empty without limits.
     """
@@ -120,7 +120,8 @@ class Tuner:
 
         Raises:
             PipelineError: no schedule within the limit was found. The message has the smallest
-                limit for which one was found, and the bytes that need it.
+                limit for which a schedule was found, and the bytes of the rank that needs that
+                limit.
         """
         costs = self._costs(stages)
         if self._limits:
@@ -177,14 +178,13 @@ class Tuner:
         )
         raise PipelineError(
             f"memory_limit: no schedule was found within {_limit_text(limits)} bytes; the most "
-            "frugal one "
-            f"needs memory_limit={least}: on rank {rank} {fixed[rank]:,} bytes of parameters, "
-            f"gradients, optimizer state and batch, and {microbatches:,} bytes of microbatches and "
-            f"messages. Use that limit, or {advice}"
+            f"frugal schedule needs memory_limit={least}: on rank {rank} {fixed[rank]:,} bytes of "
+            f"parameters, gradients, optimizer state and batch, and {microbatches:,} bytes of "
+            f"microbatches and messages. Use that limit, or {advice}"
         )
 
     def _within(self, schedule: Schedule, peaks: Sequence[int], costs: Costs) -> Schedule:
-        """Set the bytes that microbatches may take, and return the schedule."""
+        """Return a schedule that keeps the limits, after setting ``caps`` and ``memory`` for it."""
         kept = peak_memory(schedule, costs.memory)
         rows = zip(self._limits, peaks, kept, strict=True)
         self.caps = [limit - peak + level for limit, peak, level in rows]
@@ -192,8 +192,8 @@ class Tuner:
         return schedule
 
     def _peaks(self, schedule: Schedule, costs: Costs) -> list[int]:
-        """Predict the peak memory of each rank in bytes; collective. It is computed from graphs and
-        messages if all stages have graphs, else from the costs of stages.
+        """Predict the peak memory of each rank in bytes; collective. The prediction uses graphs and
+        messages if all stages have graphs, else the costs of stages.
         """
         levels = self._memory.levels(schedule)
         peak = peak_memory(schedule, costs.memory)[self._groups.rank]
@@ -213,8 +213,8 @@ class Tuner:
         fixed: Sequence[float],
         reserved: Sequence[float],
     ) -> Schedule:
-        """The schedule that the search finds within the limit, or else the schedule closest to the
-        limit.
+        """The shortest schedule that the search finds within the limit; if none, the schedule
+        closest to the limit.
         """
         schedule = self._schedule
         try:
@@ -234,8 +234,8 @@ class Tuner:
         """The costs of a step, from the measured times of all ranks or from usual times;
         collective.
 
-        Messages take no time in these costs, which hardly ever changes the order of actions. A move
-        to a partner takes the time of a move to the offload target.
+        Messages take no time in these costs, because their time hardly ever changes the order of
+        actions. A move to a partner takes as long as a move to the offload target.
         """
         links = Transfer()
         if self._limits:

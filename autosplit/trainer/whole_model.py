@@ -28,15 +28,15 @@ Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
 
 
 def is_whole(model: Model) -> TypeGuard[nn.Module]:
-    """Whether a trainer has to cut the model."""
+    """Whether a model is one whole module, which the trainer has to cut into stages."""
     return isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, Partitioned))
 
 
 def refuse_whole_model_options(model: Model, **options: object) -> None:
-    """Refuse options that only a whole model has, for a model that is already cut into stages.
+    """Refuse options for cutting a model, if the model is already cut into stages.
 
     Raises:
-        PipelineError: an option is not None; names it.
+        PipelineError: names an option that is not None.
     """
     for name, value in options.items():
         if value is not None:
@@ -89,13 +89,13 @@ def cut_whole_model(
     if options.stages.aux_losses:
         raise PipelineError(
             f"aux_losses={options.stages.aux_losses} names attributes of modules, and stages that "
-            "the trainer cuts from a whole model have graphs instead: pass the stages as a list, "
-            "or a function that builds one"
+            "the trainer cuts from a whole model have graphs instead of modules: pass the stages "
+            "as a list, or a function that builds one stage"
         )
     if options.mesh_layout is not None and options.mesh_layout.experts:
         raise ShardedError(
             "the mesh has 'ep', but the trainer does not cut a model with experts: pass a function "
-            "that builds stage number index with its experts, and shards it along 'efsdp'"
+            "build(index) that builds a stage with its experts and shards the stage along 'efsdp'"
         )
     planning = options.stages.planning or {}
     if unknown := [name for name in planning if name not in PLANNING]:
@@ -135,8 +135,8 @@ def cut_whole_model(
 
 
 def _request_for_cut(request: ScheduleRequest, first: Schedule) -> ScheduleRequest:
-    """The schedule request with which the planner cuts the stages. A named schedule is built again
-    for the stages' times.
+    """Return the schedule request with which the planner cuts the stages. For a named schedule, the
+    planner builds the schedule again for the stages' times.
 
     Args:
         request: the user's request.

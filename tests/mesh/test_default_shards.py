@@ -326,7 +326,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     none = mesh_of(pp=2, dp_replicate=2)
     assert_refused(
         [
-            ("needs one dtype for the trained parameters of a group; in", built(mixed)),
+            ("needs one dtype for the trained parameters of a group; stage", built(mixed)),
             ("cannot reduce the sparse gradients of 'Embedding'", built(sparse)),
             ("name 'dp_replicate' before 'dp_shard'", built(uneven, turned)),
             ("unknown option 'policy' in sharding", built(uneven, sharding={"policy": HALF})),

@@ -264,7 +264,7 @@ def test_refusals() -> None:
                 built(mesh if rank < 2 else named),
             ),
             (
-                "the mesh has 4 ranks along 'pp' for 2 stages: each needs at least one stage",
+                "the mesh has 4 ranks along 'pp' for 2 stages: each rank needs at least one",
                 built(mesh_of(pp=4)),
             ),
             (f"{shapes} a replica's share", ran(half, memory_limit="1GiB")),

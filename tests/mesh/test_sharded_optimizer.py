@@ -139,7 +139,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
             ("among replicas of the pipeline, and there are none: pass", built(None, stages=4)),
             ("cannot be combined with the mesh dimension 'dp_shard': call fully_shard",
              built(mesh_of(pp=1, dp_replicate=2, dp_shard=2))),
-            ("and '1.0.weight' torch.bfloat16: convert them", built(mesh, mixed)),
+            ("and '1.0.weight' torch.bfloat16: convert the", built(mesh, mixed)),
             ("sparse gradients of '0': build it with sparse=False", built(mesh, sparse)),
             ("and stage_factory=ReferenceStage would build it", built(mesh, **REFERENCE)),
         ]

@@ -243,7 +243,7 @@ SCENARIOS: dict[str, Scenario] = {
     "tied alone": (
         lambda: _tied([(0, "tied")]),
         None,
-        "a shared parameter needs two or more holders (stage, name); got [(0, ",
+        "a group of shared_parameters needs two or more members (stage, name); ",
     ),
     "tied twice": (
         lambda: _tied([(0, "tied"), (1, "tied"), (0, "tied")]),
@@ -253,8 +253,9 @@ SCENARIOS: dict[str, Scenario] = {
     "tied shapes": (
         lambda: _tied([(0, "tied"), (1, "tied")], width=8),
         None,
-        "shared parameters must have one shape and dtype and be all trained or all frozen; got "
-        "'tied' of stage 0: float32[6, 6], trained; 'tied' of stage 1: float32[8, 6], trained",
+        "all copies of a shared parameter must have one shape and dtype, and be all trained "
+        "or all frozen; got 'tied' of stage 0: float32[6, 6], trained; "
+        "'tied' of stage 1: float32[8, 6], trained",
     ),
     "tied with a hook": (
         lambda: _tied_with_hook(),

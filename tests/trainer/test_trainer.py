@@ -432,7 +432,7 @@ def test_an_option_that_is_none_is_refused(face: Any) -> None:
 
 
 def test_stages_and_their_count_must_agree() -> None:
-    with pytest.raises(PipelineError, match="got 1 stages, but stages=2"):
+    with pytest.raises(PipelineError, match="the model has 1 stages, but stages=2"):
         PipelineTrainer([workers.block(0)], nn.MSELoss(), workers.sgd, microbatches=1, stages=2)
 
 

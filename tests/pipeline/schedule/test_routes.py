@@ -150,7 +150,7 @@ def test_refused_forms_of_a_model() -> None:
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     with pytest.raises(PipelineError, match=r"a Sequential is one module.*list, \[\*model\]"):
         trainer(layers, ranks=1)
-    with pytest.raises(PipelineError, match="got 2 stages, but stages=3"):
+    with pytest.raises(PipelineError, match="the model has 2 stages, but stages=3"):
         StageSource.of(Cut(), 3)
     with pytest.raises(PipelineError, match="example has no effect with a model that is already"):
         trainer(Cut(), stages=2, example=(), ranks=1)
