@@ -187,7 +187,7 @@ class RowAgreement:
         self._wait(lambda: self._store.add(key, 0) == self._ranks, "the other ranks")
 
     def _wait(self, is_ready: Callable[[], bool], peer: str) -> None:
-        """Poll until ``is_ready()``, a failure of any rank, or the timeout."""
+        """Poll until ``is_ready()`` is true, any rank has failed, or the timeout has passed."""
         deadline, failure = time.monotonic() + self._timeout, self._key("failure")
         while not is_ready():
             if self._store.check([failure]):

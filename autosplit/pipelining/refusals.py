@@ -40,7 +40,8 @@ def check_group() -> None:
 
 
 def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
-    """The module to capture for ``submodule``.
+    """The module to capture: ``submodule`` without DistributedDataParallel, torch.compile and split
+    modules around it.
 
     Raises:
         PipelineError: ``submodule`` is not a module.

@@ -79,7 +79,7 @@ def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:
     if indices != expected:
         raise ScheduleError(
             f"{schedule.name!r} has stages {list(expected)} on rank {first.group_rank}, but "
-            f"got {list(indices)}: construct those stages on this rank"
+            f"got stages {list(indices)}: construct stages {list(expected)} on this rank"
         )
 
 

@@ -136,8 +136,8 @@ class SplitPipelineStage(RuntimeStage):
 
     @property
     def submod(self) -> nn.Module:
-        """The stage's module as it was passed. Until a step begins, it may be replaced by one that
-        has been parallelised.
+        """The stage's module as it was passed. Before a step begins, a parallelised module may
+        replace it.
 
         Raises:
             PipelineError: in the setter, if the value is no module.
@@ -310,8 +310,8 @@ class SplitPipelineStage(RuntimeStage):
         self._queue_gradients(chunk, metas, input_grads)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run W of a microbatch. If the stage joins products, W waits for a W of the stage that
-        follows it directly in the schedule, and runs with it.
+        """Run W of a microbatch. If the stage joins products, and its next W follows directly in
+        the schedule, this W is deferred and runs together with the next W.
         """
         if not self.has_backward:
             return
@@ -392,7 +392,7 @@ class SplitPipelineStage(RuntimeStage):
         self._step.scale(grad_scale_factor)
 
     def _call_graph(self, kind: str, chunk: int | str, run: Callable[..., T], *args: Any) -> T:
-        """Run a graph. Errors of it name the call, the microbatch and the stage."""
+        """Run a graph. Its errors name the call of the graph, the microbatch and the stage."""
         try:
             return run(*args)
         except Exception as error:

@@ -120,8 +120,8 @@ class ScheduleSteps:
     def agree(self) -> None:
         """Make this rank's stages agree on shapes with the other ranks' stages, once in a step.
 
-        Torch calls the method in a first step and after a reset. In other steps the step calls it
-        if needed.
+        Torch calls the method in a first step and after a reset. In other steps ``__call__`` calls
+        the method if needed.
 
         Raises:
             PipelineError: a neighbouring rank has stages of torch's own.
@@ -226,7 +226,7 @@ class ScheduleSteps:
         if not running.single and indices != expected:
             raise PipelineError(
                 f"{running.name} has stages {expected} on rank {stage.group_rank} of "
-                f"{stage.group_size}, but got {indices}: construct these stages on this rank"
+                f"{stage.group_size}, but got stages {indices}: construct stages {expected} there"
             )
 
 
@@ -290,9 +290,10 @@ class StageStep:
             return
         if self._has_earlier_gradients and factor != 1:
             raise PipelineError(
-                f"stage {stage.stage_index}: gradients are to be divided by {factor} outside of a "
-                "schedule's step(), and contain gradients of earlier steps, which would be "
-                "divided again. Set them to None before, or run the schedule by step()"
+                f"stage {stage.stage_index}: cannot divide gradients by {factor} outside of a "
+                "schedule's step(), because .grad contains gradients of earlier steps, which would "
+                "be divided again. Set .grad to None before each step, or run the schedule by "
+                "step()"
             )
         for parameter in map(stage.sharding.owner, stage.parameters()):
             if parameter.grad is not None:

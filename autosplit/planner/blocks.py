@@ -42,8 +42,8 @@ def find_cuts(line: OperationSequence, wanted: Collection[int] = ()) -> list[int
     """Return the places where a model may be cut, in order.
 
     Between two heavy operations there is at most one candidate: the place where the fewest tensors,
-    then the fewest bytes, cross the cut. Of equal places, a boundary of a module wins that is
-    larger than one operation and smaller than half the model, the outermost module first.
+    then the fewest bytes, cross the cut. Of equal places, a module's boundary wins, the outermost
+    module first. The module must be larger than one operation and smaller than half the model.
 
     A candidate becomes a cut in two cases. More tensors cross the neighbouring candidates on both
     sides, as between attention and MLP of a residual layer; or the candidate separates two modules

@@ -128,7 +128,7 @@ class WholeModel:
         precision: MixedPrecision = OWN_DTYPES,
     ) -> WholeModel:
         """Capture ``model(*args, **kwargs)`` in its present mode, without running it on real data.
-        Only a model whose first call fills a cache or a setting is called once.
+        Only a model whose first call fills a cache or changes a setting is called once.
 
         Args:
             model: the model. Its parameters may be on the meta device; the graph is then for the
@@ -290,7 +290,8 @@ def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(positional), dict(named)
     raise PlanError(
         "inputs of one microbatch are a tensor, a tuple of positional inputs, or a dictionary of "
-        f"keyword inputs by name; got a {type(args).__name__} and a {type(named).__name__}"
+        f"keyword inputs by name; got args of type {type(args).__name__} and kwargs of type "
+        f"{type(named).__name__}"
     )
 
 

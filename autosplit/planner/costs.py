@@ -74,12 +74,12 @@ class ModelCosts:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The costs as tuples of numbers, for ``of``."""
+        """The costs as tuples of numbers, from which ``ModelCosts.of`` rebuilds them."""
         return {"blocks": [*map(astuple, self.blocks)], "crossing": self.crossing}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> ModelCosts:
-        """Costs from the tuples that ``plain`` returns.
+        """Costs from the tuples that ``ModelCosts.plain`` returned.
 
         Raises:
             PlanError: ``plain`` has another form.
@@ -101,8 +101,8 @@ class ModelCosts:
     def stage(self, first: int, last: int) -> BlockCost:
         """The cost of blocks ``first`` to ``last - 1`` as one stage.
 
-        A first stage has no I; its W is the whole backward. So it keeps all saved tensors, and the
-        gradient of its output, until W. Nothing crosses the end of the model.
+        A first stage has no I; its W is the whole backward. So the first stage keeps all saved
+        tensors, and the gradient of its output, until W. The last stage sends no outputs.
         """
         cost = BlockCost(*(sum(values[first:last]) for values in self._fields))
         if first:

@@ -41,7 +41,7 @@ is in one stage or more.
 def _keys(line: OperationSequence) -> list[list[Any]]:
     """Keys of each operation that are equal in every capture of a model. A key is the operation's
     modules, its target, and how often both occurred before. A checkpointed region has the keys of
-    the operations in it, because it may be checkpointed in one mode only.
+    the operations in the region, because a model may checkpoint it in one mode only.
     """
     seen: Counter[Any] = Counter()
     keys_of_nodes = []
@@ -127,7 +127,7 @@ def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
         cuts: the first block of every stage except the first.
 
     Raises:
-        PlanError: the cuts do not increase, or a block does not exist.
+        PlanError: the cuts do not increase, or name a block that does not exist.
     """
     check_cuts(whole, cuts)
     return Partition(whole, cuts)
@@ -228,8 +228,8 @@ class Partition:
         for first in program.state:
             if index not in self._names[first]:
                 raise PlanError(
-                    f"stage {index} would read {first!r}, which is in other stages: cut elsewhere "
-                    "(cut_at=)"
+                    f"stage {index} would read the parameter or buffer {first!r}, which only other "
+                    "stages hold: cut elsewhere (cut_at=)"
                 )
         return replace(program, state=tuple(self._names[f][index][0] for f in program.state))
 

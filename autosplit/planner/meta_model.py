@@ -308,9 +308,9 @@ def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
     if lacking and values is None:
         listed = ", ".join([*lacking][:5]) + (", ..." if len(lacking) > 5 else "")
         raise PlanError(
-            f"{listed}: on the meta device without initial values: call initialise() on the plan "
-            "before its stages are built; load_checkpoint(trainer, path) then loads those of a "
-            "checkpoint"
+            f"no initial values for {listed} on the meta device. Call initialise() on the plan "
+            "before its stages are built. To use the values of a checkpoint, then call "
+            "load_checkpoint(trainer, path)"
         )
     first: dict[int, str] = {}
     for name, tensor in lacking.items():

@@ -34,7 +34,9 @@ class MixedPrecision:
     groups: tuple[str, ...] = ()
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """The dtype in which a forward reads a parameter or buffer. FSDP2 shards no scalars."""
+        """The dtype in which a forward reads a parameter or buffer. A scalar keeps its dtype,
+        because FSDP2 shards no scalars.
+        """
         dtype = getattr(self.policy, "param_dtype", None)
         is_cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.ndim
         return dtype or tensor.dtype if is_cast else tensor.dtype

@@ -251,8 +251,8 @@ class StageModule(nn.Module):
         return results if program.structure is None else program.structure(results)
 
     def train(self, mode: bool = True) -> StageModule:
-        """Set the mode, and capture the stage in it if needed. A later capture might fall into a
-        trace of the caller. An error of the capture is raised by the first call.
+        """Set the mode, and capture the stage in it if needed. A capture at the first call could
+        run inside a trace by the caller. The first call raises an error of the capture.
         """
         super().train(mode)
         with contextlib.suppress(PlanError):
@@ -268,20 +268,21 @@ class StageModule(nn.Module):
         return self
 
     def check_inputs(self, inputs: Sequence[Tensor | None]) -> StageGraph:
-        """The graph for these inputs.
+        """Check the inputs' number and shapes, and return the graph for the present mode.
 
         Args:
             inputs: the arguments; None for an argument that is not known yet.
 
         Raises:
-            PlanError: as for a call.
+            PlanError: the number or the shapes of inputs differ from the capture's, or the model
+                cannot be cut in this mode.
         """
         self._capture_mode()
         program = self._programs[self.training]
         if len(inputs) != len(program.shapes):
             raise PlanError(
                 f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}: pass "
-                "what the stages before it return"
+                "the outputs of earlier stages that it reads"
             )
         for position, (tensor, shape) in enumerate(zip(inputs, program.shapes, strict=True)):
             if tensor is not None and shape is not None and tuple(tensor.shape) != shape:
@@ -293,7 +294,7 @@ class StageModule(nn.Module):
         return program
 
     def _capture_mode(self) -> None:
-        """Capture the stage in its present mode, unless that was done.
+        """Capture the stage in its present mode, unless it is captured already.
 
         Raises:
             PlanError: the model cannot be cut in this mode.

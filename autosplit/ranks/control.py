@@ -39,7 +39,7 @@ def gather_in(value: object, group: dist.ProcessGroup | None, call: str = "") ->
 
 
 def _check_calls(calls: Mapping[int, str]) -> None:
-    """Refuse ranks in different calls, which would misread each other's values."""
+    """Refuse ranks in different calls, because each would misread the values of the others."""
     if len({*calls.values()}) > 1:
         ranks: dict[str, list[str]] = {}
         for rank, call in sorted(calls.items()):

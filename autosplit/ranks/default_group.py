@@ -58,7 +58,9 @@ def _naming_lost_rank() -> Iterator[None]:
         ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
         ending = await_ending(world_fault_store(), ranks, _PATIENCE) or "lost the other ranks"
         reason = str(error).partition(". ")[0].partition("\n")[0]
-        raise PipelineError(f"{ending}, and rank {dist.get_rank()} needs it: {reason}") from error
+        raise PipelineError(
+            f"{ending}, so rank {dist.get_rank()} cannot go on: {reason}"
+        ) from error
 
 
 def await_ending(faults: FaultStore, ranks: Iterable[int], seconds: float) -> str:

@@ -139,7 +139,9 @@ _FAULT = "autosplit/fault"
 
 
 class FaultStore:
-    """The first fault of a run, and one text per rank and entry, in a key-value store."""
+    """The first fault of a run, and texts that ranks have written, by rank and entry name, in a
+    key-value store.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -28,7 +28,7 @@ class RankActivity:
         phase: the trainer's call, or a part of it, as text.
         action: the action of the schedule; None outside of a step.
         waiting: whether the rank waits for other ranks.
-        turn: the number of changes so far.
+        turn: the number of changes of phase or action so far.
         announce: a function that writes the phase for the other ranks at once; it has no effect
             without a watch.
     """
@@ -116,7 +116,7 @@ class LostPeerError(PipelineError):
 
 
 class ActionError(PipelineError):
-    """An action of the schedule raised; the error is the cause of this one."""
+    """An action of the schedule raised an error, which is the ``__cause__`` of this error."""
 
     def __init__(self, action: object) -> None:
         super().__init__(f"{action} failed")
@@ -132,7 +132,8 @@ class RankError(PipelineError):
 
 
 class Guard:
-    """Turns any error of a rank into the first cause, on this rank and its peers.
+    """Ends the run on all ranks if this rank raises an error, and raises the first error of the run
+    as the cause.
 
     Args:
         rank: this rank.
@@ -202,7 +203,7 @@ class Guard:
         self._closed = True
 
     def left(self, error: BaseException) -> None:
-        """End the run, because the code between two calls raised an error."""
+        """End the run, because the user's code between two calls of the trainer raised an error."""
         if self._ended is None:
             self._end(Fault.of(self._rank, OUTSIDE_CALLS, error, error.__traceback__))
 

@@ -32,8 +32,8 @@ def format_grid(
         rows: per rank, the text of each slot in which it is not idle.
         marks: maps a cell to the text under it, such as ``"^1"``. The text's line ends with ``<--
             ERROR HERE``, or with the note of the row.
-        widest: the most columns and rows to show: those near a mark, or without marks the first.
-            None shows all.
+        widest: the most columns and rows to show. Columns and rows near a mark are shown; without
+            marks, the first ones. None shows all.
         notes: maps a row to the text at the end of the line under it.
 
     Returns:

@@ -4,9 +4,9 @@ torch's runtime.
 The ranks of one pipeline stand for the whole mesh. Ranks that differ only along other dimensions
 enqueue the same operations, and their collectives meet at one place of the program. Map every rank
 of the mesh to the rank at its place in the pipeline. Each edge of the mesh's graph (see
-``communicators``) maps to an edge of the pipeline's graph, so a cycle in the first is a cycle in
-the second. Conversely, each edge of the pipeline's graph exists in the mesh's graph, so a cycle in
-the second is a cycle in the first.
+``communicators``) maps to an edge of the pipeline's graph, so a cycle of the mesh's graph gives a
+cycle of the pipeline's graph. Conversely, each edge of the pipeline's graph exists in the mesh's
+graph, and so does each cycle.
 """
 
 from __future__ import annotations
@@ -205,7 +205,9 @@ def of_torch(
 
 
 def _check_order(hosts: Sequence[Host]) -> None:
-    """Check that every receive gets the right message. ``stuck`` finds messages that never come."""
+    """Check that every receive gets the right message. ``stuck`` finds receives whose message never
+    comes.
+    """
     for rank, host in enumerate(hosts):
         for (name, target), sent in host.sent.items():
             received = hosts[target].received.get((name, rank), [])
@@ -215,7 +217,7 @@ def _check_order(hosts: Sequence[Host]) -> None:
                 if _arrives(send) != receive:
                     raise ScheduleError(
                         f"over {name!r} rank {rank} sends {send} where rank {target} receives "
-                        f"{receive}: NCCL matches messages by their order"
+                        f"{receive}: NCCL matches messages by order, so list both in one order"
                     )
 
 

@@ -3,10 +3,10 @@
 Each line is a rank, and each cell an action in the text form of ``Action``; empty cells are waits.
 Torch's ``_PipelineScheduleRuntime._load_csv(path, format="compute_only")`` reads these files,
 except memory actions, which torch does not have, and UNSHARD, RESHARD and REDUCE_GRAD, which it
-adds itself. Torch's own files may also list these three, and sends and receives
-(``"compute_comms"``). autosplit derives messages from the other actions, and ``autosplit check``
-validates listed ones. Over gloo, the runtime of torch 2.11 cannot run schedules that place
-neighbouring stages on one rank.
+adds itself. Torch's own files may also list UNSHARD, RESHARD and REDUCE_GRAD, and sends and
+receives (``"compute_comms"``). autosplit derives messages from the other actions, and ``autosplit
+check`` validates listed messages. Over gloo, the runtime of torch 2.11 cannot run schedules that
+place neighbouring stages on one rank.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """The actions of each rank, with sends and receives between them.
 
     ``sSEND_Fm`` sends the outputs of stage s for microbatch m, and ``sRECV_Fm`` receives the inputs
-    of stage s. With B in place of F they send and receive gradients. All are in the order of
-    ``global_order``.
+    of stage s. ``SEND_B`` and ``RECV_B`` send and receive gradients. All actions are in the order
+    of ``global_order``.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -115,8 +115,8 @@ def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
 def read_actions(
     path: str | Path, name: str | None = None
 ) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
-    """Return (schedule as from ``read_csv``, all listed actions of each rank). The second is None
-    if the file lists no sends and receives.
+    """Return (schedule as from ``read_csv``, all listed actions of each rank). The listed actions
+    are None if the file lists no sends and receives.
     """
     path = Path(path)
     rows = _rows(path)

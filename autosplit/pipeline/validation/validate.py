@@ -41,12 +41,11 @@ def validate(schedule: Schedule) -> None:
     In a legal schedule,
 
     - every stage runs every F once, and for every microbatch either one B, or one I and one W, on
-      the rank that holds the stage;
-    - running the rows in order cannot deadlock, with F before I (or B) before W;
-    - activations are moved once at a time and are back before they are used, and partners list the
-      transfers between them in one order;
-    - a microbatch is recomputed at most once, before its backward, and not moved before that;
-    - a stage's gradients are reduced after all of its backwards.
+    the rank that holds the stage; - running the rows in order cannot deadlock, with F before I (or
+    B) before W; - the activations of a microbatch are in at most one move at a time, and are back
+    before an action uses them; partners list the transfers between them in the same order; - a
+    microbatch is recomputed at most once, before its backward, and is not moved before its
+    RECOMPUTE; - a stage's gradients are reduced after all of its backwards.
 
     Raises:
         ScheduleError: lists at most 50 faults and shows them on the grid; a DeadlockError if all
@@ -278,7 +277,9 @@ def _state_faults(
 
 
 def _order_faults(schedule: Schedule, low: int, high: int) -> Iterator[_Fault]:
-    """Yield the first transfer that two partners list in different orders: it would deadlock."""
+    """Yield the first transfer that two partners list in different orders, because it would
+    deadlock.
+    """
     ends = [
         [
             ((action.stage, action.microbatch, action.kind in _OUT), place)
