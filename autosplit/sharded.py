@@ -48,9 +48,10 @@ class ShardedModule:
 
     Attributes:
         groups: the parameter groups; empty if nothing was sharded at the last ``find_groups``.
-        gathering: gathers parameters for graphs; None if ``groups`` is empty.
+        gathering: gathers parameters for graphs; None if there are no parameter groups.
         memory: maps the storage of a gathered parameter, freed or not, to the parameter's group.
-        waiting: a function that returns a context, entered around each wait for other ranks.
+        waiting: a function that returns a context. The context is entered around each wait for
+            other ranks.
 
     Raises:
         ShardedError: the module is sharded in a way that graphs cannot reproduce; says how.
@@ -88,8 +89,8 @@ class ShardedModule:
             if group.refusal:
                 raise ShardedError(
                     f"fully_shard was called for {group.name} {group.refusal}. Such parameters "
-                    "cannot be gathered for one graph: call fully_shard without that, or use the "
-                    "unsplit model"
+                    "cannot be gathered for one graph: change that call of fully_shard, or use "
+                    "the unsplit model"
                 )
         self._views = [fsdp.PlainView(part) for part in module.modules() if fsdp.is_managed(part)]
         self.gathering = Gathering(self)
@@ -127,7 +128,7 @@ class ShardedModule:
         """Gather parameters that are not gathered: one all-gather per group, all started at once.
 
         Args:
-            whole: whether to gather all groups, instead of those that stay gathered after a
+            whole: whether to gather all groups. False: only the groups that stay gathered after a
                 forward.
 
         Returns:
@@ -143,7 +144,9 @@ class ShardedModule:
         return bool(missing)
 
     def start_unshard(self) -> None:
-        """Start the all-gathers of groups that stay gathered after a forward; ``unshard`` waits."""
+        """Start the all-gathers of groups that stay gathered after a forward. ``unshard`` waits for
+        them.
+        """
         self._make_ready()
         self.start_gather([group for group in self.groups if not group.reshards_after_forward])
 
@@ -162,12 +165,12 @@ class ShardedModule:
                 group.finish_unshard()
 
     def _make_ready(self) -> None:
-        """Initialize FSDP lazily, which needs parameters that are not on the meta device."""
+        """Run FSDP2's lazy initialization. No parameter may be on the meta device."""
         for root in self._roots:
             root.make_ready()
 
     def _index_parameters(self) -> None:
-        """Record the sharded parameter, and the group, of each gathered parameter."""
+        """Record to which sharded parameter and which group each gathered parameter belongs."""
         parameters = [(group, *pair) for group in self.groups for pair in group.pairs]
         owners = {id(whole): sharded for _, sharded, whole in parameters}
         if owners.keys() == self._owners.keys():
@@ -217,12 +220,12 @@ class ShardedModule:
                 raise SplitError(
                     f"sharded parameters of {group.name} were written between the forward and its "
                     "backward (an optimizer's step, load_state_dict): the backward would read the "
-                    "new ones. Run the backward before that"
+                    "new values. Run the backward first, then write the parameters"
                 )
 
     def accumulate(self) -> None:
-        """Add a microbatch's weight gradients to the unreduced sums. W left them in ``.grad`` of
-        the gathered parameters.
+        """Add a microbatch's weight gradients, which W left in ``.grad`` of the gathered
+        parameters, to the unreduced sums.
         """
         for group in self.groups:
             group.accumulate()
@@ -263,8 +266,8 @@ class ShardedModule:
                 root.finish_backward()
 
     def shares_parameter_memory(self, tensors: Iterable[Tensor | None]) -> bool:
-        """Whether a tensor shares memory with a gathered parameter, which is freed by
-        resharding.
+        """Whether a tensor shares memory with a gathered parameter, so that resharding would free
+        the tensor's memory.
         """
         return any(t is not None and t.untyped_storage()._cdata in self.memory for t in tensors)
 
@@ -282,10 +285,11 @@ class GatherOrder:
         all-gather for     0 1                  2                  3
         gathered           (0) (1)   0 (1)   (1) (2)    1 (2)   (2) (3)    2 (3)
 
-    A group in parentheses is being gathered. At any time these are the groups of the next two
-    calls that differ, a running call included. They stay gathered in between: after the forwards
-    of blocks 2 and 3, their backwards run without an all-gather. FSDP2's prefetching has as many
-    groups gathered, but starts the all-gather for block 2 only when block 1 has been gathered.
+    A group in parentheses is being gathered. At any time, the groups that are gathered or being
+    gathered are those of two different calls: the running call, if any, and the next ones. A group
+    stays gathered between its calls: after the forwards of blocks 2 and 3, their backwards run
+    without an all-gather. FSDP2's prefetching has as many groups gathered, but starts the
+    all-gather for block 2 only when block 1 has been gathered.
 
     Attributes:
         ahead: the groups that are gathered, or being gathered, for later calls.
@@ -298,8 +302,8 @@ class GatherOrder:
         self.ahead: set[ParameterGroup] = set()
 
     def begin_order(self) -> None:
-        """Begin a step, in which the order of the last step is expected. All groups must have been
-        freed.
+        """Begin a step, whose calls are expected in the order of the last step. All groups must
+        have been freed.
         """
         if self._calls:
             self._expected, self._calls = self._calls, []
@@ -307,8 +311,8 @@ class GatherOrder:
         self.ahead.clear()
 
     def record(self, groups: Sequence[ParameterGroup]) -> None:
-        """Record a call that gathers these groups. If the step now differs from the one before,
-        free the groups that were gathered for later calls.
+        """Record a call that gathers these groups. If the step's calls now differ from those of the
+        last step, free the groups that were gathered for later calls.
         """
         place = len(self._calls)
         self._calls.append(groups)
@@ -320,8 +324,8 @@ class GatherOrder:
             self.ahead.clear()
 
     def next_groups(self, *, running: bool = False) -> list[ParameterGroup]:
-        """Return the groups of the next two calls that differ; none if the step differs from the
-        one before.
+        """Return the groups of the next two calls that gather different groups; none if this step's
+        calls differ from those of the last step.
 
         Args:
             running: whether the call that was recorded last is one of the two.
@@ -341,11 +345,11 @@ class Gathering:
 
     A group that only one block reads is gathered for the call of that block, so that a deep model
     has no more parameters gathered at a time than under FSDP2. Other groups are gathered for the
-    whole graph. Groups are recognized by the memory of a graph's arguments, because a tensor that F
-    saves may be a view of a parameter.
+    whole graph. The groups that a call needs are recognized by the memory of its arguments, because
+    a tensor that F saves may be a view of a parameter.
 
     Args:
-        sharded: the module.
+        sharded: the sharded module.
 
     Attributes:
         order: the expected order of calls, which several modules may share; None: nothing is
@@ -435,7 +439,7 @@ class Gathering:
     def _free(
         self, name: str, groups: Sequence[ParameterGroup], missing: Sequence[ParameterGroup]
     ) -> None:
-        """Free the groups that were gathered for a call, except those of the next calls."""
+        """Free the groups that were gathered for a call, except groups that the next calls read."""
         kept = [] if self.order is None else self.order.next_groups()
         gathered = [group for group in missing if group not in kept]
         if name.startswith("forward"):
@@ -449,7 +453,7 @@ class Gathering:
 
 
 def _blocks(node: fx.Node) -> set[fx.Node | None]:
-    """The calls of repeated blocks that read an input; the set contains None if another operator
-    reads it.
+    """The calls of repeated blocks that read a graph's input. The set contains None if another
+    operator reads the input.
     """
     return {user if SUBGRAPH in user.meta else None for user in node.users}

@@ -59,9 +59,10 @@ def split(
         max_graphs: the largest number of captured graphs that are kept, see ``SplitModule``; at
             least 1.
         max_pending: the number of microbatches (``backward()`` calls) that may wait for their
-            weight gradients, at least 1. Beyond that number, the oldest are computed when a forward
-            starts or a ``backward()`` ends. Each pending microbatch holds memory. Raise the number,
-            up to ``math.inf``, to decide yourself when ``backward_weight()`` runs.
+            weight gradients, at least 1. Beyond that number, the weight gradients of the oldest
+            microbatches are computed when a forward starts or a ``backward()`` ends. Each pending
+            microbatch holds memory. Set a large number, up to ``math.inf``, to decide yourself when
+            ``backward_weight()`` runs.
         changes: fields of ``SplitOptions`` by name, such as ``backend="inductor"``.
 
     Returns:
@@ -113,7 +114,7 @@ def split(
 
 
 def _check_kind(model: nn.Module) -> None:
-    """Refuse kinds of modules whose forward cannot be captured with any inputs.
+    """Refuse kinds of modules that cannot be captured, whatever the inputs.
 
     Raises:
         SplitError: says what to split instead.

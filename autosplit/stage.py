@@ -58,18 +58,15 @@ class Stage:
           ``.grad``. Autograd is not involved.
         - One thread at a time may call a stage.
 
-    Terms:
-        microbatch: an integer that the caller chooses; it names the state between two calls.
-        saved tensors: tensors that F leaves for I or B.
-        deferred tensors: tensors that I leaves for W.
-        held: tensors of one microbatch between two calls, which may be offloaded.
+    Terms: microbatch: an integer that the caller chooses. It names the microbatch's state between
+    two calls. saved tensors: tensors that F leaves for I or B. deferred tensors: tensors that I
+    leaves for W. held: tensors of one microbatch between two calls, which may be offloaded.
 
-    Shapes:
-        Inputs have the number of dimensions, the dtypes and the devices of the example inputs;
-        sizes may differ. With new sizes, the module is captured again. The second capture leaves
-        the sizes that vary open, so that no third is needed. Exceptions need a capture for each
-        value: sizes 0 and 1, sizes that the module branches on, and all sizes with a backend other
-        than "eager". Gradients have the shapes of their outputs or inputs.
+    Shapes: Inputs have the number of dimensions, the dtypes and the devices of the example inputs;
+    sizes may differ. With new sizes, the module is captured again. The second capture leaves the
+    sizes that vary open, so that no third capture is needed. Some sizes need a capture for each
+    value: 0 and 1, sizes that the module branches on, and all sizes with a backend other than
+    "eager". Gradients have the shapes of their outputs or inputs.
 
     If something that the module's forward reads has changed since its capture, the next ``forward``
     captures the module again, which takes seconds. The number of outputs, their dtypes and their
@@ -115,8 +112,8 @@ class Stage:
         Args:
             module: the module of the stage.
             args: example inputs, or a single one: tensors, or objects that contain tensors (a
-                ``BlockMask``, a dataclass). ``forward`` takes such objects, too. A number that
-                differs needs a capture of its own: pass numbers that vary as tensors.
+                ``BlockMask``, a dataclass), which ``forward`` then takes, too. Each value of a
+                number needs its own capture: pass numbers that vary as tensors.
             index: position in the pipeline, for messages.
             options: how the module is split and its graphs run; None: the defaults. Set
                 ``defer_whole_backward`` for the first stage of a pipeline.
@@ -173,8 +170,8 @@ class Stage:
 
         Args:
             memory_for: a function from (parameter, dtype) to a tensor of the parameter's shape,
-                which need not be initialized; None: the stage allocates the sum. It is called
-                before the first gradient is written, and again with the dtype of ``.grad`` if sums
+                which need not be initialized; None: the stage allocates the sum. The stage calls it
+                before it writes the first gradient, and again with the dtype of ``.grad`` if sums
                 have another dtype.
         """
         self._weights.sums.memory_for = memory_for
@@ -184,8 +181,9 @@ class Stage:
 
         Args:
             microbatch: the microbatch whose W (or B) is the last of a step.
-            report: sets of parameters, and a function. It is called with the index of a set when
-                all sums of the set are complete, during that W or at its end. None: no report.
+            report: sets of parameters, and a function. During that W, or at its end, the stage
+                calls the function with the index of each set whose sums are all complete. None: no
+                report.
         """
         self._weights.last = None if report is None else (microbatch, report)
 
@@ -203,15 +201,15 @@ class Stage:
 
     @property
     def saved_tensors(self) -> list[Tensor]:
-        """Tensors that are held between F and I, of all microbatches; several may share a
-        storage.
+        """The tensors that the stage holds between F and I, of all microbatches. Several may share
+        one storage.
         """
         inputs = [tensor for state in self._inputs.values() for tensor in state.tensors]
         return [*self._saved.tensors, *inputs]
 
     @property
     def deferred_tensors(self) -> list[Tensor]:
-        """Tensors that are held between I and W, of all microbatches."""
+        """The tensors that the stage holds between I and W, of all microbatches."""
         return self._weights.in_flight.tensors
 
     @property
@@ -252,13 +250,13 @@ class Stage:
         self._graphs.for_inputs()
 
     def size_rule(self) -> SizeRule:
-        """The sizes of the outputs as expressions of the sizes of the inputs, for the inputs that
-        were prepared last, and for all others that their graphs fit.
+        """The sizes of the outputs as expressions of the sizes of the inputs. The rule holds for
+        the inputs that were prepared or run last, and for all inputs that fit the same graphs.
         """
         return self._graphs.size_rule()
 
     def accepts(self, args: Sequence[Tensor]) -> bool:
-        """Whether ``forward`` accepts these inputs, not considering their sizes."""
+        """Whether ``forward`` accepts inputs like these, whatever their sizes."""
         return self._graphs.accepts(args)
 
     def forward(
@@ -329,8 +327,8 @@ class Stage:
     def recompute(self, microbatch: int) -> None:
         """Run F again for a microbatch that kept only its inputs, to save tensors for its backward.
 
-        The second F draws the random numbers of the first. Its outputs are dropped, and no buffer
-        is written.
+        The second run of F draws the same random numbers as the first. Its outputs are dropped, and
+        it writes no buffer.
 
         Raises:
             SplitError: the microbatch did not run ``forward(..., keep='inputs')``; or an input, a
@@ -393,8 +391,8 @@ class Stage:
     def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
         """The storages of a microbatch that can be offloaded, each as ``torch.uint8`` [bytes].
 
-        Such a storage is held by this microbatch between two calls, and by no other microbatch, the
-        module or the caller.
+        Such a storage is held by this microbatch between two calls. No other microbatch, the module
+        or the caller holds it.
 
         Args:
             microbatch: the microbatch's number.
@@ -421,7 +419,8 @@ class Stage:
         return self._offloadable.detach(microbatch, kept)
 
     def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Return to the microbatch the tensors that ``detach_held`` returned, or copies of them.
+        """Give the tensors that ``detach_held`` returned, or copies of them, back to the
+        microbatch.
 
         Args:
             microbatch: the microbatch's number.
@@ -530,9 +529,9 @@ class Stage:
 
         Args:
             calls: ``"backward_input"``, ``"backward_weight"`` and ``"backward"`` in the order of a
-                step. The first W (or B) creates gradients, and later ones add to them. For adding,
-                a backend may compile a second form of the graph. The default is a step of two
-                microbatches with a split backward.
+                step. The first W (or B) of a step creates gradients, and each later one adds to
+                them. To add, a backend may compile a second form of the graph. The default is a
+                step of two microbatches with a split backward.
 
         Raises:
             SplitError: an unknown call; lists the known ones.
@@ -569,8 +568,8 @@ class Stage:
             report.report_all()
 
     def _no_gradients(self, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """The result of a backward if no input and no parameter needs a gradient: None for each
-        input.
+        """The result of a backward in which no input and no parameter needs a gradient: one None
+        per input.
         """
         output_grads.clear()
         return [None] * len(self.functions.capture.inputs)
@@ -588,8 +587,8 @@ class Stage:
         return state
 
     def _accumulate_sharded(self) -> None:
-        """Add the sums of sharded parameters' gradients to FSDP's sums, if FSDP's sums have another
-        dtype than the parameters.
+        """Add the stage's gradient sums of sharded parameters to FSDP's sums. Needed only if FSDP's
+        sums have another dtype than the parameters.
         """
         if any(group.converts_gradients for group in self.sharding.groups):
             self._weights.sums.add_to_parameters()
@@ -598,7 +597,9 @@ class Stage:
     def _output_grads(
         self, functions: SplitFunctions, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """A new list with a gradient for each output of F, and None for each updated input."""
+        """A new list: the gradient of each output, then None for each input into which the module
+        writes.
+        """
         names = self._outputs
         _check_list(self.index, output_grads)
         if len(output_grads) != len(names):

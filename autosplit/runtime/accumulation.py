@@ -22,8 +22,8 @@ class Accumulation:
     Attributes:
         fuses: whether a matrix product adds into the sum directly, instead of being computed and
             then added.
-        joined_rows: products of at most this many rows a microbatch run once for all microbatches
-            whose Ws follow each other.
+        joined_rows: a product with at most this many rows per microbatch runs once for all
+            microbatches whose Ws follow each other directly.
     """
 
     fuses: bool = False
@@ -43,8 +43,8 @@ class Accumulation:
             return ACCUMULATION[setting]
         names = ", ".join(map(repr, ACCUMULATION))
         raise SplitError(
-            f"unknown accumulation {setting!r}; expected one of {names}, or the most rows of a "
-            "microbatch with which products are joined"
+            f"unknown accumulation {setting!r}; expected one of {names}, or a number of rows: "
+            "products with at most that many rows a microbatch are joined"
         )
 
 

@@ -28,11 +28,11 @@ def refuse_nan(
 
     Args:
         name: the graph's name.
-        results: (role, value) of the graph's results; the sums for gradients that were added into
-            sums.
+        results: (role, value) of each result of the graph. For a gradient that was added into a
+            sum, the value is the sum.
         module: the graph.
-        arguments: copies of the graph's arguments, with which the operator is searched for; None:
-            do not search.
+        arguments: copies of the graph's arguments, from which the graph runs again to find the
+            operator; None: do not search for the operator.
 
     Raises:
         AnomalyError: a gradient has a NaN; names the gradient, the first operator with a NaN, and
@@ -46,7 +46,7 @@ def refuse_nan(
 
 def _origin(module: fx.GraphModule, arguments: Mapping[Role, Any]) -> str:
     """A phrase that names the first operator whose result has a NaN and whose operands have none.
-    If there is none, it names the first operator that reads an argument with a NaN.
+    Without such an operator, the phrase names the first one that reads an argument with a NaN.
     """
     search = _AnomalySearch(module)
     search.run(*[arguments[role] for role in inputs(module.graph)])

@@ -91,8 +91,9 @@ def trace(
         args: example positional inputs.
         kwargs: example keyword inputs.
         options: how the module is split, and how its graphs run.
-        called: whether the caller runs the module on these inputs next.
-        has_run: whether the caller has run the module on such inputs after a FirstCallError.
+        called: whether the caller is about to run the module on these inputs.
+        has_run: whether the caller has already run the module, because an earlier ``trace`` raised
+            FirstCallError.
         require_graph: whether the module must run as a graph, so that a first call may be made
             before the capture.
         regions: whether repeated blocks are captured once for each kind and called by the graphs.
@@ -187,8 +188,9 @@ def _capture(
     warms_up: bool,
     values: Values,
 ) -> Capture:
-    """Capture a module; if its first call has side effects, after that call. If later calls have
-    side effects too, tensors that the forward sets as attributes become outputs of the graph.
+    """Capture a module. If its first call has side effects, capture it after that call. If later
+    calls have side effects, too, tensors that the forward sets as attributes become outputs of the
+    graph.
 
     Raises:
         CaptureError: the module cannot be captured.
@@ -279,10 +281,11 @@ def _undrawn() -> Iterator[None]:
 def without_history(
     leaves: Sequence[Any], *, computed: bool = False, varying: Dimensions | None = None
 ) -> list[Any]:
-    """Return leaves for a capture, with the same shapes and ``requires_grad`` but no autograd
-    history.
+    """Return copies of the leaves for a capture: the same shapes and ``requires_grad``, but no
+    autograd history.
 
-    A tensor that is several leaves stays one tensor, as graphs are specialized on that.
+    A tensor that occurs as several leaves stays one tensor, because graphs are specialized on which
+    leaves are the same tensor.
 
     Args:
         leaves: the flattened inputs; tensors may have no memory.
@@ -347,8 +350,8 @@ class _Computed(torch.autograd.Function):
 
 
 def dump_folder(module: nn.Module) -> pathlib.Path | None:
-    """The path of a new folder for a module's graphs, in ``AUTOSPLIT_DUMP``; None if that is not
-    set.
+    """The path of a new folder for a module's graphs, inside the folder ``AUTOSPLIT_DUMP``; None if
+    the variable is not set.
     """
     folder = os.environ.get(DUMP_VARIABLE)
     if not folder:

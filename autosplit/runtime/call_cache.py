@@ -27,11 +27,12 @@ MAX_CALLS = 1024
 class CallCache(dict[K, V]):
     """A dictionary of at most ``MAX_CALLS`` keys, filled by ``remember``.
 
-    Another key empties the dictionary first: if that many sizes vary, few of them come back.
+    If the dictionary is full, a new key empties it first: when so many sizes occur, few of them
+    occur again.
     """
 
     def remember(self, key: K, value: V) -> V:
-        """Keep a value under a key, and return it."""
+        """Store a value under a key, and return the value."""
         if len(self) >= MAX_CALLS and key not in self:
             self.clear()
         self[key] = value

@@ -8,12 +8,12 @@ Contract: the checks change no bit of a result, and leave modules, buffers, gene
 unchanged. Three things raise ``CheckError``:
 
 - outputs, buffers or gradients of the graphs and of plain autograd differ by more than rounding.
-  Before the first microbatch of a capture, both run on copies of it, with random output gradients;
-- a tensor that W reads was written between I and W without raising its version counter. Of each
-  tensor that code outside of the graphs can reach, some elements are copied at I and compared at W.
-  If there may be an accelerator, the comparisons are read after the optimizer's step, so that the
-  host does not wait before it;
-- hooks on a parameter did not fire exactly once a backward, as autograd fires them.
+Before the first microbatch of a capture, both run on copies of it, with random output gradients; -
+a tensor that W reads was written between I and W without raising its version counter. Of each
+tensor that code outside of the graphs can reach, some elements are copied at I and compared at W.
+On a machine with an accelerator, the results of the comparison are read after the optimizer's step,
+so that the host does not wait earlier; - hooks on a parameter did not fire exactly once a backward,
+as autograd fires them.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ _COUNT = -1  # the key of a count among the user's hooks, which torch numbers fr
 
 
 def count_hooks(name: str, parameter: Tensor) -> None:
-    """Check a parameter's hooks in the running backward, if that computes the parameter's
+    """Check a parameter's hooks in the running backward, if this backward computes the parameter's
     gradient.
     """
     for table in hook_tables([parameter]):
@@ -227,7 +227,9 @@ class CheckedFunctions(SplitFunctions):
         return gradients
 
     def _read_written(self) -> None:
-        """Read the pending comparisons; raise ``CheckError`` if a tensor was written uncounted."""
+        """Read the pending comparisons. Raise ``CheckError`` if a tensor was written without
+        raising its version counter.
+        """
         names = [name for name, written in self._unread if written]
         self._unread.clear()
         if names:
@@ -239,7 +241,9 @@ class CheckedFunctions(SplitFunctions):
             )
 
     def _reader(self, name: str) -> str:
-        """The name of a tensor that W reads, with the user's line for which W reads it."""
+        """The name of a tensor that W reads, with the user's line whose weight gradient W computes
+        from the tensor.
+        """
         nodes = inputs(self.graphs.graphs()["backward_weight"].graph).items()
         users = [user for role, node in nodes if role.name == name for user in node.users]
         line = next(filter(None, map(source_line, users)), "")
@@ -255,11 +259,14 @@ class CheckedFunctions(SplitFunctions):
         state = {**state, **{name: state[name].clone() for name in self.written}}
         try:
             if self.capture.shardings or self._backend.gathering:
-                raise CheckError("the parameters are sharded; check the model without sharding")
+                raise CheckError(
+                    "AUTOSPLIT_CHECK=1 cannot check a model with sharded parameters; run the check "
+                    "on the model without sharding"
+                )
             if self._backend.compiles and any(map(is_random, joint.nodes)):
                 raise CheckError(
-                    "the graphs are compiled and draw other random numbers than eager kernels; use "
-                    "backend='eager' to check this model"
+                    "AUTOSPLIT_CHECK=1 cannot check this model: its compiled graphs draw other "
+                    "random numbers than plain autograd. Check it with backend='eager'"
                 )
             with generators_kept():
                 expected, grads = self._autograds(plain, state, leaves)

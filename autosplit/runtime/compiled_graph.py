@@ -43,7 +43,8 @@ class CompiledGraph:
             no reference to the arguments, so each tensor is freed at its last use inside.
         inputs: roles of the arguments, in order.
         outputs: roles of the results, in order.
-        strides: strides that the backend chose for results that only the next graph reads, by role.
+        strides: maps the role of a result that only the next graph reads to the strides that the
+            backend chose.
     """
 
     call: Boxed
@@ -142,7 +143,7 @@ Parts: TypeAlias = "tuple[frozenset[str], ...]"
 
 
 class CompletionReport(NamedTuple):
-    """A function to call when the gradient sums of a set of parameters are complete.
+    """A function that is called whenever the gradient sums of a set of parameters are complete.
 
     Attributes:
         parts: sets of parameters.
@@ -236,8 +237,8 @@ class GradientGraph:
 
         Args:
             pool: the arguments, in the order of ``arguments``; emptied. With several microbatches,
-                the deferred values of one follow those of the other; parameters and buffers come
-                once, at the end.
+                the list has the deferred values of each microbatch in turn, and at the end
+                parameters and buffers once.
             gradients: accumulators; None: return new gradients.
             dtype: dtype of the accumulators; None for the dtype of each gradient.
             count: the number of microbatches, at most ``most_joined``.
@@ -255,7 +256,7 @@ class GradientGraph:
     def _checked(
         self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
-        """``run`` under anomaly detection."""
+        """``run`` with anomaly detection on: raises ``AnomalyError`` if a gradient has a NaN."""
         # Sharded parameters may have no memory yet, so their graphs cannot be run once more.
         arguments = None
         if self._backend.gathering is None:
@@ -332,9 +333,9 @@ class GradientGraph:
     def _first_form(self) -> AddingForm:
         """The form for accumulators that are not initialized.
 
-        The form overwrites the accumulators. It adds to zeros instead with a compiling backend, for
-        which another form takes seconds, and for sparse gradients, which cannot be copied into
-        dense memory.
+        The form overwrites the accumulators, with two exceptions that add to zeros instead: a
+        compiling backend, for which another form takes seconds, and sparse gradients, which cannot
+        be copied into dense memory.
         """
         is_quick = self._adding_form == "adds" and self._is_dense and not self._backend.compiles
         return "overwrites" if is_quick else self._adding_form
@@ -348,9 +349,10 @@ class GradientGraph:
         """Whether gradients are added to accumulators after the graph has run, all at once, so that
         the graph needs no form that adds.
 
-        An interpreting backend does so if all gradients are small and so cheap to hold, unless
-        products add them. A compiling backend, for which a second form takes seconds, does so if
-        there are gradients of norms and biases only, or sparse ones, which it cannot add.
+        An interpreting backend adds them outside if all gradients are small, so that holding them
+        is cheap, and no product adds them itself. For a compiling backend, a second form takes
+        seconds. It adds gradients outside if all are of norms and biases, or if some are sparse,
+        which its graphs cannot add.
         """
         if self._backend.compiles:
             return not self._is_dense or all(value.ndim <= 1 for value in self._gradients)
@@ -415,8 +417,8 @@ class GradientGraph:
 
     @property
     def _fuses(self) -> Fuses:
-        """Which operators add the gradients that they compute into accumulators. For a compiling
-        backend, none: the backend fuses them itself.
+        """Which operators add the gradients that they compute into accumulators. None with a
+        compiling backend, which fuses the additions itself.
         """
         if self._backend.compiles:
             return "none"

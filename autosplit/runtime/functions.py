@@ -99,15 +99,14 @@ class SplitFunctions:
         late = functions.backward_weight(deferred)                                    # W
         input_grads, weight_grads = functions.backward(saved, output_grads)           # B = I, W
 
-    Contract:
-        - F, I and W are functions: they keep no tensors, and write only into the accumulators that
-          they get and, in ``run``, into buffers.
-        - Lists are consumed: ``leaves`` and ``output_grads`` are emptied, ``saved`` and
-          ``deferred`` are taken. Each value is freed at its last use inside a graph.
-        - I returns the gradients of all inputs and of ``early_parameters``; W returns those of
-          ``late_parameters``. Together they are ``parameter_names``, and B computes the same.
-        - A call must fulfil the guards of ``capture``, which ``Specializations`` checks; ``at``
-          returns the functions for its sizes.
+    Contract: - F, I and W are functions: they keep no tensors, and write only into the accumulators
+    that they get and, in ``run``, into buffers. - Arguments are consumed: the lists ``leaves`` and
+    ``output_grads`` are emptied, and the graph takes the values of ``saved`` and ``deferred``. Each
+    value is freed at its last use inside a graph. - I returns the gradients of all inputs and of
+    ``early_parameters``; W returns those of ``late_parameters``. Both together are
+    ``parameter_names``, for all of which B returns gradients. - A call must fulfil the guards of
+    ``capture``, which ``Specializations`` checks. ``for_sizes`` returns the functions for the sizes
+    of a call.
 
     Terms:
         state: the module's parameters and buffers by name.
@@ -139,7 +138,7 @@ class SplitFunctions:
             expects; outputs without an entry are not differentiable.
         dependence: on which outputs each gradient depends, and other static facts about gradients.
         has_backward: whether the module was captured with gradients.
-        residuals: the class of which residuals are made.
+        residuals: the class of the residuals, such as ``Residuals``.
     """
 
     residuals = Residuals
@@ -290,18 +289,22 @@ class SplitFunctions:
 
     @cached_property
     def sums(self) -> Sequence[str]:
-        """Names of the buffers, and attributes of parameters, to which W adds."""
+        """Names of the tensors to which W adds: buffers, and tensors that are attributes of
+        parameters.
+        """
         weight = self._graphs.backward_weight
         return [] if weight is None else [role.name for role in written(weight.graph)]
 
     @property
     def written(self) -> Sequence[str]:
-        """Names of the buffers, and attributes of parameters, that I or W writes."""
+        """Names of the tensors that I or W writes: buffers, and tensors that are attributes of
+        parameters.
+        """
         return [role.name for role in self._read if role.kind is Kind.WRITTEN]
 
     @property
     def specialized(self) -> Sequence[frozenset[str]]:
-        """The sets of outputs without a gradient that have specialized I, W and B."""
+        """The sets of outputs without a gradient for which I, W and B were specialized."""
         return [missing for missing, functions in self._specialized.items() if functions]
 
     def _tangent_specs(self) -> dict[str, TensorSpec]:
@@ -314,8 +317,9 @@ class SplitFunctions:
 
     @staticmethod
     def sentinel_parameters(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A few parameters that are also arguments of the autograd function of F. It returns no
-        gradients for them, but sees by them whether a backward requests gradients of parameters.
+        """A few parameters to pass to F's autograd function as further arguments. The function
+        returns no gradients for these arguments, but learns from them whether a backward requests
+        gradients of parameters.
 
         Each argument costs the engine a visit, so only the first and last few parameters are used.
         """
@@ -337,7 +341,9 @@ class SplitFunctions:
 
     @property
     def exact(self) -> bool:
-        """Whether gradients have the bits of plain autograd: eager kernels, sums in its order."""
+        """Whether gradients have the bits of plain autograd, because kernels are eager and sums
+        have autograd's order.
+        """
         return not self._backend.compiles and self._accumulation == ACCUMULATION["exact"]
 
     @property
@@ -476,7 +482,7 @@ class SplitFunctions:
         )
 
     def _graph(self, *graph: Any) -> GradientGraph:
-        """The graph with this name, arguments, parameters and other results."""
+        """Create a ``GradientGraph`` from its name, arguments, parameters and other results."""
         options: dict[str, Any] = {"suffix": self._suffix, "backend": self._backend}
         options["accumulation"] = self._accumulation
         return self._graph_class(self._graphs, *graph, **options)
@@ -536,8 +542,8 @@ class SplitFunctions:
 
     @cached_property
     def caller_memory(self) -> list[tuple[int, int | None]]:
-        """(position of a deferred tensor, position of the input whose storage it shares, or None if
-        it shares a tangent's), for each deferred tensor in the caller's memory.
+        """A pair for each deferred tensor in the caller's memory: (its position, position of the
+        input whose storage it shares). The second is None if the storage is a tangent's.
         """
         lenders = lender_roles(self._graphs)
         if not lenders:
@@ -658,8 +664,8 @@ class SplitFunctions:
             return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
 
     def most_joined(self, dtype: torch.dtype | None = None) -> int:
-        """The largest number of microbatches for one call of ``joined_weight``; 1 if joining gains
-        nothing.
+        """The largest number of microbatches that one call of ``joined_weight`` may run; 1 if
+        joining gains nothing.
 
         Args:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
@@ -693,8 +699,8 @@ class SplitFunctions:
 
     @cached_property
     def sums_microbatches(self) -> bool:
-        """Whether ``sum_weights`` may be used: gradients of some microbatches may be summed first,
-        and then added to the sum of others.
+        """Whether ``sum_weights`` may be used. It may if the gradients of some microbatches may be
+        summed first, and their sum added to that of other microbatches.
         """
         return self._accumulation != ACCUMULATION["exact"] and self.dependence.dense
 
@@ -745,7 +751,8 @@ class SplitFunctions:
         Arguments and errors are those of ``backward_input``.
 
         Returns:
-            an iterator over dictionaries, from role to gradient, of what each slice completes.
+            an iterator that yields, for each slice, a dictionary from role to gradient of the
+            gradients that the slice completes.
         """
         pool = self._backward_pool(saved.take_arguments(), output_grads)
         return self.sliced.run(dict(zip(self._backward_roles, pool, strict=True)))
@@ -762,8 +769,8 @@ class SplitFunctions:
         return SlicedBackward([*modules.values()], self._backend)
 
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
-        """The arguments of I or B in one list. No other reference to them exists, so that the graph
-        can free each at its last use.
+        """The arguments of I or B in one list. The list has the only references to them, so that
+        the graph can free each at its last use.
         """
         pool: list[Any] = []
         for name, at in self._tangents:
@@ -792,7 +799,7 @@ class SplitFunctions:
         if grad.shape != spec.shape or grad.dtype != spec.dtype:
             raise SplitError(
                 f"the gradient of {name} must be {spec.dtype} {list(spec.shape)}, "
-                f"got {grad.dtype} {list(grad.shape)}"
+                f"got {grad.dtype} {list(grad.shape)}; pass a gradient like the output"
             )
         return spec.conform(grad)
 

@@ -147,7 +147,9 @@ class GradientSums:
         self.tensors, self._parameters = {}, {}
 
     def _memory(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Memory for a parameter's sum or ``.grad``; None for memory of its own."""
+        """The memory that ``memory_for`` returns for a parameter's sum or ``.grad``; None if new
+        memory must be allocated.
+        """
         return None if self.memory_for is None else self.memory_for(parameter, dtype)
 
     def _as_grad(self, parameter: Tensor, total: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""``GradientDependence`` tells on which outputs a gradient depends, which gradients share storage,
-and which W can compute.
+"""``GradientDependence``: on which outputs each gradient depends, which gradients share storage,
+and which gradients W can compute.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]
     """Map the name of each gradient of these kinds to the names of the outputs on whose gradients
     it depends.
 
-    Some gradients depend on no output's gradient: the gradient of ``round``, or one without
-    elements. They are mapped to the outputs that depend on the input or parameter.
+    Some gradients depend on no output's gradient: the gradient of ``round``, or a gradient without
+    elements. Such a gradient is mapped to the outputs that depend on its input or parameter.
     """
     names = [role.name for role in inputs(joint, Kind.TANGENT)]
     depend = reached(joint, [*inputs(joint, Kind.TANGENT).values()])
@@ -170,8 +170,8 @@ class GradientDependence:
         """Maps a parameter whose gradient cannot be deferred to the operator that computes the
         gradient.
 
-        An input gradient needs the operator, too, as in a fused recurrent layer, a norm, or a sum
-        of an input and a weight.
+        The gradient cannot be deferred because an input gradient needs the operator, too, as in a
+        fused recurrent layer, a norm, or a sum of an input and a weight.
         """
         graph = self._graphs.joint.graph
         wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]

@@ -57,8 +57,8 @@ class MicrobatchState(NamedTuple):
 
     Attributes:
         functions: the graphs that the microbatch runs.
-        residuals: the values that the first graph left for the second; after R, those of the second
-            F.
+        residuals: the values that the first graph left for the second. After R, they are those of
+            R's run of F.
         module_state: the parameters and buffers that F read.
         caller_storages: keys of storages that are larger than the microbatch's tensors in them,
             such as the storage of a batch that the caller holds.
@@ -119,7 +119,7 @@ class InFlightMicrobatches:
         if state.residuals.detached:
             raise SplitError(
                 f"{self._owner}: tensors of microbatch {microbatch} are detached; call "
-                "attach_held() with what detach_held() returned, and then run the microbatch"
+                "attach_held() with the list that detach_held() returned, and then run it"
             )
         del self._by_number[microbatch]
         return state
@@ -251,7 +251,7 @@ class StageBackward:
     def _run_weight(
         self, run: Sequence[MicrobatchState], report: CompletionReport | None = None
     ) -> None:
-        """Run W of microbatches as one call; pass it the report, if there is one."""
+        """Run W of microbatches as one call of the graph. Pass ``report`` on, if there is one."""
         functions, deferred, module_state, _, skipped = run[0]
         if not functions.has_backward:
             return
@@ -289,8 +289,8 @@ class StageBackward:
             raise SplitError(f"{self._owner}: {error}") from None
 
     def publish_sums(self) -> list[Tensor]:
-        """Move the sums into the parameters' ``.grad``, and return as
-        ``GradientSums.add_to_parameters``.
+        """Add the sums to the parameters' ``.grad``, and drop the sums. Return the parameters whose
+        hooks the caller must call, see ``GradientSums.add_to_parameters``.
 
         Raises:
             SplitError: a microbatch waits for W.
@@ -389,7 +389,7 @@ class OffloadableStorages:
         if state.residuals.detached:
             raise SplitError(
                 f"{self._owner}: tensors of microbatch {microbatch} are detached already; call "
-                "attach_held() with what the first detach_held() returned"
+                "attach_held() with the list that the first detach_held() returned"
             )
         return state.residuals.detach(self._exclusive(state, other_states, kept))
 
@@ -441,7 +441,8 @@ class OffloadableStorages:
 
     def _module_storages(self, state: MicrobatchState) -> AbstractSet[StorageKey]:
         """Keys of the storages of the parameters, buffers and constants that a microbatch reads.
-        The last result is cached, and valid while these tensors and their addresses stay the same.
+        The last result is cached. It is valid while the parameters, buffers and constants and their
+        addresses stay the same.
         """
         values = (*map(local_tensor, state.module_state.values()), *state.residuals.fixed)
         tensors = [tensor for tensor in values if is_plain(tensor)]

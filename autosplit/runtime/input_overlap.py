@@ -40,7 +40,7 @@ def refuse_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: Stat
 def _refuse(names: Sequence[str], values: Sequence[Any], written: Collection[int]) -> None:
     """Refuse values if one at a ``written`` position shares memory with another value.
 
-    One tensor under several names was captured as one, and is accepted.
+    A tensor that has several names was captured as one tensor, and is accepted.
 
     Args:
         names: the name of each value, for the error.
@@ -94,8 +94,8 @@ class OverlapCheck:
     input.
 
     Parameters and buffers are inputs of such a graph, hundreds in some models. Every call compares
-    them with the other inputs. They are compared with each other only after one of them has moved
-    in memory.
+    parameters and buffers with the other inputs. It compares them with each other only if one has
+    moved in memory since the last call.
 
     Args:
         names: names of the graph's inputs, for messages.

@@ -18,7 +18,7 @@ _SPECIAL = (0, 1)  # sizes that are never left open: dimensions without elements
 
 
 class OpenSizes:
-    """Decides which sizes of inputs become symbols in a capture: those that differed between
+    """Decides which sizes of inputs become symbols in a capture: the sizes that differed between
     earlier calls of the module.
 
     Args:

@@ -107,8 +107,8 @@ class SplitOptions:
         return memory_setting(self.memory, defer_whole_backward=defers, collectives=self.overlap)
 
     def without_joins(self) -> SplitOptions:
-        """The same options without joined products, so that each W is one call and frees its
-        tensors at its end.
+        """The same options without joined products. Each W is then one call, and frees its tensors
+        when it ends.
         """
         fuses = Accumulation.named(self.accumulation).fuses
         return replace(self, accumulation="fused" if fuses else "exact")
@@ -123,8 +123,8 @@ class SplitOptions:
 
 
 class SplitArguments(TypedDict, total=False):
-    """The fields of ``SplitOptions`` as keyword arguments, for signatures that editors and type
-    checkers complete. A test compares the two.
+    """The fields of ``SplitOptions`` as keyword arguments, so that editors and type checkers know
+    them in signatures. A test checks that the fields are those of ``SplitOptions``.
     """
 
     backend: str

@@ -38,13 +38,13 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor with one storage, and of no subclass."""
+    """Whether a value is a strided ``Tensor`` or ``Parameter``, and of no other subclass."""
     return type(value) in _PLAIN and value.layout is torch.strided
 
 
 class PlacedStorage(NamedTuple):
-    """A storage that tensors of a list share: the positions of these tensors in the list, and the
-    storage's size in bytes.
+    """A storage that tensors of a list share, as (positions of the tensors in the list, size of the
+    storage in bytes).
     """
 
     places: tuple[int, ...]
@@ -94,7 +94,9 @@ class StorageView(NamedTuple):
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, data: Tensor) -> Tensor:
-        """Return a tensor of this layout over ``data``, which must fill its storage."""
+        """Return a tensor of this layout whose storage is that of ``data``. ``data`` must be its
+        whole storage.
+        """
         blank = torch.empty(0, dtype=self.dtype, device=data.device)
         storage = data.untyped_storage()
         return blank.set_(storage, self.offset, self.shape, self.stride)
@@ -115,8 +117,8 @@ class DetachedStorage(NamedTuple):
 
 
 def _fits(detached: DetachedStorage, data: Tensor) -> bool:
-    """Whether ``data`` can replace a detached storage: equal size and device, and ``data`` fills
-    its own storage.
+    """Whether ``data`` can replace a detached storage: ``data`` has the same size and device, and
+    is its whole storage.
     """
     size = data.numel()
     return (
@@ -361,7 +363,9 @@ class Residuals:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The residuals without the numbers; None for a tensor that a kernel did not return."""
+        """The residuals that are tensors, without the numbers. The entry of a tensor that a kernel
+        did not return is None.
+        """
         return [value for value in self._tensors if not isinstance(value, _NUMBERS)]
 
     @property
@@ -403,7 +407,8 @@ class Residuals:
         self._recount()
 
     def copy_reachable(self, places: Iterable[int]) -> None:
-        """Copy the tensors at these positions to which other objects refer.
+        """Of the tensors at these positions, copy those to which objects outside of this one
+        refer.
 
         The owner of such an object may write into the tensor through NumPy, DLPack or ``.data``,
         which no version counter counts.
@@ -478,7 +483,9 @@ class Residuals:
         return versions(chain(exposed, self._protected))
 
     def _recount(self) -> None:
-        """Record version counters again after tensors were replaced, which is no write."""
+        """Record version counters again. Called after tensors were replaced, which does not count
+        as a write.
+        """
         self._storages, count = None, len(self._layout.exposed)
         self._counts = self._count()[:count] + self._counts[count:]
 
@@ -565,7 +572,7 @@ class Residuals:
         if moved:
             raise SplitError(
                 f"tensors were moved, converted or replaced between {layout.interval}: {moved}. "
-                f"{layout.remedy} before that."
+                f"{layout.remedy} before you change them."
             )
 
 

@@ -37,7 +37,7 @@ class SlicedBackward:
 
     @cached_property
     def _graphs(self) -> list[CompiledGraph]:
-        """The compiled slices, compiled on first use, which never comes if there is only one
+        """The compiled slices. They are compiled when first read, and never if there is only one
         slice.
         """
         return [

@@ -4,11 +4,11 @@
                 │ none                                     │ none hold
                 └──► graphs with open sizes ───────────────┴──► capture
 
-A size is left open in a capture if it differed in earlier calls. Beyond a limit, the least recently
-used graph is dropped.
+A size is left open in a capture if it differed in earlier calls. If there are more graphs than a
+limit, the least recently used one is dropped.
 
-Between the microbatches of a step a module does not change. So its stage first looks graphs up in
-``steady``, without checking guards.
+Between the microbatches of a step a module does not change. So a stage first looks up a module's
+graphs in ``steady``, without checking guards.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Specializations:
         values: which tensors of ``Capture.values`` the caller sets on the modules, see ``trace``.
 
     Attributes:
-        sharding: as passed.
+        sharding: the argument ``sharding``.
         steady: maps the key of a call to its graphs and state, valid without a check of guards. The
             caller must clear it before a look-up if the module may have changed since the last
             call.
@@ -271,7 +271,7 @@ class Specializations:
 
         Args:
             call: the inputs.
-            called: whether the caller runs the model on these inputs next.
+            called: whether the caller is about to run the model on these inputs.
 
         Raises:
             FirstCallError: ``called``, and this call must run without a graph.
@@ -290,8 +290,8 @@ class Specializations:
             return self._resized(call) or self._capture_for(call, called)
 
     def _resized(self, call: ModuleCall) -> SplitFunctions | None:
-        """Graphs with open sizes whose guards hold, at the sizes of this call; None if there are
-        none.
+        """Graphs with open sizes whose guards hold, specialized for the sizes of this call; None if
+        no guards hold.
         """
         for functions, captured in reversed(self._captured.items()):
             if (
@@ -335,14 +335,14 @@ class Specializations:
     def _remember(
         self, signature: CallSignature, captured: SplitFunctions, functions: SplitFunctions
     ) -> None:
-        """Put these graphs first for later calls with this signature."""
+        """Record these graphs as the first whose guards later calls with this signature check."""
         self._by_signature.setdefault(signature, []).insert(0, (captured, functions))
 
     def _note_used(self, functions: SplitFunctions) -> None:
         self._captured[functions] = self._captured.pop(functions)
 
     def _forget_other_sizes(self) -> None:
-        """Forget signatures with other sizes than those for which graphs were captured."""
+        """Forget the signatures of calls that ran a graph captured for other sizes."""
         self._by_signature = {}
         for functions, signature in self._captured.items():
             self._remember(signature, functions, functions)

@@ -61,7 +61,9 @@ class _InputLayout:
         )
 
     def with_values(self, inputs: Sequence[Tensor]) -> _InputLayout:
-        """The layout with the values of these inputs, whose sizes must be those of the layout."""
+        """The layout with the values of the scalar inputs at ``valued``. The inputs must have the
+        sizes of the layout.
+        """
         blanks = [*self.blanks]
         for at in self.valued:
             blanks[at] = inputs[at].detach().requires_grad_(blanks[at].requires_grad)
@@ -135,14 +137,14 @@ class StageSpecializations(Specializations):
         return self._specs_of(self.current, self.outputs)
 
     def expect_sizes(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Let captures leave the sizes open in which these arguments differ."""
+        """Make later captures leave open the sizes that differ between these rows of arguments."""
         for args in rows:
             call = ModuleCall.of(tuple(args), {})
             self._sizes.of(call.signature.structure, call.leaves)
 
     def size_rule(self) -> SizeRule:
-        """The sizes of the outputs as expressions of the sizes of the inputs, for the inputs that
-        were prepared last, and for all others that their graphs fit.
+        """The sizes of the outputs as expressions of the sizes of the inputs. The rule holds for
+        the inputs that were checked last, and for all inputs that fit the same graphs.
         """
         leaves = self._leaves_with(self._checked.blanks)
         if (rule := self.current.size_rule(leaves)) is not None:
@@ -179,7 +181,9 @@ class StageSpecializations(Specializations):
         return functions
 
     def _leaves_with(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The leaves of the latest arguments, with these tensors in place of theirs."""
+        """The leaves of the latest arguments, with these tensors in place of the arguments'
+        tensors.
+        """
         replacements = iter(tensors)
         return [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
 
@@ -189,7 +193,7 @@ class StageSpecializations(Specializations):
 
         Returns:
             the key of ``steady`` for such inputs: the same object for the same sizes, unless graphs
-            depend on values; None for objects.
+            depend on values; None if an argument is an object.
 
         Raises:
             SplitError: an input differs from the examples in more than its sizes.
@@ -212,7 +216,7 @@ class StageSpecializations(Specializations):
         return None  # graphs depend on what the objects contain
 
     def accepts(self, args: Sequence[Tensor]) -> bool:
-        """Whether these inputs are like the examples, apart from their sizes."""
+        """Whether these inputs equal the examples in everything except sizes."""
         first = self._example_layout
         return len(args) == len(first.specs) and all(
             _kind(tensor, TensorSpec.of(tensor)) == _kind(blank, spec)

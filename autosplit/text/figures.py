@@ -29,11 +29,12 @@ def parse_size(
     subject: str = "a size",
     error: type[AutosplitError] = PlanError,
 ) -> int:
-    """The number of bytes that a size names, at least 1; a fraction of a byte is dropped.
+    """The number of bytes that a size means, at least 1. A fraction of a byte is dropped.
 
     Args:
-        size: a number of bytes, of any integer type; or text with a unit (B; KiB to TiB, powers of
-            1024; KB to TB, powers of 1000; in capitals or not), or without one for bytes.
+        size: a number of bytes, of any integer type; or text, such as ``"12GiB"``. Units are B, KiB
+            to TiB (powers of 1024) and KB to TB (powers of 1000), in capitals or not. Text without
+            a unit is bytes.
         subject: the name of the size for error texts, such as ``"memory_limit"``.
         error: the type of error to raise.
 
@@ -78,7 +79,7 @@ def _read(text: str) -> int:
 
 
 def few(names: Sequence[str], shown: int = 1) -> str:
-    """The first names and the number of the others, as text; empty for no names."""
+    """The first names and the number of the remaining names, as text; empty for no names."""
     first = ", ".join(names[:shown])
     return f"{first} and {len(names) - shown} more" if len(names) > shown else first
 

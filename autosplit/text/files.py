@@ -81,8 +81,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written, before its content is computed. The check leaves no new
-    file, and does not change an existing file.
+    """Refuse a file that cannot be written. Call it before the content is computed. The check
+    leaves no new file, and does not change an existing file.
 
     Raises:
         OutputError: says why it cannot be written.
@@ -118,8 +118,8 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def _check_place(folder: Path) -> None:
-    """Try to write a file in a folder. Reading permissions would not be enough for root, or on a
-    read-only disk.
+    """Try to write a file in a folder. A look at its permissions would not be enough for root, or
+    on a read-only disk.
     """
     with tempfile.TemporaryFile(dir=folder):
         pass

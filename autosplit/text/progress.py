@@ -1,5 +1,5 @@
-"""Show the progress of long work: a bar on a terminal, else lines in the log or on the standard
-error.
+"""Show the progress of long work: as a bar on a terminal, otherwise as lines in the log or on
+standard error.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def working(work: str, total: int | None = None, unit: str = "") -> Iterator[Pro
     """Context that shows the progress of its work, and logs how long it took.
 
     Counted work has a bar on rank 0's terminal. Elsewhere, and for work that is not counted,
-    messages tell the progress after five seconds. Messages are logged at INFO under ``autosplit``.
-    If nobody handles that log, rank 0 prints them to the standard error.
+    messages show the progress once five seconds have passed. Messages are logged at INFO under
+    ``autosplit``. If no handler takes that log, rank 0 prints the messages to standard error.
 
     Args:
         work: the work, as in ``"capturing Llama"``.
