@@ -40,8 +40,8 @@ class NeighbourError(PipelineError):
 class RowAgreement:
     """One exchange of shapes between all ranks of a pipeline.
 
-    Every rank begins the exchange in the same step. In a fake group no other rank answers, so
-    ``input_args`` describe the inputs of this rank's stages.
+    Every rank begins the exchange in the same step. In a fake group no other rank answers, so each
+    stage's ``input_args`` describe its inputs.
 
     Args:
         group: the process group of the pipeline.

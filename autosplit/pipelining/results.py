@@ -117,7 +117,7 @@ class Results:
         return tuple([spec.conform(outputs[at].detach()) for at, spec in pairs])
 
     def filled(self, outputs: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-        """The outputs, with their tensors replaced by ``tensors``."""
+        """The leaves of a result, with ``tensors`` in place of its tensors."""
         if len(tensors) == len(outputs):
             return list(tensors)
         leaves = list(outputs)
@@ -137,7 +137,7 @@ class Results:
 
 
 def as_received(grad: Tensor | None, meta: Any, device: torch.device) -> Tensor:
-    """A gradient with the strides of the tensor that was sent; zeros if it is None."""
+    """A gradient with the strides of the tensor that was sent; zeros if ``grad`` is None."""
     spec = TensorSpec(meta.shape, meta.stride, meta.dtype, device)
     return spec.zeros() if grad is None else spec.conform(grad)
 

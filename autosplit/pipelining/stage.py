@@ -208,8 +208,8 @@ class SplitPipelineStage(RuntimeStage):
         Args:
             args: the positional arguments of a microbatch.
             kwargs: the keyword arguments.
-            first: whether the microbatch is the first of the batch; only its arguments are checked
-                against the forward's signature.
+            first: whether the microbatch is the first of the batch. Only the first microbatch's
+                arguments are checked against the forward's signature.
 
         Returns:
             The outputs of the captured graph.
@@ -415,7 +415,9 @@ class SplitPipelineStage(RuntimeStage):
         )
 
     def _backward_roots(self, chunk: int, input_grads: Sequence[Tensor | None]) -> None:
-        """Backpropagate the gradients of inputs that the caller of ``step`` passed."""
+        """Continue the backward from the inputs that the caller of ``step`` passed, into the
+        caller's autograd graph.
+        """
         if chunk not in self._roots:
             return
         pairs = [(tensor, input_grads[at]) for at, tensor in self._roots.pop(chunk)]

@@ -200,7 +200,7 @@ class ScheduleSteps:
         return sorted(ranks - {running.stages[0].group_rank})
 
     def read_actions(self) -> None:
-        """Read the schedule's actions, unless they were read before and have not been replaced."""
+        """Read the schedule's actions if they are new or have been replaced."""
         schedule = self._schedule()
         if self._lists is not action_lists(schedule):
             self.running = describe_schedule(schedule)

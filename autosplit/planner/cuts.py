@@ -230,7 +230,7 @@ class _Search:
 
     def _least_step(self, firsts: Firsts) -> float:
         """A lower bound of the step in seconds: a stage starts after one F of each earlier stage,
-        and then runs all its actions.
+        and then runs all its actions without a pause.
         """
         begins = least = 0.0
         for stage in self._stages(firsts):

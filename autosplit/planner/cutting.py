@@ -142,8 +142,8 @@ def check_cuts(whole: WholeModel, cuts: Sequence[int]) -> None:
     count = len(whole.blocks)
     if list(cuts) != sorted({*cuts}) or any(not 0 < k < count for k in cuts):
         raise PlanError(
-            "cuts has the number of the first block of each stage but the first, in increasing "
-            f"order, from 1 to {count - 1}; got {list(cuts)}"
+            "cuts must list the number of the first block of each stage but the first, in "
+            f"increasing order, from 1 to {count - 1}; got {list(cuts)}"
         )
 
 

@@ -83,8 +83,8 @@ def _registering(
     """Context that moves parameters to the meta device when this thread registers them.
 
     Args:
-        keep: a function from a parameter's number, in the order of registration, to whether it
-            keeps its values.
+        keep: a function that takes a parameter's number, in the order of registration, and returns
+            whether the parameter keeps its values.
         after: a function that is called with the parameter's number after each registration.
 
     Yields:

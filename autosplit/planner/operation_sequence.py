@@ -146,7 +146,7 @@ class OperationSequence:
 
 def _alive(calls: list[fx.Node], line: OperationSequence) -> list[fx.Node]:
     """The operations that write, draw random numbers, or have a result that is used. Other
-    operations are dropped; otherwise stages would have to send their inputs.
+    operations are dropped, so that stages need not send the inputs of these operations.
     """
     alive = set(line.results)
     for node in reversed(calls):

@@ -26,7 +26,8 @@ class MixedPrecision:
     """The dtypes of a whole model's parameters, inputs and outputs.
 
     Attributes:
-        policy: the ``MixedPrecisionPolicy`` of the model and of its groups; None: its own dtypes.
+        policy: the ``MixedPrecisionPolicy`` of the model and of its groups; None: the model keeps
+            its own dtypes.
         groups: names of the modules that are parameter groups of their own.
     """
 

@@ -46,7 +46,10 @@ def world_fault_store() -> FaultStore:
     """The fault store of the default process group."""
     world = dist.group.WORLD
     if world is None:
-        raise PipelineError("there is no default process group: call init_process_group()")
+        raise PipelineError(
+            "there is no default process group: call torch.distributed.init_process_group(), or "
+            "use autosplit.pipeline.process_group()"
+        )
     return FaultStore(world.get_group_store())
 
 

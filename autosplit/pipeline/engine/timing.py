@@ -29,8 +29,8 @@ class SpanRecorder:
         self._computed, self._moves = [], []
 
     def run(self, actions: Sequence[Action], compute: Callable[[], T]) -> T:
-        """Run ``compute``, and record its start and end. If it runs several actions as one, each
-        gets an equal part of the time.
+        """Run ``compute``, and record its start and end. If ``compute`` runs several actions as
+        one, each gets an equal part of the time.
         """
         start = self._mark()
         result = compute()
@@ -65,7 +65,7 @@ class DeviceSpanRecorder(SpanRecorder):
 
     Within a step, a rank must not wait for the whole device. A receive that was posted ahead
     occupies the device until the peer sends, and the peer may wait for a message of this rank.
-    Waiting at each action would also cause gaps, and measure them.
+    Waiting at each action would also cause gaps, which the recorder would measure.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:

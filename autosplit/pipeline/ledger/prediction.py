@@ -52,8 +52,9 @@ class StageBytes:
 
     Attributes:
         memory: the memory between the calls, and of each call with the messages that it uses.
-        borrowed_outputs: positions of outputs without memory of their own. Their memory is saved by
-            the stage, or belongs to the batch, for as long as a message needs it.
+        borrowed_outputs: positions of outputs without memory of their own. Such an output shares
+            memory with the stage's saved tensors or with the batch, which lives as long as a
+            message needs it.
         fresh: maps the kind of a call to the bytes that the call saves if it creates gradients,
             instead of adding to existing ones.
     """

@@ -21,7 +21,7 @@ from autosplit.pipeline.schedule.schedule import BACKWARDS, SHARDING, Action, Ac
 
 
 def has_gathers(schedule: Schedule) -> bool:
-    """Whether the schedule lists an action that gathers, frees or reduces a stage."""
+    """Whether the schedule lists an UNSHARD, RESHARD or REDUCE_GRAD."""
     return any(action.kind in SHARDING for row in schedule.ranks for action in row)
 
 

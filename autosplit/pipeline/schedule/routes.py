@@ -102,7 +102,8 @@ class Wiring:
 
 
 class StageDataflow:
-    """Producers and consumers of every stage; without a wiring, a chain of unknown tensor counts.
+    """The stages from which each stage reads, and to which it sends. Without a wiring, the stages
+    are a chain, and the numbers of tensors are unknown.
 
     Args:
         stages: the number of stages.
@@ -174,14 +175,14 @@ class StageDataflow:
         return tuple(place for place, source in enumerate(stage_inputs) if takers[source] > 1)
 
     def from_batch(self, stages: Iterable[int]) -> frozenset[int] | None:
-        """Positions of the batch's inputs that these stages read; None for all."""
+        """Positions of the batch's inputs that these stages read; None for all inputs."""
         if self.wiring is None:
             return None if 0 in stages else frozenset()
         inputs = (source for stage in stages for source in self.wiring.inputs[stage])
         return frozenset(source.position for source in inputs if source.stage is None)
 
     def batch_places(self, stage: int, position: int) -> list[int]:
-        """The positions among a stage's arguments of one of the batch's inputs."""
+        """The positions, among the arguments of a stage, of the batch's input ``position``."""
         if self.wiring is None:
             return [] if stage else [position]
         sources = enumerate(self.wiring.inputs[stage])

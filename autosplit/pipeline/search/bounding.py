@@ -81,7 +81,7 @@ class OffloadWindow:
 def offload_windows(
     timeline: RankTimeline, rule: PlacementRule, overlap: int
 ) -> list[OffloadWindow]:
-    """One window for all activations of a rank that can move, placed by a rule.
+    """A window for each of a rank's residencies that can move, placed by a rule.
 
     Args:
         timeline: the rank's compute actions.
@@ -110,14 +110,14 @@ def necessary(
     windows: Sequence[OffloadWindow],
     size: Callable[[Residency], float] = attrgetter("size"),
 ) -> list[OffloadWindow]:
-    """The windows, and the waits for them, that a rank needs to keep its bound. Windows that it can
-    do without are dropped.
+    """The windows that a rank needs to keep its bound. Windows, and waits for departures, that the
+    rank can do without are dropped.
 
     Args:
         level: per slot, the memory that the rank holds without any window.
         bound: the most memory that the rank may hold.
         windows: candidates; an earlier candidate is dropped before a later one.
-        size: returns the memory that a window of a residency frees.
+        size: a function that returns the memory that a window of a residency frees.
     """
     remaining, needed = [*level], []
     for window in windows:

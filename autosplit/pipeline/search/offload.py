@@ -73,8 +73,8 @@ def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sche
 
 
 def _offload_for_free(schedule: Schedule, costs: Costs) -> Schedule:
-    """Bisect the smallest share of each rank's peak that can be kept by offloading without a longer
-    step.
+    """Offload as much as the step's length allows: bisect the smallest share of each rank's peak
+    that offloading can keep without a longer step.
     """
     longest = _FREE * costs.timeline(schedule).step_time
     peaks = peak_memory(schedule, costs.memory)

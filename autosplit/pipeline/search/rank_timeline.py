@@ -51,8 +51,8 @@ class RankTimeline:
         starts: per slot, the second at which it starts.
         reached: per slot, the second at which the rank reaches the slot and the moves before it;
             the slot may start later.
-        level: per slot, the most memory that the rank holds while the slot runs, and at the moves
-            before it.
+        level: per slot, the most memory that the rank holds during the slot and at the moves before
+            the slot.
         residencies: activations that can be moved or recomputed, in the order of their use.
     """
 

@@ -43,10 +43,10 @@ def search(
 ) -> Schedule:
     """Find the schedule with the shortest step; deterministic.
 
-    Candidates are every named schedule that the counts admit, in every form (fused, and with each
-    placement of its weight gradients), and list scheduling on their placements. So the result is
-    never worse than the best named schedule under the same cap, with the links and the wiring of
-    ``costs``.
+    Candidates are every named schedule that the counts admit, in every form: with full backwards,
+    and with each placement of its W. Further candidates come from list scheduling on the same
+    placements of stages. So the result is never worse than the best named schedule under the same
+    cap, with the links and the wiring of ``costs``.
 
     Args:
         costs: the costs of every stage, and how the trainer runs them.
@@ -60,8 +60,8 @@ def search(
         A schedule named ``"auto"``. Ranks wait for each other between steps.
 
     Raises:
-        ScheduleError: a bad count, a step of more than ``schedule.LARGEST`` actions, or no
-            schedule under the cap.
+        ScheduleError: a count is not an integer of at least 1, the step has more than
+            ``schedule.LARGEST`` actions, or no schedule was found under the cap.
     """
     ranks = len(costs.times) if ranks is None else ranks
     caps = caps_of(cap, ranks)

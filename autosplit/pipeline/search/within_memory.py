@@ -88,7 +88,7 @@ def search_within(
     Raises:
         LimitError: the limit is below the fixed memory, or no remedy keeps it; names the smallest
             limit for which a schedule was found.
-        ScheduleError: a bad count.
+        ScheduleError: a count is not an integer of at least 1.
     """
     count = ranks or len(costs.times)
     limits = caps_of(limit, count)

@@ -143,7 +143,7 @@ def _changes(
 
 
 def _moves(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[dict[int, Change]]:
-    """For each rank, maps the place of a move to the memory that it allocates and frees."""
+    """For each rank, maps the place of a move to the memory that the move allocates and frees."""
     changes: list[dict[int, Change]] = [{} for _ in schedule.ranks]
     for move in find_moves(schedule):
         size = sizes[move.stage].moved(deferred=move.deferred)

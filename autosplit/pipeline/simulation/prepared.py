@@ -18,7 +18,7 @@ from autosplit.pipeline.simulation.playing import recv_posting_order
 class PreparedSchedule:
     """A schedule, and the messages, receives and moves that follow from it.
 
-    Each part is computed on first use, because a simulation needs none.
+    Messages, receives and moves are computed on first use, because a simulation needs none of them.
 
     Attributes:
         schedule: a legal schedule.

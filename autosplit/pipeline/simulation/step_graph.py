@@ -215,7 +215,8 @@ class Lanes:
     """The transfers of a step's moves, as rows of added actions of its graph.
 
     Attributes:
-        rows: per rank, the numbers of its actions; then per lane, those of its transfers, in order.
+        rows: per rank, the numbers of its actions; then per lane, the numbers of its transfers, in
+            order.
         took: per transfer, seconds for which it occupies its lane.
         latency: per transfer, seconds from the end of that time to its arrival.
         ends: (rank, action, transfer) of every action at which a move leaves or reaches a rank.

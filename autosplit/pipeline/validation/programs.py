@@ -321,13 +321,15 @@ class _EngineRank(Host):
                 self.enqueue(message.send)
 
     def _reduce(self, text: str) -> None:
-        """Enqueue reductions of gradients; the first wait for them is at the end of the row."""
+        """Enqueue reductions of gradients. The rank first waits for the reductions at the end of
+        its row.
+        """
         name = f"gradients of rank {self._rank}"
         part = Part(name, text, (self._rank,))
         self._reductions.append(self.enqueue_operation(text, name, [part]))
 
     def _move(self, action: Action, over: Sequence[int]) -> int:
-        """Enqueue a move in its lane, whose own thread waits for the operations in ``over``."""
+        """Enqueue a move in its lane. The lane's thread waits for the operations in ``over``."""
         kind, mine = action.kind, self._rank
         parts: list[Part] = []
         if kind.is_shared:
