@@ -170,8 +170,8 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
     """The environment variables that torchrun would set.
 
     TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_USE_AGENT_STORE make ranks use the launcher's store.
-    TORCH_DIST_INIT_BARRIER ends ``init_process_group`` with a barrier: without it, a rank whose
-    function returns at once would close connections that other ranks are still making.
+    TORCH_DIST_INIT_BARRIER ends torch.distributed.init_process_group with a barrier. Without the
+    barrier, a rank whose function returns at once would close connections that other ranks make.
     """
     return {
         "RANK": str(rank),

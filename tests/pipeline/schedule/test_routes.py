@@ -106,7 +106,7 @@ def test_dataflow_of_a_wiring() -> None:
             "input 0 of stage 0 is output 0 of stage 0: expected a source",
         ),
         (((), (Source(0, 2),)), (2,), (), "output 2 of stage 0: there are 2 outputs"),
-        (((), (Source(-1, 0),)), (2,), (), "from stages before 1"),
+        (((), (Source(-1, 0),)), (2,), (), "in a stage before 1"),
         (((Source(None, -1),),), (), (), "the batch's input -1: there are 0 named inputs"),
         (((Source(None, 1),),), (), ("x",), "the batch's input 1: there are 1 named inputs"),
         (((Source(None, 1),),), (), ("x", "x"), "names must be different"),
