@@ -84,15 +84,15 @@ def _process(
     for rank in range(timeline.ranks):
         yield _metadata(process, "thread_name", rank, name=f"rank {rank}")
         yield _metadata(process, "thread_sort_index", rank, sort_index=rank)
-    moving = sorted({span.rank for span in timeline.spans if span.action.kind.is_move})
-    for rank in moving:  # moves overlap with the rank's computation
+    moving = sorted({span.rank for span in timeline.spans if not span.action.kind.is_compute})
+    for rank in moving:  # moves and collectives overlap with the rank's computation
         yield _metadata(
             process, "thread_name", timeline.ranks + rank, name=f"rank {rank}: transfers"
         )
         yield _metadata(process, "thread_sort_index", timeline.ranks + rank, sort_index=rank)
     origin = min((span.start for span in timeline.spans), default=0.0)
     for span in timeline.spans:
-        thread = span.rank + (timeline.ranks if span.action.kind.is_move else 0)
+        thread = span.rank + (0 if span.action.kind.is_compute else timeline.ranks)
         yield _slice(process, span, origin, thread)
     for maker, consumer in _transfers(timeline):
         yield from _arrow(process, next(arrow_ids), maker, consumer, origin)

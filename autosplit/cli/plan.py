@@ -17,8 +17,9 @@ from tabulate import tabulate
 
 from autosplit.compare.example import example_of, resized, samples_of
 from autosplit.errors import PlanError, ScheduleError
-from autosplit.mesh.costs import DataSheet, DeviceSpeed, data_sheet, measure_device
+from autosplit.mesh.costs import DataSheet, DeviceSpeed, Link, data_sheet, measure_device
 from autosplit.pipeline.builders.build import SCHEDULES, ScheduleRequest, unknown_schedule
+from autosplit.pipeline.simulation.collectives import ParameterRanks
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
@@ -98,8 +99,8 @@ def search_plans(
         microbatches: numbers of microbatches M to try; None: divisors of the batch near 1, 2 and 4
             per device.
         schedules: names of schedules to try; None: all.
-        memory: the memory of a rank, and links: ``cap``, ``optimizer_state`` and ``links`` of
-            ``solve``.
+        memory: the memory of a rank, and links: ``cap``, ``optimizer_state``, ``links`` and
+            ``copies`` of ``solve``.
 
     Raises:
         PlanError: M does not divide the batch, there are more stages than blocks, or no
@@ -254,6 +255,8 @@ _LATENCY = 1e-5  # seconds of a message between two devices
     type=click.FloatRange(min=0.0, min_open=True),
     help="Bandwidth between devices, in gigabytes per second and direction.",
 )
+@click.option("--replicas", type=click.IntRange(min=1), default=1, help="Copies of each stage.")
+@click.option("--shards", type=click.IntRange(min=1), default=1, help="Shards of each stage.")
 @click.option(
     "--seconds",
     default=20.0,
@@ -284,6 +287,8 @@ def plan(
     memory: str | int,
     limit: int | None,
     link: float | None,
+    replicas: int,
+    shards: int,
     estimated: bool,
     device: DataSheet | None,
     seconds: float,
@@ -309,6 +314,11 @@ def plan(
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     options = BlockOptions(split, device=None if speed else here)
     links = None if link is None else Transfer(_LATENCY, 1e9 * link)
+    copies = None
+    if replicas * shards > 1:
+        if links is None:
+            raise PlanError("--replicas and --shards need the speed of their link: give --link")
+        copies = ParameterRanks(Link(links.latency, links.bandwidth), replicas, shards)
     cap = math.inf if limit is None else limit
 
     @functools.cache
@@ -330,6 +340,7 @@ def plan(
             cap=cap,
             optimizer_state=optimizer_state,
             links=links,
+            copies=copies,
             **space,
         )
     best = configurations[0].outcome

@@ -19,6 +19,7 @@ from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_s
 from autosplit.pipeline.search.bounding import caps_of
 from autosplit.pipeline.search.search import forms, search
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory, peak_memory
+from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.pipeline.simulation.simulate import Costs, Timeline
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.grid import format_schedule
@@ -244,6 +245,17 @@ def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule
 @click.option("--bandwidth", type=float, help="Of a link, in gigabytes per second.")
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
 @click.option(
+    "--collectives",
+    default="0,0",
+    type=NUMBERS,
+    metavar="GATHER,REDUCTION[,...]",
+    help="Milliseconds to gather a stage's shards, and to reduce its gradients.",
+)
+@click.option("--buckets", default=1, type=click.IntRange(min=1), help="Parts of each of these.")
+@click.option(
+    "--regather", is_flag=True, help="Gather for each call, as reshard_after_forward=True."
+)
+@click.option(
     "--cap",
     default=math.inf,
     help="The most memory of a rank, in the unit of --memory.",
@@ -261,6 +273,9 @@ def simulate(
     latency: float,
     bandwidth: float | None,
     message: float | None,
+    collectives: tuple[float, ...],
+    buckets: int,
+    regather: bool,
     cap: float,
     schedule: str | None,
     output: pathlib.Path | None,
@@ -275,6 +290,12 @@ def simulate(
         [(f / 1e3, i / 1e3, w / 1e3) for f, i, w in _per_stage("times", times, 3, stages)],
         [StageMemory(*pair) for pair in _per_stage("memory", memory, 2, stages)],
         Transfer(latency / 1e3, rate, 1e6 * (message or 0.0)),
+        collectives=[
+            StageCollectives(gather / 1e3, reduction / 1e3, buckets, regather)
+            for gather, reduction in _per_stage("collectives", collectives, 2, stages)
+        ]
+        if any(collectives)
+        else (),
     )
     simulated = entries, refused = survey(costs, microbatches, chunks=chunks, cap=cap)
     shown = choose_schedule(simulated, schedule)

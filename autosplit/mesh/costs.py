@@ -198,14 +198,23 @@ def measure_collectives(
     group = _group(ranks)
     device = device_of_group(group)
     moved = measure_device(device, dtype).flops_per_second / balance(device)
+    link = measure_all_reduce(group)
+    mine = [moved * link.latency, moved / link.bandwidth / 2]
+    slowest = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return CollectiveCosts(*slowest.tolist())
+
+
+def measure_all_reduce(group: dist.ProcessGroup) -> Link:
+    """Measure the latency of all-reduces in a group, and the bytes that they reduce in a second.
+    All-gathers and reduce-scatters take half the time for each byte. Collective over the group.
+    """
+    device = device_of_group(group)
     small, large = (
         _best(partial(all_reduce_sum, torch.zeros(n, device=device), group), device)
         for n in (1, _LARGE // 4)
     )
-    mine = [moved * small, moved * max(large - small, 0.0) / (2 * _LARGE)]
-    slowest = torch.tensor(mine, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return CollectiveCosts(*slowest.tolist())
+    return Link(small, _LARGE / (large - small) if large > small else math.inf)
 
 
 def _group(ranks: object) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from autosplit.pipeline.search.recompute import recompute
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.pipeline.simulation.simulate import Costs, Span, Timeline, simulate
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.torch_csv import read_csv, write_csv
@@ -34,6 +35,7 @@ __all__ = [
     "RunOptions",
     "Schedule",
     "Span",
+    "StageCollectives",
     "StageMemory",
     "StageOptions",
     "Timeline",

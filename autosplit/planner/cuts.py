@@ -17,6 +17,7 @@ from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.preparation import prepare_schedule
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.collectives import ParameterRanks
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.costs import BlockCost, ModelCosts
@@ -77,6 +78,7 @@ def solve(
     cap: float | Sequence[float] = math.inf,
     optimizer_state: float = 2.0,
     links: Transfer | None = None,
+    copies: ParameterRanks | None = None,
     firsts: Sequence[int] | None = None,
     refine: bool = True,
 ) -> Solution:
@@ -93,6 +95,8 @@ def solve(
         optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
         links: latency and bandwidth between ranks; the bytes of messages follow from the cuts.
             None: transfers take no time.
+        copies: the ranks that have copies or shards of each stage; None: no other ranks. Shards do
+            not lower the predicted memory.
         firsts: the first block of every stage except the first, if the user chose the cuts; None:
             search.
         refine: False returns the best starting cuts.
@@ -102,7 +106,9 @@ def solve(
         CapError: no cuts fit under the cap; names the smallest cap under which some fit.
         ScheduleError: the schedule is unknown, or does not support these counts.
     """
-    search = _Search(costs, stages, request, cap, 2.0 + optimizer_state, links or Transfer())
+    search = _Search(
+        costs, stages, request, cap, 2.0 + optimizer_state, links or Transfer(), copies
+    )
     settled = None if firsts is None else [tuple(firsts)]
     starts = [*map(search.evaluate, settled or search.starts())]
     best = min(starts, key=search.key)
@@ -124,6 +130,7 @@ class _Search:
         cap: float | Sequence[float],
         factor: float,
         links: Transfer,
+        copies: ParameterRanks | None,
     ) -> None:
         self._blocks = len(costs.blocks)
         if not 1 <= stages <= self._blocks:
@@ -133,7 +140,7 @@ class _Search:
             )
         self._costs, self._count, self._request = costs, stages, request
         self._caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * stages
-        self._links = links
+        self._links, self._copies = links, copies
         # Bytes of parameters, gradients and optimizer state over bytes of parameters.
         self._factor = factor
         self._stage = functools.cache(costs.stage)
@@ -153,7 +160,12 @@ class _Search:
         sent = {at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)}
         links = replace(self._links, message_bytes=sent)
         costs = Costs(
-            seconds, [StageMemory(stage.saved, stage.deferred) for stage in stages], links
+            seconds,
+            [StageMemory(stage.saved, stage.deferred) for stage in stages],
+            links,
+            collectives=[self._copies.collectives(stage.parameters) for stage in stages]
+            if self._copies
+            else (),
         )
         timeline = costs.timeline(schedule)
         peaks = peak_memory(schedule, costs.memory)

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.mesh.costs import Link, measure_all_reduce
+from autosplit.pipeline.simulation.collectives import BUCKET_BYTES, StageCollectives
 from autosplit.ranks.groups import Groups
 from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.torch_internals.dtensor import (
@@ -39,7 +41,6 @@ did not take part.
 """
 
 PEERS = "the ranks that hold the same parameters"
-_BUCKET_BYTES = 25 * 2**20
 
 
 class LocalCopies(NamedTuple):
@@ -98,6 +99,11 @@ class GradientBucket:
         self._views: list[Tensor] = []
         self._flat = torch.empty(0)
         self._written: set[int] = set()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients."""
+        return sum(shape.numel() for shape in self._shapes) * self.members[0].dtype.itemsize
 
     @property
     def flag_bytes(self) -> int:
@@ -337,6 +343,27 @@ class GradientBuckets:
         names = tuple([frozenset(parts[number]) for number in order])
         return CompletionReport(names, complete) if names else None
 
+    def collectives(self) -> dict[int, StageCollectives]:
+        """Measure all-reduces, and return the reductions that the last W of each stage starts;
+        collective over the ranks that have copies.
+        """
+        links: dict[dist.ProcessGroup, Link] = {}
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for bucket, stages in zip(self.buckets, self._writers, strict=False):
+            group = bucket.members[0].process_group
+            if group is None:
+                continue
+            if group not in links:
+                with self._groups.as_lost_peer(PEERS):
+                    links[group] = measure_all_reduce(group)
+            took = links[group].latency + bucket.gradient_bytes / links[group].bandwidth
+            for stage in stages:
+                seconds[stage].append(took / len(stages))
+        return {
+            stage: StageCollectives(reduction=sum(parts), parts=len(parts))
+            for stage, parts in seconds.items()
+        }
+
     def begin(self) -> None:
         """Begin a step: drop the last step's buffers, and mark every stage's part of each bucket as
         incomplete.
@@ -367,11 +394,11 @@ class GradientBuckets:
 
 
 def _cut(members: Iterable[LocalCopies]) -> list[list[LocalCopies]]:
-    """Divide members of one dtype into parts of ``_BUCKET_BYTES`` or a little more."""
+    """Divide members of one dtype into parts of ``BUCKET_BYTES`` or a little more."""
     parts: list[list[LocalCopies]] = [[]]
     size = 0
     for member in members:
-        if size >= _BUCKET_BYTES:
+        if size >= BUCKET_BYTES:
             parts.append([])
             size = 0
         parts[-1].append(member)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
+from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.ranks.groups import Groups
 from autosplit.stage import Stage
 from autosplit.torch_internals.autograd import scale_together
@@ -151,6 +152,12 @@ class RankModel:
             if index in stages:
                 report = self.buckets.report_for(index, stages[index].module)
                 stages[index].report_completion(microbatch, report)
+
+    def collectives(self) -> dict[int, StageCollectives]:
+        """Measure the collectives over parameters and gradients of this rank's stages; collective
+        over all ranks.
+        """
+        return self.buckets.collectives() | self.sharded.collectives()
 
     def _last_weights(self, schedule: Schedule) -> dict[int, int]:
         """Map each stage to the microbatch of its last W (or B) in a step. Stages are in the order

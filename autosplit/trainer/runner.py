@@ -138,7 +138,7 @@ class Runner:
         self.limits = options.limits(len(schedule.ranks))
         self._tuner: Tuner | None = None
         if options.tunes:
-            self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, self.limits)
+            self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, model, self.limits)
         self.auditor = Auditor(groups, device) if options.run.audit else None
         self.schedule = schedule
         self._shares_tensors = groups.layout.tensor_ranks > 1
@@ -500,7 +500,11 @@ class Runner:
         """Use another schedule from the next step on; collective over all ranks."""
         _LOG.info("the schedule from the next step on: %r", schedule)
         self.schedule = self._orders.schedule = schedule
-        for plan in self._plans.of_training():
+        plans = self._plans.of_training()
+        if plans and self._groups.layout.shares > 1:
+            self._model.arrange_buckets(traced(plans[0].stages), schedule)
+            self._reporting = None
+        for plan in plans:
             if self._orders.lists is not None or len(plan.microbatches) == schedule.microbatches:
                 of_plan = self._orders.schedule_for(plan.microbatches)
                 compile_stages(plan.stages, of_plan)

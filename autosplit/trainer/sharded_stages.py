@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
+from autosplit.mesh.costs import Link, measure_all_reduce
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
 from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.schedule import SHARDING, Action, ActionKind, Schedule
+from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.ranks.groups import Groups
 from autosplit.sharded import GatherOrder, ShardedModule
 from autosplit.torch_internals.distributed import fsdp_part
@@ -32,6 +34,8 @@ from autosplit.trainer.gradient_buckets import Wait
 from autosplit.trainer.replicated_parameters import broadcast_from
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from autosplit.torch_internals.fsdp import ParameterGroup
 
 _SHARD_PEERS = "the ranks that have the other shards of its parameters"
@@ -98,6 +102,7 @@ class ShardedStages:
         if groups.layout.shards > 1:
             shard = EXPERT_SHARD if groups.layout.experts else SHARD
             _check_all_sharded(modules, {*self.gathered_shardings, *whole}, shard)
+        self._shard_group: dist.ProcessGroup | None = None
         self._restore = contextlib.ExitStack()
         indices = groups.everybody.gather([*self._stages])
         self.indices = frozenset(itertools.chain.from_iterable(indices))
@@ -117,6 +122,7 @@ class ShardedStages:
             experts: self._groups.new_group_of_sets(layout.shard_groups(experts=experts))
             for experts in ((False, True) if layout.experts else (False,))
         }
+        self._shard_group = shard_groups[False]
         first, replicas = self._groups.root_and_group(layout.copies)
         for group in [group for stage in self._stages.values() for group in stage.groups]:
             experts = _has_experts(group)
@@ -269,6 +275,22 @@ class ShardedStages:
                 unreduced.pop(index, None)
         return levels
 
+    def collectives(self) -> dict[int, StageCollectives]:
+        """Measure all-reduces, and return the collectives of each stage; collective."""
+        if self._shard_group is None:
+            return {}
+        with self._groups.as_lost_peer(_SHARD_PEERS):
+            link = measure_all_reduce(self._shard_group)
+        return {
+            index: StageCollectives(
+                _seconds(link, [group.gathered_bytes for group in stage.groups]),
+                _seconds(link, [group.unreduced_bytes for group in stage.groups]),
+                len(stage.groups),
+                any(group.reshards_after_forward for group in stage.groups),
+            )
+            for index, stage in self._stages.items()
+        }
+
     def refuse_factory(self, factory: object) -> None:
         """Refuse the user's own stage factory if a stage of this rank is sharded.
 
@@ -299,6 +321,11 @@ class ShardedStages:
         """Drop accumulated gradients that were not reduced."""
         for stage in self._stages.values():
             stage.forget([*map(id, self.parameters)])
+
+
+def _seconds(link: Link, sizes: Sequence[int]) -> float:
+    """Seconds of an all-gather or a reduce-scatter of each size."""
+    return len(sizes) * link.latency + sum(sizes) / link.bandwidth / 2
 
 
 def _has_experts(group: ParameterGroup) -> bool:

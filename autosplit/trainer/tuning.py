@@ -21,12 +21,14 @@ from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.pipeline.simulation.simulate import Costs, Span, median_durations
 from autosplit.pipeline.simulation.size_costs import Terms, fit_terms
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.ranks.groups import Groups
 from autosplit.text.progress import working
 from autosplit.trainer.rank_memory import RankMemory
+from autosplit.trainer.rank_model import RankModel
 
 MEASURED = 2
 """The number of measured steps, after a first step that builds the stages."""
@@ -64,6 +66,7 @@ class Tuner:
         groups: the trainer's process groups.
         dataflow: the dataflow between stages.
         memory: the memory of this rank.
+        model: this rank's modules, whose collectives are measured.
         limits: the most bytes that each rank may hold; empty: no limit.
 
     Attributes:
@@ -80,10 +83,11 @@ class Tuner:
         groups: Groups,
         dataflow: StageDataflow,
         memory: RankMemory,
+        model: RankModel,
         limits: Sequence[int],
     ) -> None:
         self._schedule = self._running = schedule
-        self._groups, self._dataflow = groups, dataflow
+        self._groups, self._dataflow, self._model = groups, dataflow, model
         self._memory, self._limits = memory, limits
         self._steps: list[list[Span]] = []
         self._points = defaultdict[tuple[int, ActionKind], list[tuple[float, float]]](list)
@@ -245,15 +249,18 @@ class Tuner:
             median_durations(self._steps[1:]),
             {index: stage_memory(stage) for index, stage in stages.items()},
             {key: fit_terms(points) for key, points in self._points.items()},
+            self._model.collectives() if self._steps else {},
         )
         seconds: dict[tuple[int, ActionKind], float] = {}
         kept: dict[int, StageMemory] = {}
-        for times, memory, terms in self._groups.everybody.gather(measured):
+        collectives: dict[int, StageCollectives] = {}
+        for times, memory, terms, parts in self._groups.everybody.gather(measured):
             # The slowest replica counts, because the others wait for it.
             slowest = [key for key, time in times.items() if time >= seconds.get(key, 0.0)]
             seconds |= {key: times[key] for key in slowest}
             self.terms |= {key: terms[key] for key in slowest}
             kept |= memory
+            collectives |= parts
         indices = range(self._schedule.stages)
         usual = usual_times(self._schedule.stages)
         return Costs(
@@ -261,6 +268,9 @@ class Tuner:
             [kept[stage] for stage in indices],
             links,
             wiring=self._dataflow.wiring,
+            collectives=[collectives.get(stage, StageCollectives()) for stage in indices]
+            if collectives
+            else (),
         )
 
 

@@ -111,6 +111,13 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     assert slow["1f1b", "fused"]["makespan"] > plain["1f1b", "fused"]["makespan"] + 5
     narrow = simulated(tmp_path, "--bandwidth 1 --message 1")  # one millisecond
     assert narrow["gpipe", "fused"]["makespan"] == pytest.approx(slow["gpipe", "fused"]["makespan"])
+    step = plain["gpipe", "fused"]["makespan"]
+    reduced = simulated(tmp_path, "--collectives 0,20 --buckets 2")
+    assert reduced["gpipe", "fused"]["makespan"] == pytest.approx(step + 10)
+    sharded = simulated(tmp_path, "--collectives 4,20 --buckets 2")
+    assert sharded["gpipe", "fused"]["makespan"] == pytest.approx(step + 4 + 20)
+    again = simulated(tmp_path, "--collectives 40,20 --buckets 4 --regather")
+    assert again["gpipe", "fused"]["makespan"] > 15 * 40 + 20  # two blocks stay at the turn
     deeper = simulated(tmp_path, "--chunks 4")
     assert deeper["interleaved", "fused"]["makespan"] < plain["interleaved", "fused"]["makespan"]
     uneven = simulated(tmp_path, "--memory 1,1,1,1,1,1,9,9")

@@ -10,7 +10,9 @@ import pytest
 
 from autosplit.cli.plan import Configuration, search_plans, search_table
 from autosplit.errors import PlanError
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.simulation.collectives import ParameterRanks
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.cuts import CapError, Solution
@@ -64,6 +66,16 @@ def test_of_steps_that_are_about_as_long_the_one_that_holds_least_is_best() -> N
 
     full, light, late = like(1.0, 1.0), like(1.004, 0.5), like(1.02, 0.1)
     assert sorted([full, late, light], key=lambda item: item.key) == [light, full, late]
+
+
+def test_gradients_of_replicas_take_time() -> None:
+    space: dict[str, Any] = {"microbatches": [8], "schedules": ["1f1b"]}
+    alone, replicated = (
+        plan_of(search_plans(costs_of, 4, 32, **space, copies=copies)[0])
+        for copies in (None, ParameterRanks(Link(0.0, 8.0), replicas=2))
+    )
+    # Each stage has four blocks.
+    assert replicated.step == pytest.approx(alone.step + 4 * 8.0 / 8.0)
 
 
 def test_a_cap_makes_others_win() -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autosplit.trainer import tuning
 from tests.kept_ranks import ranks
 from tests.mesh.workers import (
     REFERENCE,
@@ -159,10 +160,17 @@ def test_replicas_agree_on_schedules_memory_and_timelines() -> None:
     """One schedule, other shapes of batches, the memory of a pipeline, and a timeline."""
     mesh = mesh_of(**MESH)
     local = own_share(mesh)
-    with trainer(mesh, schedule="auto", **REFERENCE) as engine:
+    searched = mock.Mock(wraps=tuning.search)
+    with (
+        mock.patch.object(tuning, "search", searched),
+        trainer(mesh, schedule="auto", **REFERENCE) as engine,
+    ):
         for _ in range(4):
             engine.step(local)
         first, *remaining = everywhere(engine.schedule.ranks)
+    collectives = searched.call_args.args[0].collectives
+    assert [(part.gather, part.reduction > 0.0) for part in collectives] == [(0.0, True)] * 2
+    assert everywhere(collectives) == [collectives] * 4
     assert remaining == [first] * 3
     with trainer(mesh, record="memory", **REFERENCE) as engine:
         engine.step(local)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from autosplit.pipeline.schedule.schedule import ActionKind
+from autosplit.trainer import tuning
 from benchmarks.mesh.gathers import GatheredBytes
 from tests.kept_ranks import ranks
 from tests.mesh.workers import (
@@ -137,6 +138,20 @@ def test_a_step_is_that_of_one_process(
         row = engine.schedule.ranks[engine.rank]
         calls = sum(a.kind is not PARAMETERS_UNREAD[a.stage > 0] for a in row)
     assert counted["DefaultAllGather"] == groups + 2 * calls
+
+
+@ranks(4)
+def test_the_search_knows_the_measured_collectives() -> None:
+    mesh, searched = mesh_of(**MESH), mock.Mock(wraps=tuning.search)
+    with (
+        mock.patch.object(tuning, "search", searched),
+        trainer(mesh, sharded(mesh, **FREED), schedule="auto") as engine,
+    ):
+        for _ in range(tuning.MEASURED + 2):
+            engine.step(share_of(mesh))
+    for part in searched.call_args.args[0].collectives:
+        assert min(part.gather, part.reduction) > 0.0
+        assert (part.parts, part.regathers) == (2, True)
 
 
 @ranks(4)

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import cast
 
 from autosplit.errors import ScheduleError
@@ -210,11 +211,35 @@ def placed(
             triples = per_stage(times, unfilled.stages)
             greedy = (placer.fill(triples, patience=patience) for patience in _PATIENCE)
             best = min((best, *greedy), key=lambda numbers: placer.step(numbers, triples))
-        rows = placer.rows(best)
+        rows = tuple(map(complete_by_stage, placer.rows(best)))
     elif weights == "2bp" and template.weights_in_cooldown is not None:
         pairs = zip(rows, template.weights_in_cooldown, strict=True)
         rows = tuple(_paper_order(_inputs_only(row), count) for row, count in pairs)
     return with_rows(name, template, rows)
+
+
+def complete_by_stage(row: Row, order: Sequence[int] = ()) -> Row:
+    """Return a row whose Ws at the end run stage by stage, so that stages are complete early.
+
+    No rank waits for a W. One stage after another, in the order in which they were complete before,
+    none is complete later, whatever Ws take; reductions of its gradients start no later.
+
+    Args:
+        row: a rank's row.
+        order: the stages of these Ws in another order; empty: in the order of their last Ws.
+    """
+    rest = [*reversed([*dropwhile(is_weight, reversed(row))])]
+    weights = row[len(rest) :]
+    last = {action.stage: place for place, action in enumerate(weights)}
+    places = {
+        stage: place for place, stage in enumerate(order or sorted(last, key=last.__getitem__))
+    }
+    return (*rest, *sorted(weights, key=lambda action: places[action.stage]))
+
+
+def is_weight(action: Action) -> bool:
+    """Whether an action is a W."""
+    return action.kind is ActionKind.BACKWARD_WEIGHT
 
 
 def _inputs_only(row: Sequence[Action]) -> Row:

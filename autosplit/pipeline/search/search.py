@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.builders.placement import StageTimes
+from autosplit.pipeline.builders.placement import StageTimes, complete_by_stage, is_weight
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import (
     Action,
@@ -68,6 +69,7 @@ def search(
     candidates = named_schedules(costs.times, microbatches, ranks, placement)
     placements = dict.fromkeys(schedule.placement for schedule in candidates)
     candidates += constructed(costs, microbatches, placements, caps)
+    candidates += [*reduced_early(candidates, costs)]
     peaks = [peak_memory(schedule, costs.memory) for schedule in candidates]
     fitting = [
         schedule
@@ -169,6 +171,41 @@ def constructed(
         # from the one before, the order may be too free.
         if schedule is not None and not replay(schedule).waits:
             yield schedule
+
+
+def reduced_early(schedules: Iterable[Schedule], costs: Costs) -> Iterator[Schedule]:
+    """Yield schedules with another order of the Ws at the end of rows, which hides reductions best.
+
+    Each rank computes the Ws of one stage after another, and reduces a stage's gradients beside the
+    next stages' Ws: a flow shop of two machines, whose shortest order is that of S. M. Johnson
+    (1954).
+
+    Args:
+        schedules: the schedules; those in whose rows nothing changes are left out.
+        costs: the costs of every stage.
+    """
+    if not any(stage.reduction for stage in costs.collectives):
+        return
+    for schedule in schedules:
+        ranks = tuple(complete_by_stage(row, _shortest_order(row, costs)) for row in schedule.ranks)
+        if ranks != schedule.ranks:
+            yield replace(schedule, ranks=ranks)
+
+
+def _shortest_order(row: Sequence[Action], costs: Costs) -> list[int]:
+    """Return the stages that have Ws at the end of a row, those with longer reductions than Ws
+    first by their Ws, then the others by their reductions, the longest first.
+    """
+    weights: dict[int, float] = defaultdict(float)
+    for action in itertools.takewhile(is_weight, reversed(row)):
+        weights[action.stage] += costs.seconds(action)
+
+    def place(stage: int) -> tuple[bool, float]:
+        reduction = costs.collectives[stage].reduction
+        is_hidden = weights[stage] > reduction
+        return is_hidden, -reduction if is_hidden else weights[stage]
+
+    return sorted(weights, key=place)
 
 
 class _Construction:

@@ -20,7 +20,7 @@ from .balance import balanced
 from .bounding import MemoryRemedy, caps_of
 from .offload import offloaded
 from .recompute import recomputed
-from .search import constructed, named_schedules
+from .search import constructed, named_schedules, reduced_early
 
 REMEDIES: Mapping[str, MemoryRemedy] = {
     "balance": balanced,
@@ -141,6 +141,7 @@ class _LimitSearch:
         placements = dict.fromkeys(schedule.placement for schedule in named)
         for most in ([math.inf] * ranks, [max(cap, 1.0) for cap in caps]):
             named += constructed(costs, microbatches, placements, most)
+        named += [*reduced_early(named, costs)]
         in_order = [schedule for schedule in named if adds_in_order(schedule)] or named
         plain = {schedule.ranks: schedule for schedule in in_order}.values()
         self._bases = sorted(plain, key=self._step)

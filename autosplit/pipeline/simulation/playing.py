@@ -82,7 +82,7 @@ def play(
                     else:
                         free = links.get(link, 0.0)
                         links[link] = free = (free if free > now else now) + took
-                        ready[number] = free + latency
+                        ready[number] = max(0.0, free + latency)
                     if blocked[number]:
                         movable.append(takers[number])
                         blocked[number] = False

@@ -13,6 +13,7 @@ from autosplit.pipeline.schedule.routes import StageDataflow, Wiring
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 
 from .activation_memory import StageMemory
+from .collectives import StageCollectives, add_collectives, with_collectives
 from .playing import play, rows_of, waits_of
 from .step_graph import StepGraph, Transfer, add_lanes
 
@@ -134,6 +135,7 @@ def simulate(
     transfer: Transfer | float = 0.0,
     wiring: Wiring | None = None,
     memory: Sequence[StageMemory] | None = None,
+    collectives: Sequence[StageCollectives] = (),
 ) -> Timeline:
     """Discrete-event simulation of one step.
 
@@ -151,10 +153,13 @@ def simulate(
             one message for each stage that reads a result.
         memory: per stage, the memory of a microbatch, which moves transfer. Required if the links
             of moves have a bandwidth.
+        collectives: per stage, the collectives over its parameters; empty: they take no time. Their
+            actions are added to the schedule unless it has some.
 
     Returns:
         The timeline, from time 0, with spans sorted by start, then rank. The span of a move is the
-        time of its transfer, on the rank whose row has the move.
+        time of its transfer, on the rank whose row has the move. The spans of UNSHARD and
+        REDUCE_GRAD are the times of their collectives.
 
     Raises:
         ScheduleError: the schedule deadlocks, a duration or the bytes of a message are missing, a
@@ -169,9 +174,12 @@ def simulate(
             f"{wiring.stage_count}: pass the wiring of the same stages"
         )
     dataflow = None if wiring is None else StageDataflow(schedule.stages, wiring)
+    schedule = with_collectives(schedule, collectives)
     graph, rows = StepGraph(schedule, dataflow=dataflow, transfer=transfer), rows_of(schedule)
     seconds = [_seconds(action, duration) for action in graph.actions]
     lanes = add_lanes(graph, schedule, rows, seconds, transfer, memory)
+    if collectives:
+        add_collectives(graph, rows, seconds, lanes, collectives)
     _check_seconds(graph.actions, seconds)
     run = play(graph, lanes.rows, seconds)
     waits = waits_of(graph, lanes.rows, run, len(rows))
@@ -221,21 +229,29 @@ class Costs:
         memory: per stage, the memory of a microbatch.
         transfer: the links between ranks.
         wiring: the dataflow; None: a chain.
+        collectives: per stage, the collectives over its parameters; empty: they take no time.
 
     Raises:
-        ScheduleError: no stage; or times, memory and wiring have different numbers of stages.
+        ScheduleError: no stage; or times, memory, wiring and collectives have different numbers of
+            stages.
     """
 
     times: Sequence[tuple[float, float, float]]
     memory: Sequence[StageMemory]
     transfer: Transfer = field(default_factory=Transfer)
     wiring: Wiring | None = None
+    collectives: Sequence[StageCollectives] = ()
 
     def __post_init__(self) -> None:
         if not self.times or len(self.times) != len(self.memory):
             raise ScheduleError(
                 f"Costs needs one entry of times and of memory for each stage; got "
                 f"{len(self.times)} times and {len(self.memory)} memories"
+            )
+        if len(self.collectives) not in (0, len(self.times)):
+            raise ScheduleError(
+                f"Costs needs one entry of collectives for each of {len(self.times)} stages, or "
+                f"none; got {len(self.collectives)}"
             )
         if self.wiring is not None and self.wiring.stage_count != len(self.times):
             raise ScheduleError(
@@ -269,6 +285,16 @@ class Costs:
                 for m in self.memory
                 for _ in range(chunks)
             ],
+            collectives=[
+                replace(
+                    c,
+                    gather=c.gather / chunks,
+                    reduction=c.reduction / chunks,
+                    parts=max(1, c.parts // chunks),
+                )
+                for c in self.collectives
+                for _ in range(chunks)
+            ],
         )
 
     def seconds(self, action: Action) -> float:
@@ -293,4 +319,5 @@ class Costs:
             transfer=self.transfer,
             wiring=self.wiring,
             memory=self.memory,
+            collectives=self.collectives,
         )

@@ -141,6 +141,8 @@ class StepGraph:
         self.takers: list[int] = []
         self.makers: list[int] = []
         self._of_result: dict[Action, list[int]] = defaultdict(list)
+        self._waits: dict[tuple[int, int, float], int] = {}
+        """The wait for an action, by the action, the row that waits, and the latency."""
         self.needs = [
             tuple(
                 [
@@ -165,6 +167,24 @@ class StepGraph:
         self.needs.append(())
         self.makes.append(())
         return number
+
+    def add_wait(self, maker: int, taker: int, latency: float = 0.0) -> None:
+        """Let ``taker`` wait for the end of ``maker``, and ``latency`` seconds after that; or until
+        that many seconds before it, if negative.
+        """
+        existing = self._waits.get((maker, self.ranks[taker], latency))
+        if existing is not None:
+            self.needs[taker] += (existing,)
+            return
+        number = len(self.stage_messages)
+        self._waits[maker, self.ranks[taker], latency] = number
+        self.stage_messages.append(StageMessage(self.actions[maker], self.actions[taker].stage))
+        self.takers.append(self.ranks[taker])
+        self.makers.append(maker)
+        self.needs[taker] += (number,)
+        # A link of its own, so that this latency delays no other message.
+        link = (-1 - number, -1 - number) if latency else None
+        self.makes[maker] += (Message(number, link, 0.0, latency),)
 
     def _number(self, result: Action, stage: int, rank: int) -> int:
         """The number of the message that carries a result to a stage on a rank; a new number if no
@@ -302,8 +322,6 @@ class _Builder:
         """The transfers of each lane, each with the place of the move that starts it."""
         self._transfers: dict[tuple[int, int], int] = {}
         """The transfer of a move, by rank and place."""
-        self._waits: dict[tuple[int, int, float], int] = {}
-        """The wait for an action, by the action, the row that waits, and the latency."""
 
     def add_move(self, move: ActivationMove, took: tuple[float, float]) -> None:
         """Add the two transfers of a move, with the actions that start and await them.
@@ -323,11 +341,11 @@ class _Builder:
             ends += [(partner, move.accepted), (partner, move.returned)]
         for (rank, place), transfer in zip(ends, (outward, homeward) * 2, strict=False):
             number = rows[rank][place]
-            self._edge(number, transfer)
+            self._graph.add_wait(number, transfer)
             self.lanes.ends.append((rank, self._graph.actions[number], transfer))
             self._transfers[rank, place] = transfer
-        self._edge(outward, homeward, took[1])
-        self._edge(homeward, rows[owner][move.used], took[1])
+        self._graph.add_wait(outward, homeward, took[1])
+        self._graph.add_wait(homeward, rows[owner][move.used], took[1])
 
     def order_lanes(self, schedule: Schedule) -> None:
         """Order the lanes, and add the waits for departures."""
@@ -345,7 +363,7 @@ class _Builder:
                         continue
                     if (self._graph.ranks[waiting], departure) not in waited:
                         waited.add((self._graph.ranks[waiting], departure))
-                        self._edge(departure, waiting)
+                        self._graph.add_wait(departure, waiting)
 
     def _transfer(
         self,
@@ -360,20 +378,3 @@ class _Builder:
         queue.append((place, number))
         self.lanes.took[number], self.lanes.latency[number] = took
         return number
-
-    def _edge(self, maker: int, taker: int, latency: float = 0.0) -> None:
-        """Make ``taker`` wait until ``latency`` seconds after the end of ``maker``."""
-        graph = self._graph
-        existing = self._waits.get((maker, graph.ranks[taker], latency))
-        if existing is not None:
-            graph.needs[taker] += (existing,)
-            return
-        number = len(graph.stage_messages)
-        self._waits[maker, graph.ranks[taker], latency] = number
-        graph.stage_messages.append(StageMessage(graph.actions[maker], graph.actions[taker].stage))
-        graph.takers.append(graph.ranks[taker])
-        graph.makers.append(maker)
-        graph.needs[taker] += (number,)
-        # A link of its own, so that this latency delays no other message.
-        link = (-1 - number, -1 - number) if latency else None
-        graph.makes[maker] += (Message(number, link, 0.0, latency),)
