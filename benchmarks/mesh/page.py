@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import beside, buckets, collectives, experts, gathers, reductions
+from . import beside, buckets, collectives, experts, gathers, last_weights, reductions
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -85,6 +85,15 @@ PARTS: dict[str, Part[Settings]] = {
         "with one sample a microbatch, over the bytes of the gradients; activations are in it.",
         lambda settings: reductions.measure_bytes(),
         reductions.render_bytes,
+    ),
+    "last_weights": Part(
+        "The order of the last Ws",
+        f"Simulated steps of {last_weights.STAGES} stages on {last_weights.RANKS} ranks and "
+        f"{last_weights.MICROBATCHES} microbatches, with F = I = W = 1 and two buckets a stage: by "
+        "how much reductions make a step longer, in times of a W. Before Ws at the end of a row "
+        "ran stage by stage they were mixed; by costs is the order that schedule='auto' takes.",
+        lambda settings: last_weights.measure(),
+        last_weights.render,
     ),
     "gathers": Part(
         "Gathered parameters",
