@@ -26,6 +26,10 @@ class Link(NamedTuple):
     latency: float = 0.0
     bandwidth: float = math.inf
 
+    def seconds(self, *sizes: float) -> float:
+        """Seconds of messages of these bytes, one after another."""
+        return len(sizes) * self.latency + sum(sizes) / self.bandwidth
+
 
 _SIDE = 1024  # of the matrices that are multiplied
 _COPIED = 2**26  # bytes: more than caches hold

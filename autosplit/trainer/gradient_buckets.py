@@ -356,9 +356,8 @@ class GradientBuckets:
             if group not in links:
                 with self._groups.as_lost_peer(PEERS):
                     links[group] = measure_all_reduce(group)
-            took = links[group].latency + bucket.gradient_bytes / links[group].bandwidth
             for stage in stages:
-                seconds[stage].append(took / len(stages))
+                seconds[stage].append(links[group].seconds(bucket.gradient_bytes) / len(stages))
         return {
             stage: StageCollectives(reduction=sum(parts), parts=len(parts))
             for stage, parts in seconds.items()

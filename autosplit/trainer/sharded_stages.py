@@ -280,11 +280,12 @@ class ShardedStages:
         if self._shard_group is None:
             return {}
         with self._groups.as_lost_peer(_SHARD_PEERS):
-            link = measure_all_reduce(self._shard_group)
+            latency, bandwidth = measure_all_reduce(self._shard_group)
+        link = Link(latency, 2 * bandwidth)
         return {
             index: StageCollectives(
-                _seconds(link, [group.gathered_bytes for group in stage.groups]),
-                _seconds(link, [group.unreduced_bytes for group in stage.groups]),
+                link.seconds(*[group.gathered_bytes for group in stage.groups]),
+                link.seconds(*[group.unreduced_bytes for group in stage.groups]),
                 len(stage.groups),
                 any(group.reshards_after_forward for group in stage.groups),
             )
@@ -321,11 +322,6 @@ class ShardedStages:
         """Drop accumulated gradients that were not reduced."""
         for stage in self._stages.values():
             stage.forget([*map(id, self.parameters)])
-
-
-def _seconds(link: Link, sizes: Sequence[int]) -> float:
-    """Seconds of an all-gather or a reduce-scatter of each size."""
-    return len(sizes) * link.latency + sum(sizes) / link.bandwidth / 2
 
 
 def _has_experts(group: ParameterGroup) -> bool:

@@ -97,7 +97,7 @@ def _rank(steps: int) -> Rows:
     _products = KnownProducts(PRODUCT / (2 * ROWS * WIDTH**2))
     with (
         mock.patch.object(dist, "all_reduce", reductions.start),
-        mock.patch.object(gradient_buckets, "_BUCKET_BYTES", 4 * WIDTH**2),
+        mock.patch.object(gradient_buckets, "BUCKET_BYTES", 4 * WIDTH**2),
     ):
         for schedule in SCHEDULES:
             with _trainer(mesh, schedule) as behind, _trainer(mesh, schedule) as after:

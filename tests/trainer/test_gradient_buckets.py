@@ -93,7 +93,7 @@ def wide(index: int) -> nn.Module:
 @ranks(2)
 def test_a_step_has_one_buffer_for_each_bucket_in_the_order_in_which_w_ends() -> None:
     """The stage that is last in the pipeline ends first, and in it its last layer."""
-    gradient_buckets._BUCKET_BYTES, default = WIDTH * 2**15, gradient_buckets._BUCKET_BYTES
+    gradient_buckets.BUCKET_BYTES, default = WIDTH * 2**15, gradient_buckets.BUCKET_BYTES
     try:
         with replicas(wide) as engine:
             engine.forward_backward(share(dist.get_rank()))
@@ -109,7 +109,7 @@ def test_a_step_has_one_buffer_for_each_bucket_in_the_order_in_which_w_ends() ->
                 for parameter in names  # type: ignore
             }
     finally:
-        gradient_buckets._BUCKET_BYTES = default
+        gradient_buckets.BUCKET_BYTES = default
     assert [[names[parameter] for parameter in part] for part in order] == [
         ["1.2.weight"],
         ["1.2.bias", "1.0.weight"],
@@ -136,7 +136,7 @@ def test_reductions_start_in_the_last_w_that_adds_to_their_bucket(accumulation: 
         log.append(f"{stage.index}W{microbatches[-1]}")
 
     with (
-        mock.patch.object(gradient_buckets, "_BUCKET_BYTES", WIDTH * 2**15),
+        mock.patch.object(gradient_buckets, "BUCKET_BYTES", WIDTH * 2**15),
         mock.patch.object(gradient_buckets.GradientBucket, "start", logged_start),
         mock.patch.object(Stage, "backward_weight", logged_weight),
         replicas(wide, accumulation=accumulation) as engine,
@@ -155,7 +155,7 @@ def test_a_failure_after_the_first_reductions_ends_all_ranks_with_the_cause() ->
         if len(calls) == M and dist.get_rank() == 1:
             raise ValueError("bad weather")
 
-    with mock.patch.object(gradient_buckets, "_BUCKET_BYTES", WIDTH * 2**15):
+    with mock.patch.object(gradient_buckets, "BUCKET_BYTES", WIDTH * 2**15):
         engine = replicas(wide)
         try:
             engine.modules[0][0].weight.register_hook(hook)

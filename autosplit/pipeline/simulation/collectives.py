@@ -171,8 +171,8 @@ class _RankCollectives:
             self._graph.add_wait(first, reader)
             missing -= 1
         if missing:
-            others = self._add(gather, missing * block, previous)
-            self._graph.add_wait(others, reader, compute - self._seconds[reader])
+            later = self._add(gather, missing * block, previous)
+            self._graph.add_wait(later, reader, compute - self._seconds[reader])
 
     def _blocks_that_stayed(self, reader: Action) -> int:
         """Return how many blocks that a call begins with are the last that were read before."""
