@@ -26,7 +26,7 @@ class Link(NamedTuple):
     latency: float = 0.0
     bandwidth: float = math.inf
 
-    def seconds(self, *sizes: float) -> float:
+    def duration(self, *sizes: float) -> float:
         """Seconds of messages of these bytes, one after another."""
         return len(sizes) * self.latency + sum(sizes) / self.bandwidth
 

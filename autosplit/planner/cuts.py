@@ -163,7 +163,7 @@ class _Search:
             seconds,
             [StageMemory(stage.saved, stage.deferred) for stage in stages],
             links,
-            collectives=[self._copies.collectives(stage.parameters) for stage in stages]
+            collectives=[self._copies.of_stage(stage.parameters) for stage in stages]
             if self._copies
             else (),
         )

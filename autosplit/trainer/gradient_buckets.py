@@ -343,7 +343,7 @@ class GradientBuckets:
         names = tuple([frozenset(parts[number]) for number in order])
         return CompletionReport(names, complete) if names else None
 
-    def collectives(self) -> dict[int, StageCollectives]:
+    def measure_reductions(self) -> dict[int, StageCollectives]:
         """Measure all-reduces, and return the reductions that the last W of each stage starts;
         collective over the ranks that have copies.
         """
@@ -357,7 +357,7 @@ class GradientBuckets:
                 with self._groups.as_lost_peer(PEERS):
                     links[group] = measure_all_reduce(group)
             for stage in stages:
-                seconds[stage].append(links[group].seconds(bucket.gradient_bytes) / len(stages))
+                seconds[stage].append(links[group].duration(bucket.gradient_bytes) / len(stages))
         return {
             stage: StageCollectives(reduction=sum(parts), parts=len(parts))
             for stage, parts in seconds.items()

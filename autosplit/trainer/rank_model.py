@@ -157,7 +157,7 @@ class RankModel:
         """Measure the collectives over parameters and gradients of this rank's stages; collective
         over all ranks.
         """
-        return self.buckets.collectives() | self.sharded.collectives()
+        return self.buckets.measure_reductions() | self.sharded.measure_gathers()
 
     def _last_weights(self, schedule: Schedule) -> dict[int, int]:
         """Map each stage to the microbatch of its last W (or B) in a step. Stages are in the order
@@ -321,7 +321,7 @@ class RankModel:
             parameter.grad = None
         self.buckets.begin()
         try:
-            self.sharded.begin()
+            self.sharded.gather_first()
             yield
             for wait in [wait for start in self._reductions for wait in start()]:
                 wait()

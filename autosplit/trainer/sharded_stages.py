@@ -150,7 +150,7 @@ class ShardedStages:
         """Whether a stage of this rank is sharded."""
         return stage in self._stages
 
-    def begin(self) -> None:
+    def gather_first(self) -> None:
         """Start the all-gathers of a step's first blocks, if they are known from the last step."""
         for stage in self._stages.values():
             if stage.gathering is not None:
@@ -275,7 +275,7 @@ class ShardedStages:
                 unreduced.pop(index, None)
         return levels
 
-    def collectives(self) -> dict[int, StageCollectives]:
+    def measure_gathers(self) -> dict[int, StageCollectives]:
         """Measure all-reduces, and return the collectives of each stage; collective."""
         if self._shard_group is None:
             return {}
@@ -284,8 +284,8 @@ class ShardedStages:
         link = Link(latency, 2 * bandwidth)
         return {
             index: StageCollectives(
-                link.seconds(*[group.gathered_bytes for group in stage.groups]),
-                link.seconds(*[group.unreduced_bytes for group in stage.groups]),
+                link.duration(*[group.gathered_bytes for group in stage.groups]),
+                link.duration(*[group.unreduced_bytes for group in stage.groups]),
                 len(stage.groups),
                 any(group.reshards_after_forward for group in stage.groups),
             )

@@ -59,7 +59,7 @@ class ParameterRanks:
     replicas: int = 1
     shards: int = 1
 
-    def collectives(self, size: float) -> StageCollectives:
+    def of_stage(self, size: float) -> StageCollectives:
         """Return the collectives of a stage with so many bytes of parameters, by rings."""
         gather, parts = (1 - 1 / self.shards) * size, math.ceil(size / BUCKET_BYTES)
         reduced = gather + 2 * (1 - 1 / self.replicas) * size / self.shards

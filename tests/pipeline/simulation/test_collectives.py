@@ -250,10 +250,10 @@ def test_the_search_hides_reductions() -> None:
 def test_rings_carry_the_bytes_of_other_ranks() -> None:
     """All-gather and reduce-scatter (n - 1) / n of them, an all-reduce twice as many."""
     link = Link(0.0, 2.0)
-    assert ParameterRanks(link, replicas=4).collectives(8.0) == StageCollectives(0.0, 6.0)
-    assert ParameterRanks(link, shards=2).collectives(8.0) == StageCollectives(2.0, 2.0)
-    assert ParameterRanks(link, replicas=2, shards=2).collectives(8.0).reduction == 4.0
-    slow = ParameterRanks(Link(1.0, 2.0), replicas=2).collectives(2.0 * BUCKET_BYTES)
+    assert ParameterRanks(link, replicas=4).of_stage(8.0) == StageCollectives(0.0, 6.0)
+    assert ParameterRanks(link, shards=2).of_stage(8.0) == StageCollectives(2.0, 2.0)
+    assert ParameterRanks(link, replicas=2, shards=2).of_stage(8.0).reduction == 4.0
+    slow = ParameterRanks(Link(1.0, 2.0), replicas=2).of_stage(2.0 * BUCKET_BYTES)
     assert (slow.parts, slow.reduction) == (2, 2.0 + BUCKET_BYTES)
 
 
