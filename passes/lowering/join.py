@@ -213,8 +213,12 @@ class _Joined:
         return values[place]
 
     def _copy(self, node: fx.Node, at: int) -> fx.Node:
-        """A node's value of one microbatch, copied into the joined graph on first use."""
-        copy_behind(self._graph, node, self._copies[at])
+        """A node's value of one microbatch, copied into the joined graph on first use. The results
+        of an operator are copied together, so that each can be freed by itself.
+        """
+        source: Any = node.args[0] if node.target is operator.getitem else None
+        for item in (node,) if source is None else source.users:
+            copy_behind(self._graph, item, self._copies[at])
         return self._copies[at][node]
 
 

@@ -66,19 +66,21 @@ def test_a_graph_without_small_products_gains_nothing() -> None:
     assert not gains_by_joining(weight, rows=7)
 
 
-class _AliveFactors(TorchDispatchMode):
-    """Number of concatenated factors that are alive after each concatenation."""
+class _AliveResults(TorchDispatchMode):
+    """Number of an operator's results that are alive after each of its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: Any) -> None:
         super().__init__()
-        self.factors: list[Any] = []
+        self._operator = operator
+        self.results: list[Any] = []
         self.alive: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.cat.default:
-            self.factors.append(weakref.ref(result))
-            self.alive.append(sum(factor() is not None for factor in self.factors))
+        if func is self._operator:
+            tensor = result if isinstance(result, Tensor) else result[1]
+            self.results.append(weakref.ref(tensor))
+            self.alive.append(sum(one() is not None for one in self.results))
         return result
 
 
@@ -87,7 +89,18 @@ def test_factors_of_one_layer_are_alive_at_a_time() -> None:
     example = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     weight = weight_graph(layers.double(), example)
     together = adding(joined(weight, ALL_ROWS))
-    with _AliveFactors() as factors:
+    with _AliveResults(torch.ops.aten.cat.default) as factors:
         run(together, values_of(weight))
     assert len(factors.alive) == 8
     assert max(factors.alive) == 2
+
+
+def test_gradients_of_convolutions_beside_joined_products_are_freed_one_by_one() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)).double()
+    example = torch.randn(3, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    weight = weight_graph(model, example)
+    together = adding(joined(weight, ALL_ROWS))
+    with _AliveResults(torch.ops.aten.convolution_backward.default) as gradients:
+        run(together, values_of(weight))
+    assert len(gradients.alive) == MICROBATCHES
+    assert max(gradients.alive) == 2
