@@ -170,9 +170,7 @@ def executed(schedule: Schedule, costs: Costs) -> float:
     schedule = add_gathers(schedule, {s for s, stage in stages.items() if stage.costs.gather})
     boundaries = Boundaries()
     boundaries.outputs |= dict.fromkeys(stages, ())
-    transport = Transport(
-        routes_of(schedule)[0], Groups(1, CPU, 1.0), boundaries, device=CPU, posts={}
-    )
+    transport = Transport(routes_of(schedule)[0], Groups(1, CPU, 1.0), device=CPU, posts={})
     executor = Executor(stages, schedule, 0, transport, sharding=ClockedSharding(stages))
     for _ in range(2):
         for stage in stages.values():
@@ -182,7 +180,7 @@ def executed(schedule: Schedule, costs: Costs) -> float:
         clock.now = clock.free = 0.0
         stages[0].gathering.gather_ahead()
         empty = [[]] * schedule.microbatches
-        executor.run(empty, empty, None, empty)
+        executor.run(empty, empty, [boundaries] * schedule.microbatches, None, empty)
     return max(clock.now, clock.free)
 
 
