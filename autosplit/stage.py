@@ -58,15 +58,19 @@ class Stage:
           ``.grad``. Autograd is not involved.
         - One thread at a time may call a stage.
 
-    Terms: microbatch: an integer that the caller chooses. It names the microbatch's state between
-    two calls. saved tensors: tensors that F leaves for I or B. deferred tensors: tensors that I
-    leaves for W. held: tensors of one microbatch between two calls, which may be offloaded.
+    Terms:
+        microbatch: an integer that the caller chooses. It names the microbatch's state between two
+            calls.
+        saved tensors: tensors that F leaves for I or B.
+        deferred tensors: tensors that I leaves for W.
+        held: tensors of one microbatch between two calls, which may be offloaded.
 
-    Shapes: Inputs have the number of dimensions, the dtypes and the devices of the example inputs;
-    sizes may differ. With new sizes, the module is captured again. The second capture leaves the
-    sizes that vary open, so that no third capture is needed. Some sizes need a capture for each
-    value: 0 and 1, sizes that the module branches on, and all sizes with a backend other than
-    "eager". Gradients have the shapes of their outputs or inputs.
+    Shapes:
+        Inputs have the number of dimensions, the dtypes and the devices of the example inputs;
+        sizes may differ. With new sizes, the module is captured again. The second capture leaves
+        the sizes that vary open, so that no third capture is needed. Some sizes need a capture for
+        each value: 0 and 1, sizes that the module branches on, and all sizes with a backend other
+        than "eager". Gradients have the shapes of their outputs or inputs.
 
     If something that the module's forward reads has changed since its capture, the next ``forward``
     captures the module again, which takes seconds. The number of outputs, their dtypes and their

@@ -162,7 +162,7 @@ def _loaded(call: bytes) -> Any:
     except AttributeError as error:
         raise PipelineError(
             f"{error}: new processes import the module without the code under "
-            'if __name__ == "__main__":; define what launch() is passed at the top of the module'
+            'if __name__ == "__main__":; define it at the top of the module'
         ) from error
 
 

@@ -281,8 +281,8 @@ def _undrawn() -> Iterator[None]:
 def without_history(
     leaves: Sequence[Any], *, computed: bool = False, varying: Dimensions | None = None
 ) -> list[Any]:
-    """Return copies of the leaves for a capture: the same shapes and ``requires_grad``, but no
-    autograd history.
+    """Return detached leaves for a capture: the same shapes and ``requires_grad``, but no autograd
+    history.
 
     A tensor that occurs as several leaves stays one tensor, because graphs are specialized on which
     leaves are the same tensor.

@@ -8,12 +8,12 @@ Contract: the checks change no bit of a result, and leave modules, buffers, gene
 unchanged. Three things raise ``CheckError``:
 
 - outputs, buffers or gradients of the graphs and of plain autograd differ by more than rounding.
-Before the first microbatch of a capture, both run on copies of it, with random output gradients; -
-a tensor that W reads was written between I and W without raising its version counter. Of each
-tensor that code outside of the graphs can reach, some elements are copied at I and compared at W.
-On a machine with an accelerator, the results of the comparison are read after the optimizer's step,
-so that the host does not wait earlier; - hooks on a parameter did not fire exactly once a backward,
-as autograd fires them.
+  Before the first microbatch of a capture, both run on copies of it, with random output gradients;
+- a tensor that W reads was written between I and W without raising its version counter. Of each
+  tensor that code outside of the graphs can reach, some elements are copied at I and compared at W.
+  On a machine with an accelerator, the results of the comparison are read after the optimizer's
+  step, so that the host does not wait earlier;
+- hooks on a parameter did not fire exactly once a backward, as autograd fires them.
 """
 
 from __future__ import annotations

@@ -99,14 +99,17 @@ class SplitFunctions:
         late = functions.backward_weight(deferred)                                    # W
         input_grads, weight_grads = functions.backward(saved, output_grads)           # B = I, W
 
-    Contract: - F, I and W are functions: they keep no tensors, and write only into the accumulators
-    that they get and, in ``run``, into buffers. - Arguments are consumed: the lists ``leaves`` and
-    ``output_grads`` are emptied, and the graph takes the values of ``saved`` and ``deferred``. Each
-    value is freed at its last use inside a graph. - I returns the gradients of all inputs and of
-    ``early_parameters``; W returns those of ``late_parameters``. Both together are
-    ``parameter_names``, for all of which B returns gradients. - A call must fulfil the guards of
-    ``capture``, which ``Specializations`` checks. ``for_sizes`` returns the functions for the sizes
-    of a call.
+    Contract:
+        - F, I and W are functions: they keep no tensors, and write only into the accumulators that
+          they get and, in ``run``, into buffers.
+        - Arguments are consumed: the lists ``leaves`` and ``output_grads`` are emptied, and the
+          graph takes the values of ``saved`` and ``deferred``. Each value is freed at its last use
+          inside a graph.
+        - I returns the gradients of all inputs and of ``early_parameters``; W returns those of
+          ``late_parameters``. Both together are ``parameter_names``, for all of which B returns
+          gradients.
+        - A call must fulfil the guards of ``capture``, which ``Specializations`` checks.
+          ``for_sizes`` returns the functions for the sizes of a call.
 
     Terms:
         state: the module's parameters and buffers by name.

@@ -1,9 +1,9 @@
 """Refuse calls for which a captured graph would be wrong.
 
 - Autocast around the backward. Autograd applies autocast to operators of a backward, too: a product
-that the forward computed in float32 gets a gradient in bfloat16. A graph is captured before its
-backward runs, on the assumption that the backward runs outside of autocast. - DTensors between
-stages.
+  that the forward computed in float32 gets a gradient in bfloat16. A graph is captured before its
+  backward runs, on the assumption that the backward runs outside of autocast.
+- DTensors between stages.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_hooks_see_the_gradient_of_each_microbatch() -> None:
 
 
 def test_unknown_accumulation_lists_the_known_ones() -> None:
-    with pytest.raises(SplitError, match="'exact', 'fused', 'joined', 'auto', or the most rows"):
+    with pytest.raises(SplitError, match="'exact', 'fused', 'joined', 'auto', or a number of rows"):
         Stage(nn.Linear(2, 2), [torch.randn(3, 2)], accumulation="sloppy")
     with pytest.raises(SplitError, match="unknown accumulation -1"):
         Stage(nn.Linear(2, 2), [torch.randn(3, 2)], accumulation=-1)

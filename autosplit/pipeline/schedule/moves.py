@@ -10,13 +10,14 @@ twice: its saved tensors between F and the backward, and its deferred tensors be
 
 Moves run beside computation. Three rules say which actions wait:
 
-- I, B and W wait until all activations of their microbatch are back. - Actions that allocate wait
-until the departures before the previous compute action have ended. These are F and RECOMPUTE, which
-compute, and ACCEPT, LOAD and RELOAD, which need buffers. So a transfer has at least one compute
-action to overlap with, and the order of a rank's row alone bounds the rank's memory. - ``AWAIT``
-waits until the activations of its microbatch have left the rank, whether they are the rank's own or
-its partner's. It is listed before an action that does not fit into memory together with these
-activations. Nothing overlaps with such a transfer.
+- I, B and W wait until all activations of their microbatch are back.
+- Actions that allocate wait until the departures before the previous compute action have ended.
+  These are F and RECOMPUTE, which compute, and ACCEPT, LOAD and RELOAD, which need buffers. So a
+  transfer has at least one compute action to overlap with, and the order of a rank's row alone
+  bounds the rank's memory.
+- ``AWAIT`` waits until the activations of its microbatch have left the rank, whether they are the
+  rank's own or its partner's. It is listed before an action that does not fit into memory together
+  with these activations. Nothing overlaps with such a transfer.
 
 ``WorstCaseMemory`` computes the most that a rank holds along its row, however long transfers take.
 """

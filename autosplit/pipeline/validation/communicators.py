@@ -4,11 +4,11 @@ A rank's host puts operations into queues. Each communicator is a queue, because
 stream of its own; so is the compute stream. The rules, with their sources, are in ``docs/nccl.md``:
 
 - An operation starts when all earlier operations of its queues have ended, and all operations that
-it waits for. An operation waits for an earlier one through an event, or because the host waited for
-the earlier operation before it enqueued the later one. - An operation ends when each of its parts
-has met its counterparts. Counterparts meet when all of them have started: the k-th send from one
-rank to another and the k-th receive there, or the k-th collective of all members. Parts of one
-operation, a coalesced group, do not wait for each other.
+  it waits for. An operation waits for an earlier one through an event, or because the host waited
+  for the earlier operation before it enqueued the later one.
+- An operation ends when each of its parts has met its counterparts. Counterparts meet when all of
+  them have started: the k-th send from one rank to another and the k-th receive there, or the k-th
+  collective of all members. Parts of one operation, a coalesced group, do not wait for each other.
 
 So the starts and ends of operations are the nodes of a graph, with an edge from each node to those
 that must come first. A step ends, in whatever time, if and only if the graph has no cycle. A

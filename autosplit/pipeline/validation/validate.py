@@ -41,11 +41,13 @@ def validate(schedule: Schedule) -> None:
     In a legal schedule,
 
     - every stage runs every F once, and for every microbatch either one B, or one I and one W, on
-    the rank that holds the stage; - running the rows in order cannot deadlock, with F before I (or
-    B) before W; - the activations of a microbatch are in at most one move at a time, and are back
-    before an action uses them; partners list the transfers between them in the same order; - a
-    microbatch is recomputed at most once, before its backward, and is not moved before its
-    RECOMPUTE; - a stage's gradients are reduced after all of its backwards.
+      the rank that holds the stage;
+    - running the rows in order cannot deadlock, with F before I (or B) before W;
+    - the activations of a microbatch are in at most one move at a time, and are back before an
+      action uses them; partners list the transfers between them in the same order;
+    - a microbatch is recomputed at most once, before its backward, and is not moved before its
+      RECOMPUTE;
+    - a stage's gradients are reduced after all of its backwards.
 
     Raises:
         ScheduleError: lists at most 50 faults and shows them on the grid; a DeadlockError if all
