@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 class ScheduleSteps:
     """The steps of one rank under a torch schedule.
 
-    Stages agree before the first microbatch. If the step of one rank raises, all ranks end: the
-    rank puts its error into the store of the process group and closes its connections to
-    neighbouring stages, which wait for its messages. The neighbours' waits end, they find the
-    error, and close their connections. With backends other than Gloo, connections stay open; the
-    neighbours' waits end at the group's timeout, and they find the error then.
+    Stages agree on shapes before the first microbatch. If the step of one rank raises, all ranks
+    end. The rank writes its error into the store of the process group, and closes its connections
+    to neighbouring ranks. So the neighbours' waits end, and the neighbours read the error and close
+    their connections. With backends other than Gloo, connections stay open: the neighbours' waits
+    end at the group's timeout, and the neighbours read the error then.
 
     Args:
         schedule: the torch schedule.

@@ -3,8 +3,8 @@
 Under ``torch.device("meta")``, all tensors that a constructor creates lack values, including
 buffers such as rotary tables, which may be in no checkpoint. ``meta_model`` instead lets a
 constructor create its tensors as usual, and moves a parameter to the meta device when a module
-registers it. A parameter's memory costs nothing before it is written, and constructors write
-initial values after the registration.
+registers it. Memory that is not yet written costs nothing, and constructors write a parameter's
+initial values after its registration.
 
 ``initial_values`` runs the constructors again for some parameters. The random numbers of a call
 depend on a seed and on the number of the call, not on earlier draws. So a parameter starts with the
@@ -270,7 +270,7 @@ class Numbered(TorchFunctionMode):
         self.restart(-1)
 
     def restart(self, part: int) -> None:
-        """Restart counting after parameter ``part``."""
+        """Restart counting calls after the parameter with number ``part``."""
         self._prefix = f"{self._seed}/factory/{part}/"
         self._count = 0
 

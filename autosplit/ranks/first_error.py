@@ -208,7 +208,9 @@ class Guard:
             self._end(Fault.of(self._rank, OUTSIDE_CALLS, error, error.__traceback__))
 
     def check(self) -> None:
-        """Raise LostPeerError if a rank has posted a fault or is gone; for loops on the host."""
+        """Raise LostPeerError if a rank has posted a fault or is gone. Loops that wait on the host
+        call it.
+        """
         if self._faults is not None and self._faults.first() is not None:
             raise LostPeerError("stopped because another rank failed")
         missing = None if self._watch is None else self._watch.missing
@@ -218,7 +220,7 @@ class Guard:
     def wait(self, done: Callable[[], bool], timeout: float) -> None:
         """Wait on the host until ``done()``, and check for faults of other ranks meanwhile.
 
-        For devices whose communication does not end with an error when a peer fails.
+        It serves devices whose communication does not end with an error when a peer fails.
 
         Args:
             done: a function that returns whether the wait is over.

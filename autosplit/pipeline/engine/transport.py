@@ -58,7 +58,8 @@ class _Transfer(NamedTuple):
 class Mailbox:
     """The messages of one step between this rank and one peer.
 
-    Receives are posted in the peer's order, and taken in this rank's order.
+    Receives are posted in the order in which the peer sends, and taken in the order in which this
+    rank needs them.
 
     A mailbox never tests whether a send is complete: Gloo learns that only by a wait, and a wait
     that times out closes the connection. So the mailbox waits only for sends that are known to be

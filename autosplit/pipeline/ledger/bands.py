@@ -174,8 +174,8 @@ class MemoryRecorder(SpanRecorder):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context that records allocations, around the step and around any part of it that runs
-        again.
+        """Context that records allocations; enter it around the step, and around any part of the
+        step that runs again.
         """
         with self._allocations:
             yield

@@ -8,7 +8,7 @@ the shortest step is taken.
 
 A few placement rules (``PlacementRule``) say where activations leave and come back; all are tried.
 By some rules a rank waits until a departure has ended. Then the departing tensors never count
-beside the next computation, but nothing overlaps with the transfer.
+together with those of the next computation, but nothing overlaps with the transfer.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def offload_windows(
         timeline: the rank's compute actions.
         rule: the placement rule.
         overlap: the number of compute actions that run beside a departure before an arrival waits
-            for it.
+            for the departure.
     """
     placements = [(r, r.first + 1, r.last - rule.lead) for r in timeline.residencies]
     arrivals = {arrival for _, _, arrival in placements}

@@ -77,7 +77,8 @@ def _column(costs: Costs) -> tuple[list[float], list[float], list[float]]:
 
 
 class MicrobatchOrders:
-    """Finds the shortest step for a list of microbatches. Messages between ranks count as free.
+    """Finds the shortest step for a list of microbatches. Messages between ranks are assumed to
+    take no time.
 
     Args:
         placement: the rank of every stage.
@@ -281,7 +282,7 @@ class _OrderSearch:
 
 
 def _orders(lengths: Sequence[float]) -> Iterator[list[int]]:
-    """Yield orders of the microbatches: as in the list, sorted, and with the longest between."""
+    """Yield orders of microbatches: as in the list, sorted, and with the longest in the middle."""
     ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
     yield [*range(len(lengths))]
     yield ascending

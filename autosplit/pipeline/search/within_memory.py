@@ -1,7 +1,7 @@
 """Search for the shortest step within a memory limit, with all remedies together.
 
-The placement of weight gradients, balancing, offloading and recomputing each cost time in another
-place. So they are chosen together, on one simulated step.
+The placement of weight gradients, balancing, offloading and recomputing each cost time at another
+place of the step. So they are chosen together, on one simulated step.
 """
 
 from __future__ import annotations

@@ -170,9 +170,10 @@ def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
 
 
 def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]:
-    """Per rank, the peak of the memory that it keeps. It depends on order, not on time.
+    """Per rank, the peak of the memory that the rank keeps. The peak depends on the order of rows,
+    not on time.
 
-    With moves it is an upper bound, however long transfers take (``WorstCaseMemory``).
+    With moves the peak is an upper bound, however long transfers take (``WorstCaseMemory``).
 
     Raises:
         ScheduleError: the number of sizes is not the number of stages.

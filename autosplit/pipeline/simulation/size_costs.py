@@ -29,10 +29,10 @@ def fit_terms(points: Iterable[tuple[float, float]]) -> Terms:
     seconds).
 
     Of points with the same size, the median counts. An outlier hardly changes the result, because
-    errors are not squared. With one size, seconds are proportional to it.
+    errors are not squared. If all points have one size, seconds are proportional to the size.
 
     Args:
-        points: at least one; sizes > 0.
+        points: at least one pair (size, seconds), with a size above 0.
     """
     seconds_of = defaultdict(list)
     for size, seconds in points:

@@ -43,7 +43,7 @@ class Transfer:
         latency: latency of a link, in seconds.
         bandwidth: bandwidth of a link, in bytes per second.
         message_bytes: bytes of one microbatch's activations, and of their gradients: one number for
-            all boundaries, or by the stage before the boundary.
+            all boundaries, or a mapping from the stage before each boundary.
         host: the link in each direction between a rank and the host; None: transfers to the host
             take no time.
 

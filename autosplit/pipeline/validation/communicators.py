@@ -10,10 +10,10 @@ stream of its own; so is the compute stream. The rules, with their sources, are 
   them have started: the k-th send from one rank to another and the k-th receive there, or the k-th
   collective of all members. Parts of one operation, a coalesced group, do not wait for each other.
 
-So the starts and ends of operations are the nodes of a graph, with an edge from each node to those
-that must come first. A step ends, in whatever time, if and only if the graph has no cycle. A
-network with buffers lets a send end before its receive starts. That removes edges and adds none, so
-a step that ends without buffers also ends with buffers.
+So the starts and ends of operations are the nodes of a graph, with an edge from each node to the
+nodes that must come before it. A step ends, in whatever time, if and only if the graph has no
+cycle. A network with buffers lets a send end before its receive starts. That removes edges and adds
+none, so a step that ends without buffers also ends with buffers.
 """
 
 from __future__ import annotations

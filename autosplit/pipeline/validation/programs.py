@@ -111,8 +111,8 @@ class Host:
     def enqueue_operation(
         self, text: str, queue: str, parts: Iterable[Part], after: Iterable[int] = ()
     ) -> int:
-        """Enqueue an operation that waits for the last computation and for operations at other
-        places; return its place.
+        """Enqueue an operation that waits for the last computation and for the operations at the
+        places ``after``. Return the place of the new operation.
         """
         parts = tuple(parts)
         queues = dict.fromkeys((queue, *(part.communicator for part in parts)))
