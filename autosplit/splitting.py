@@ -81,7 +81,9 @@ def split(
         BackendError: the backend cannot compile a graph.
     """
     if not isinstance(model, nn.Module):
-        raise SplitError(f"split takes an nn.Module; got a {type(model).__name__}")
+        raise SplitError(
+            f"split takes an nn.Module; got a {type(model).__name__}. Wrap a function in a module"
+        )
     _check_kind(model)
     if isinstance(args, torch.Tensor):
         args = (args,)

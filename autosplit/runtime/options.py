@@ -157,5 +157,8 @@ def split_options(
         names = ", ".join(sorted([*OPTION_NAMES, *call_names]))
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}; known options: {names}")
     if not isinstance(options, SplitOptions | None):
-        raise SplitError(f"options must be a SplitOptions; got a {type(options).__name__}")
+        raise SplitError(
+            f"options must be a SplitOptions; got a {type(options).__name__}. Pass single options "
+            "by name, such as backend='inductor'"
+        )
     return replace(options or SplitOptions(), **changes)

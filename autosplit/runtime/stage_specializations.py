@@ -123,7 +123,7 @@ class StageSpecializations(Specializations):
         if missing:
             raise CaptureError(
                 f"{name} ({type(module).__name__}) returns {missing[0]}, which is not a "
-                "tensor; a stage can send only tensors to the next one"
+                "tensor; a stage can send only tensors to the next one: return tensors only"
             )
         self._example_layout.outputs.extend(self.output_specs)
 
@@ -233,7 +233,7 @@ class StageSpecializations(Specializations):
         if len(inputs) != len(first.specs):
             raise SplitError(
                 f"{self._name} takes {len(first.specs)} inputs, as in its examples; got "
-                f"{len(inputs)}"
+                f"{len(inputs)}: pass as many inputs as the examples have"
             )
         for position, (tensor, spec) in enumerate(zip(inputs, first.specs, strict=True)):
             if (tensor.dim(), tensor.dtype, tensor.device) != (
