@@ -271,8 +271,8 @@ class _StagedWriter(FileSystemWriter):
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether ``save_checkpoint`` wrote this file. Only its ``.metadata`` lists data files together
-    with their folder.
+    """Whether ``save_checkpoint`` wrote this file. A ``.metadata`` file of ``save_checkpoint`` lists
+    data files with their folder; other writers list names without a folder.
     """
     if file.name == METADATA:
         return f"{file.parent.name}/__".encode() in file.read_bytes()

@@ -90,7 +90,10 @@ class StepReplay:
         )
         order = [a for a in order if first is None or first in self._needs(a)]
         if not order:
-            raise ReplayError(f"the step has no action between {first} and {last} that had begun")
+            raise ReplayError(
+                f"no action from {first or 'the first'} to {last or 'the last'} had begun when the step was written: choose a "
+                "range that the step reached, and its first action first"
+            )
         return order
 
     def _needs(self, action: Action) -> set[Action]:
@@ -99,7 +102,9 @@ class StepReplay:
         return {action}.union(*needs)
 
     def _recorded(self, action: Action) -> Action:
-        """The B that computed the result of an I, if the step has full backwards."""
+        """The action under which the step recorded this action's result: for an I in a step with
+        full backwards, the microbatch's B; else the action itself.
+        """
         fused = Action(action.stage, ActionKind.BACKWARD, action.microbatch)
         return fused if action.kind is _I and fused in self._records else action
 

@@ -101,7 +101,9 @@ def _sample(index: int, module: nn.Module, tied: set[Holder]) -> str:
 
 
 def _numbers(parameter: Tensor) -> list[complex]:
-    """Return the first numbers of a parameter, or of this rank's part of a DTensor."""
+    """Return a parameter's first few elements, by which ranks compare initial values. Of a DTensor,
+    they are those of this rank's part; complex numbers fit every dtype.
+    """
     if parameter.is_meta:
         return []
     numbers: list[complex] = local_tensor(parameter).detach().flatten()[:_SAMPLES].tolist()

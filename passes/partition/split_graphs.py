@@ -165,6 +165,9 @@ def _unique(name: str, used_names: Collection[str], repeats: Counter[str]) -> st
 def partition_forward_backward(program: SplitGraphs) -> bool:
     """Fill in ``forward`` and, if an output has a gradient, ``regions`` and ``backward``.
 
+    Returns:
+        True: the program has changed.
+
     Raises:
         PassError: an output of the forward depends on an output's gradient, the backward needs
             a forward value that is not a tensor, or a memory budget cannot be met.

@@ -254,7 +254,7 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: pathlib.Path) -> None:
         {"schedule": "interleaved"},
         {"stage_options": StageOptions(grad_dtype=torch.float64)},
     ],
-    ids=str,
+    ids=["full backwards", "interleaved", "float64 sums"],
 )
 def test_other_steps_have_the_bits_of_the_run(
     options: dict[str, Any], tmp_path: pathlib.Path

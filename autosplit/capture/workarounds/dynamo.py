@@ -256,7 +256,8 @@ def skip_guard_timing() -> AbstractContextManager[Any]:
 
 def report_compiling() -> AbstractContextManager[Any]:
     """Context in which ``torch.compiler.is_exporting()`` is False in a traced forward, as it is
-    under ``torch.compile``. In torch 2.11 Dynamo evaluates it to False in all captures.
+    under ``torch.compile``. In torch 2.11 the context changes nothing: Dynamo evaluates the
+    function to False in all captures.
     """
     return patched(tracing_state_functions(), torch.compiler.is_exporting, False)
 

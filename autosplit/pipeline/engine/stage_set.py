@@ -84,7 +84,7 @@ class StageSet:
         self._first = sizes
 
     def is_first(self, sizes: MicrobatchSizes) -> bool:
-        """Whether ``boundaries`` holds for microbatches of these sizes."""
+        """Whether these are the sizes of the first microbatch, to which ``boundaries`` belong."""
         return self._first == sizes
 
     def boundaries_of(self, sizes: MicrobatchSizes) -> Boundaries | None:

@@ -92,7 +92,7 @@ def add_collectives(
         stages: by stage.
     """
     for rank, row in enumerate(rows):
-        _RankCollectives(graph, rank, row, seconds, lanes, stages).add()
+        _RankCollectives(graph, rank, row, seconds, lanes, stages).add_to_row()
 
 
 class _RankCollectives:
@@ -113,8 +113,10 @@ class _RankCollectives:
         lanes.rows.append(self._lane)
         self._last_blocks: list[tuple[int, int]] = []
 
-    def add(self) -> None:
-        """Add the collectives."""
+    def add_to_row(self) -> None:
+        """Add the rank's gathers of parameters and reductions of gradients to its simulated row, and
+        the waits of actions for them.
+        """
         actions = [(number, self._graph.actions[number]) for number in self._row]
         reduced = {a.stage for _, a in actions if a.kind is ActionKind.REDUCE_GRAD}
         last = {a.stage: number for number, a in actions if a.kind in BACKWARDS}

@@ -67,7 +67,7 @@ class Transfer:
             if not (math.isfinite(size) and size >= 0.0):
                 raise ScheduleError(f"message_bytes must be finite numbers >= 0, got {size!r}")
 
-    def seconds(self, boundary: int) -> float:
+    def message_seconds(self, boundary: int) -> float:
         """Seconds for which a message over the boundary after a stage occupies its link.
 
         Raises:
@@ -212,7 +212,7 @@ class StepGraph:
             home = self._schedule.placement[stage_message.stage]
             if home == rank:
                 continue
-            took = self._transfer.seconds(stage_message.boundary)
+            took = self._transfer.message_seconds(stage_message.boundary)
             number = self._number(result, stage_message.stage, home)
             messages.append(Message(number, (rank, home), took, self._transfer.latency))
         travelling = {message.number for message in messages}

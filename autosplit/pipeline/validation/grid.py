@@ -114,7 +114,13 @@ def _columns(width: int, marks: Mapping[Cell, str], widest: int | None) -> list[
 
 
 def _shown(count: int, under: Mapping[int, object], widest: int | None) -> list[int | None]:
-    """The numbers of the grid's rows to show, from 0; None stands for rows left out."""
+    """The numbers of the grid's rows to show, from 0; None stands for rows left out.
+
+    Args:
+        count: the number of rows.
+        under: the rows with a remark below them, which are always shown, and the remarks.
+        widest: the most rows to show; None for all.
+    """
     if widest is None or count <= widest:
         return list(range(count))
     return _with_gaps(sorted(under) or list(range(widest)), count)

@@ -99,7 +99,9 @@ class Reference:
                 continue
             transfer = self.costs.transfer
             begin = max(end, self.free.get(link, 0.0))
-            self.free[link] = begin + transfer.seconds(StageMessage(result, target).boundary)
+            self.free[link] = begin + transfer.message_seconds(
+                StageMessage(result, target).boundary
+            )
             self.arrived[result, target] = self.free[link] + transfer.latency
 
 
