@@ -90,9 +90,10 @@ class StepReplay:
         )
         order = [a for a in order if first is None or first in self._needs(a)]
         if not order:
+            ends = f"{first or 'the first'} to {last or 'the last'}"
             raise ReplayError(
-                f"no action from {first or 'the first'} to {last or 'the last'} had begun when the step was written: choose a "
-                "range that the step reached, and its first action first"
+                f"no action from {ends} had begun when the step was written: choose a range that "
+                "the step reached, and its first action first"
             )
         return order
 

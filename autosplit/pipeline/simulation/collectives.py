@@ -114,8 +114,8 @@ class _RankCollectives:
         self._last_blocks: list[tuple[int, int]] = []
 
     def add_to_row(self) -> None:
-        """Add the rank's gathers of parameters and reductions of gradients to its simulated row, and
-        the waits of actions for them.
+        """Add the gathers of parameters and the reductions of gradients to the rank's simulated row,
+        with the waits for them.
         """
         actions = [(number, self._graph.actions[number]) for number in self._row]
         reduced = {a.stage for _, a in actions if a.kind is ActionKind.REDUCE_GRAD}
