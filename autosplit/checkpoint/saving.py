@@ -271,8 +271,8 @@ class _StagedWriter(FileSystemWriter):
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether ``save_checkpoint`` wrote this file. Its ``.metadata`` files list data files with their
-    folder; those of other writers list names only.
+    """Whether ``save_checkpoint`` wrote this file. Its ``.metadata`` files list data files with
+    their folder; those of other writers list names only.
     """
     if file.name == METADATA:
         return f"{file.parent.name}/__".encode() in file.read_bytes()

@@ -114,7 +114,7 @@ class _RankCollectives:
         self._last_blocks: list[tuple[int, int]] = []
 
     def add_to_row(self) -> None:
-        """Add the gathers of parameters and the reductions of gradients to the rank's simulated row,
+        """Add the gathers of parameters and reductions of gradients to the rank's simulated row,
         with the waits for them.
         """
         actions = [(number, self._graph.actions[number]) for number in self._row]
