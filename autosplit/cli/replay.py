@@ -52,6 +52,8 @@ def replay(
     click.echo(f"step {facts['steps'][-1]['step']}, {facts['alarm']}: {facts['text']}")
     if missing := sorted({*range(facts["ranks"])} - parts.keys()):
         click.echo(f"no part of the ranks {missing}, which were not alive to write one")
+    if action is not None:
+        step.check_recorded(action)
     actions = [action] if action is not None else step.actions(first, last)
     shown, fault = actions[0], ""
     for shown, fault in step.findings(actions):

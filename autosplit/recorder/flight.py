@@ -264,6 +264,7 @@ class FlightRecorder:
             "text": text,
             "torch": torch.__version__,
             "device": self._device.type,
+            "threads": torch.get_num_threads(),
             "placement": self._executor.schedule.placement,
             "wiring": None if wiring is None else asdict(wiring),
             "steps": [*self._ring],

@@ -11,6 +11,7 @@ first.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import math
 from collections import Counter, defaultdict
@@ -30,10 +31,12 @@ from autosplit.pipeline.simulation.simulate import Span, Timeline
 from autosplit.recorder.bundle import BundlePart
 from autosplit.recorder.digests import digest
 from autosplit.recorder.program import Program
+from autosplit.text.figures import few
 
 _F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
 _CALLS = {_F: "forward", **BACKWARDS}
 Role = tuple[str, str]
+_SUMMED = (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
 _GRADIENTS = ("input_grad", "parameter_grad")
 
 
@@ -77,8 +80,11 @@ class StepReplay:
             last: actions on which this action does not depend are left out.
 
         Raises:
-            ReplayError: no action is left.
+            ReplayError: no action is left, or one of the two is not in the step.
         """
+        for end in (first, last):
+            if end is not None:
+                self.check_recorded(end)
         wanted = self._records.keys() if last is None else self._records.keys() & self._needs(last)
         order = sorted(
             (a for a in wanted if a.kind in _CALLS),
@@ -96,6 +102,16 @@ class StepReplay:
                 "the step reached, and its first action first"
             )
         return order
+
+    def check_recorded(self, action: Action) -> None:
+        """Raise a ``ReplayError`` if an action is not in the record of the step."""
+        if action not in self._records:
+            alike = [str(a) for a in self._records if a.kind is action.kind]
+            kind = action.kind.value
+            raise ReplayError(
+                f"{action} is not in the step, or had not begun when it ended; "
+                f"its actions of kind {kind}: {few(alike, 8) or 'none'}"
+            )
 
     def _needs(self, action: Action) -> set[Action]:
         """An action and all actions on which it depends."""
@@ -123,12 +139,16 @@ class StepReplay:
     # --- faults -----------------------------------------------------------------------------------
 
     def findings(self, actions: Sequence[Action]) -> Iterator[tuple[Action, str]]:
-        """Run each action again, and yield (action, text on its fault; empty if it has none)."""
+        """Run each action again, and yield (action, text on its fault; empty if it has none).
+
+        The sum of a stage's weight gradients is compared if all actions that add to it are run.
+        """
         left = Counter(action.stage for action in actions)
+        missing = {a.stage for a in self._records.keys() - {*actions} if a.kind in _SUMMED}
         for action in actions:
             left[action.stage] -= 1
             text = self._fault_of(action)
-            if not text and not left[action.stage]:
+            if not text and not left[action.stage] and action.stage not in missing:
                 text = self._sum_fault(action.stage)
             yield action, text and f"{action} on rank {self.rank_of(action)}: {text}"
 
@@ -218,8 +238,9 @@ class StepReplay:
         """Lines of text on the operator that first computed a wrong value."""
         program = self.program(action)
         *earlier, rows = [self._rows(action.stage, m) for m in range(action.microbatch + 1)]
-        self._seed(action)
-        origin = program.origin(self.program_arguments(action), result, self._fault, rows)
+        arguments = self.program_arguments(action)
+        with self._as_in_run(action):
+            origin = program.origin(arguments, result, self._fault, rows)
         module, line = program.facts["lines"].get(origin.statement.name, ["", ""])
         lines = [
             f"{origin.reason} in {origin.statement.operator}",
@@ -266,15 +287,23 @@ class StepReplay:
         """The results of an action by role; each action runs once."""
         if action not in self._results:
             program, arguments = self.program(action), self.program_arguments(action)
-            self._seed(action)
             roles = [(kind, name) for kind, name in program.facts["outputs"]]
-            results = dict(zip(roles, program.run(arguments), strict=True))
+            with self._as_in_run(action):
+                results = dict(zip(roles, program.run(arguments), strict=True))
             self._results[action] = results
         return self._results[action]
 
-    def _seed(self, action: Action) -> None:
+    @contextlib.contextmanager
+    def _as_in_run(self, action: Action) -> Iterator[None]:
+        """Context with the seed and the number of threads of the run, on which bits depend."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._homes[action.stage].facts.get("threads", threads))
         if action.kind is _F:
             torch.default_generator.manual_seed(self._records[action]["seed"])
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def program_arguments(self, action: Action) -> list[Any]:
         """The arguments of an action's program, in order."""

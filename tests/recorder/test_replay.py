@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autosplit.cli import main
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions, StageOptions
+from autosplit.recorder.program import Program
 from autosplit.stage import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:the flight recorder wrote")
@@ -103,6 +104,27 @@ def test_the_first_operator_and_the_sample_of_a_nan_are_named(tmp_path: pathlib.
     assert lines[4] == ["samples", "5", "of", "the", "batch,", "in", "microbatch", "2"]
     assert "#ff0000" in (tmp_path / "step.svg").read_text()
     assert json.loads((tmp_path / "fault.json").read_text())["fault"]["action"] == "0F2"
+
+
+def test_a_replay_has_the_threads_of_the_run(tmp_path: pathlib.Path) -> None:
+    """Kernels add in another order with another number of threads."""
+    threads, seen = torch.get_num_threads(), set[int]()
+    with trainer(tmp_path, alarms=[alarm]) as stages:
+        stages.step(*data())
+    original = Program.run
+
+    def run(self: Program, arguments: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return original(self, arguments)
+
+    try:
+        torch.set_num_threads(threads + 1)
+        with mock.patch.object(Program, "run", run):
+            replay(tmp_path)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == {threads}
 
 
 class Overflow(nn.Module):
@@ -214,6 +236,11 @@ def test_actions_between_two_and_a_bound(tmp_path: pathlib.Path) -> None:
         *(f"{action}: as recorded" for action in ("1F1", "2F1", "2I1", "1I1")),
         "4 actions have no fault",
     ]
+    assert (
+        "1 actions have no fault" in replay(tmp_path, "--action", "1W2").output
+    )  # a part of a sum
+    for option in ("--from", "--to", "--action"):
+        assert "9F9 is not in the step" in replay(tmp_path, option, "9F9").output
     result = replay(tmp_path, "--action", "1F1", "--bound", "0.1")
     assert "1F1 on rank 0: a magnitude above 0.1 in aten" in result.output
     assert result.exit_code == 1
