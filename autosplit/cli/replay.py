@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
 from pathlib import Path
 
 import click
 
 from autosplit.cli.options import FILE, Read, json_option, typed_errors
+from autosplit.compare.example import failures_of, search_working_directory
+from autosplit.errors import FactoryError
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.recorder.bundle import read_parts
 from autosplit.recorder.replay import StepReplay
@@ -25,6 +29,13 @@ _ACTION = Read("ACTION", Action.parse)
 @click.option("--to", "last", type=_ACTION, help="Run only what this action depends on.")
 @click.option("--bound", default=math.inf, help="The largest magnitude that is right.")
 @click.option("--pipeline", default=0, help="The number of the pipeline among its replicas.")
+@click.option(
+    "--import",
+    "modules",
+    metavar="MODULE",
+    multiple=True,
+    help="Import a module that registers operators; may be repeated.",
+)
 @click.option("--python", type=FILE, help="Write the action, with its tensors, to this file.")
 @click.option("--no-tensors", is_flag=True, help="Write zeros in place of tensors.")
 @click.option("--picture", type=FILE, help="Draw the step's timeline, the faulty action marked.")
@@ -37,6 +48,7 @@ def replay(
     last: Action | None,
     bound: float,
     pipeline: int,
+    modules: tuple[str, ...],
     python: Path | None,
     no_tensors: bool,
     picture: Path | None,
@@ -46,10 +58,15 @@ def replay(
 
     A bundle has programs, which this command runs: replay only folders that you trust.
     """
+    for module in modules:
+        search_working_directory()
+        with failures_of(f"importing {module} in {os.getcwd()}", FactoryError):
+            importlib.import_module(module)
     parts = read_parts(folder)
     step = StepReplay(parts, pipeline, bound)
     facts = step.facts
-    click.echo(f"step {facts['steps'][-1]['step']}, {facts['alarm']}: {facts['text']}")
+    text = facts["text"].partition("\nTraceback (most recent call last)")[0]
+    click.echo(f"step {facts['steps'][-1]['step']}, {facts['alarm']}: {text}")
     if missing := sorted({*range(facts["ranks"])} - parts.keys()):
         click.echo(f"no part of the ranks {missing}, which were not alive to write one")
     if action is not None:

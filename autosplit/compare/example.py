@@ -28,9 +28,6 @@ from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
     """Call the function that `spec` names, as in "examples.models:llama", and return its result.
 
-    The working directory is put first on `sys.path` and stays there, as under `python -m`. So a
-    model's file needs no installation, and its late imports work too.
-
     Raises:
         FactoryError: the function does not exist, does not accept the settings, or raises.
     """
@@ -39,8 +36,7 @@ def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
         raise FactoryError(
             f"expected MODULE:FACTORY, for example examples.models:llama, got {spec!r}"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    search_working_directory()
     with failures_of(
         f"looking for {spec} in {os.getcwd()} and the installed packages", FactoryError
     ):
@@ -53,6 +49,14 @@ def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
         raise FactoryError(f"{spec}{signature} cannot be called with {listed}: {error}") from None
     with failures_of(spec, FactoryError):
         return factory(**settings)
+
+
+def search_working_directory() -> None:
+    """Put the working directory first on `sys.path`, where it stays, as under `python -m`. So a
+    model's file needs no installation, and its late imports work too.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from autosplit.errors import ReplayError
+
 Fault = Callable[[Any], str]
 """Returns what is wrong with a value, in words; empty if nothing is."""
 Names = dict[str, Any]
@@ -72,6 +74,9 @@ class Program:
         path: the file.
         facts: roles of arguments and results, and the user's lines.
         constants: tensors that the program reads in addition to its arguments.
+
+    Raises:
+        ReplayError: the program calls an operator that is not registered in this process.
     """
 
     def __init__(
@@ -84,6 +89,8 @@ class Program:
         self._statements = [*map(Statement.of, function.body[:-1])]
         values: Any = function.body[-1]
         self._outputs = [ast.unparse(value) for value in values.value.elts]
+        for statement in self._statements:
+            _check_registered(statement.operator, self._globals)
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         """Run the program; return its results."""
@@ -158,6 +165,22 @@ class Program:
         if isinstance(result, Tensor):
             values[statement.name] = result
         return FaultOrigin(statement, reason, values, samples if len(samples) < rows else ())
+
+
+def _check_registered(operator: str, names: Names) -> None:
+    """Raise a ``ReplayError`` if an operator, such as ``torch.ops.mine.norm.default``, does not
+    exist.
+    """
+    if not operator.startswith("torch.ops."):
+        return
+    try:
+        eval(operator, names)
+    except AttributeError:
+        namespace, name = operator.split(".")[2:4]
+        raise ReplayError(
+            f"operator {namespace}::{name} is not registered here: import the module that "
+            "registers it, with --import MODULE"
+        ) from None
 
 
 def _first(name: str, makers: Mapping[str, Statement], faults: Mapping[str, str]) -> str:

@@ -169,9 +169,44 @@ def test_a_target_that_the_loss_refuses_is_named(tmp_path: pathlib.Path) -> None
         targets[3] = WIDTH
         with pytest.raises(AutosplitError):
             stages.step(inputs, targets)
+    (record,) = tmp_path.rglob("record.json")
+    facts = json.loads(record.read_text())
+    facts["text"] += "\nTraceback (most recent call last):\n  File ..."  # of another rank
+    record.write_text(json.dumps(facts))
     output = replay(tmp_path).output
+    assert "Traceback" not in output
     assert "2F1 on rank 0: IndexError" in output
     assert "samples   3 of the batch, in microbatch 1" in output
+
+
+OPERATOR = """
+import torch
+from torch import Tensor
+
+@torch.library.custom_op("replayed_operators::addmm", mutates_args=())
+def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return torch.addmm(bias, x, weight)
+"""
+
+
+def test_operators_of_the_user_are_imported(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer(tmp_path / "flights", alarms=[alarm]) as stages:
+        stages.step(*data())
+    (path,) = tmp_path.rglob("stage-0/forward.py")
+    source = path.read_text().replace("aten.addmm.", "torch.ops.replayed_operators.addmm.")
+    path.write_text(source)
+    result = replay(tmp_path / "flights")
+    assert result.exit_code == 2
+    assert "operator replayed_operators::addmm is not registered here" in result.output
+    (tmp_path / "replayed_operators.py").write_text(OPERATOR)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    result = replay(tmp_path / "flights", "--import", "replayed_operators")
+    assert "36 actions have no fault" in result.output
+    result = replay(tmp_path / "flights", "--import", "replayed_elsewhere")
+    assert "No module named 'replayed_elsewhere'" in result.output
 
 
 def damaged(call: str, at: int, damage: Any) -> Any:
