@@ -12,7 +12,7 @@ import click
 
 from autosplit.cli.options import FILE, Read, json_option, typed_errors
 from autosplit.compare.example import failures_of, search_working_directory
-from autosplit.errors import FactoryError
+from autosplit.errors import FactoryError, ReplayError
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.recorder.bundle import read_parts
 from autosplit.recorder.replay import StepReplay
@@ -72,19 +72,26 @@ def replay(
     if action is not None:
         step.check_recorded(action)
     actions = [action] if action is not None else step.actions(first, last)
-    shown, fault = actions[0], ""
-    for shown, fault in step.findings(actions):
-        if fault:
-            break
-        if first or last:
-            click.echo(f"{shown}: as recorded")
-    click.echo(fault or f"{len(actions)} actions have no fault")
+    shown, fault, refusal = actions[0], "", None
+    try:
+        for shown, fault in step.findings(actions):
+            if fault:
+                break
+            if first or last:
+                click.echo(f"{shown}: as recorded")
+        click.echo(fault or f"{len(actions)} actions have no fault")
+    except ReplayError as error:
+        refusal = error
+        shown, fault = step.recorded_fault(actions) or (shown, "")
+        click.echo(fault or "all recorded results are finite")
     if json_file:
         row = {"action": str(shown), "rank": step.rank_of(shown), "text": fault} if fault else None
         write_text(json_file, json.dumps({"actions": len(actions), "fault": row}) + "\n")
     if picture:
         title = f"step {facts['steps'][-1]['step']}"
         draw_timelines([(title, step.timeline)], picture, marked=[shown] if fault else [])
+    if refusal:
+        raise refusal
     if python:
         write_text(python, step.reproducer(shown, tensors=not no_tensors))
     if fault:

@@ -50,7 +50,7 @@ def programs_of(
     """
     reason = _unplayable(stage, state)
     if len({*map(id, functions_of_step)}) > 1:
-        reason = "its microbatches have different sizes, and graphs of their own"
+        reason = "its microbatches have different sizes"
     if reason or not isinstance(stage, Stage):
         return StagePrograms({"reason": reason}, {}, {})
     functions, prefix = stage.functions, _prefix(stage.module)

@@ -37,6 +37,7 @@ _F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
 _CALLS = {_F: "forward", **BACKWARDS}
 Role = tuple[str, str]
 _SUMMED = (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
+_TAKING_GRADIENTS = (_I, ActionKind.BACKWARD)
 _GRADIENTS = ("input_grad", "parameter_grad")
 
 
@@ -151,6 +152,27 @@ class StepReplay:
             if not text and not left[action.stage] and action.stage not in missing:
                 text = self._sum_fault(action.stage)
             yield action, text and f"{action} on rank {self.rank_of(action)}: {text}"
+
+    def recorded_fault(self, actions: Sequence[Action]) -> tuple[Action, str] | None:
+        """The first action whose recorded results are not all finite, and text on its fault; None
+        if all are. Nothing is run.
+
+        Outputs of a stage whose backward started are only checked if they got a gradient; others,
+        such as masks, may be infinite.
+        """
+        come = {
+            a.stage: row["took"]
+            for a, row in self._records.items()
+            if a.kind in _TAKING_GRADIENTS and "took" in row
+        }
+        for action in actions:
+            gave = self._records[action].get("gave", ())
+            checked = come.get(action.stage, gave) if action.kind is _F else gave
+            for at, (row, check) in enumerate(zip(gave, checked, strict=False)):
+                if row and check and not row[3]:
+                    text = f"result {at} is not finite, by the record"
+                    return action, f"{action} on rank {self.rank_of(action)}: {text}"
+        return None
 
     def rank_of(self, action: Action) -> int:
         """The rank that ran an action."""

@@ -300,7 +300,22 @@ def test_a_bundle_without_tensors_holds_digests_only(tmp_path: pathlib.Path) -> 
     assert files == {"record.json"}
     result = replay(tmp_path)
     assert result.exit_code == 2
+    assert "all recorded results are finite" in result.output
     assert "stage 0 cannot be run again: the bundle has no tensors of it" in result.output
+
+
+def test_microbatches_of_different_sizes_are_told_by_the_record(tmp_path: pathlib.Path) -> None:
+    """Their replay is refused; the record names the first action, and the picture frames it."""
+    microbatches = [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for rows in (2, 3, 4)]
+    microbatches[1][0][2, 0] = float("nan")
+    with trainer(tmp_path) as stages, pytest.raises(PipelineError, match="not finite"):
+        stages.step(microbatches=microbatches)
+    picture = tmp_path / "step.svg"
+    result = replay(tmp_path, "--picture", picture)
+    assert result.exit_code == 2
+    assert "0F1 on rank 0: result 0 is not finite, by the record" in result.output
+    assert "stage 0 cannot be run again: its microbatches have different sizes" in result.output
+    assert "#ff0000" in picture.read_text()
 
 
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: pathlib.Path) -> None:
