@@ -39,10 +39,12 @@ class MicrobatchList:
     """The microbatches of a step as the caller passes them, each of its own sizes.
 
     Attributes:
-        batches: (inputs, targets) of each microbatch; None if the caller has passed a batch, too.
+        batches: (inputs, targets) of each microbatch.
+        beside_batch: whether the caller has passed a batch or targets, too, which is refused.
     """
 
-    batches: Sequence[Any] | None
+    batches: Sequence[Any]
+    beside_batch: bool = False
 
 
 def paired(
@@ -60,8 +62,8 @@ def paired(
         microbatches: pairs (inputs, targets), in place of ``batch``, ``target`` and ``named``.
     """
     if microbatches is not None:
-        is_alone = batch is None and target is None and not named
-        return MicrobatchList(microbatches if is_alone else None)
+        has_batch = batch is not None or target is not None or bool(named)
+        return MicrobatchList(microbatches, has_batch)
     if named:
         # A batch beside named inputs becomes a pair that is an error on all ranks.
         batch = named if batch is None else (batch, named)
@@ -244,6 +246,11 @@ class BatchSplitter:
         """
         if not isinstance(batch, MicrobatchList):
             return self._check_pair(batch, cuts=True)
+        if batch.beside_batch:
+            raise PipelineError(
+                "a step takes a batch or microbatches, and got both: pass "
+                "step(microbatches=[(inputs, targets), ...]) alone, with the targets in the pairs"
+            )
         if not isinstance(batch.batches, tuple | list) or not batch.batches:
             raise PipelineError(
                 "microbatches must be a list of pairs (inputs, targets), at least one, in place of "
@@ -291,6 +298,9 @@ class BatchSplitter:
             for path, value in values.items():
                 if cuts and (value is not None or name == "targets" or used is None):
                     self._check_tensor(name, path, value)
+            for path, leaf in leaves.items():
+                if isinstance(leaf, Tensor):
+                    _check_has_data(path, leaf, self._device)
             # None stands for an input that this rank leaves out.
             checked |= {p: v for p, v in leaves.items() if v is not None or p not in values}
         return checked
@@ -402,6 +412,22 @@ def _check_alike(number: int, leaves: Mapping[str, Any], first: Mapping[str, Any
             )
 
 
+def _check_has_data(path: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise PipelineError for a sparse tensor, or for a meta tensor, which has no data to move to
+    the device.
+    """
+    if str(tensor.layout).startswith("torch.sparse"):
+        raise PipelineError(
+            f"the batch's {path} is a sparse tensor ({tensor.layout}), which no stage takes: pass "
+            "a dense tensor (x.to_dense()), or its indices and values as two tensors"
+        )
+    if tensor.is_meta and device.type != "meta":
+        raise PipelineError(
+            f"the batch's {path} is a tensor on the meta device, which has no data: pass a tensor "
+            "with data, such as torch.zeros_like(x, device='cpu')"
+        )
+
+
 def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -424,13 +450,13 @@ def _kind(value: object) -> str:
 def signature(batch: object) -> Hashable:
     """Return a hashable key of a batch on this rank: its shapes, dtypes and structure."""
     if isinstance(batch, Tensor):
-        return batch.shape, batch.dtype, batch.requires_grad
+        return batch.shape, batch.dtype, batch.requires_grad, batch.layout, batch.is_meta
     if isinstance(batch, Mapping):
         return tuple([(name, signature(part)) for name, part in batch.items()])
     if isinstance(batch, tuple | list):
         return tuple(map(signature, batch))
     if isinstance(batch, MicrobatchList):
-        return (MicrobatchList, signature(batch.batches))
+        return (MicrobatchList, batch.beside_batch, signature(batch.batches))
     if batch is None or isinstance(batch, str | int | float | bool):
         return type(batch).__name__, repr(batch)
     leaves, spec = tree_flatten(batch)

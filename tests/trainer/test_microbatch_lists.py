@@ -252,6 +252,28 @@ def test_inputs_and_targets_are_any_objects() -> None:
         assert captures(engine) == {1, 3}  # a number needs captures of its own
 
 
+def test_objects_that_a_stage_cannot_take_are_refused() -> None:
+    pairs = listed([6, 2])
+    (x, y), *_ = pairs
+    lists = {
+        "an object of class dict": [({"x": x}, y) for x, y in pairs],
+        "an object of class ndarray": [(x.numpy(), y) for x, y in pairs],
+        "an object of class str": [("text", y) for _, y in pairs],
+        "a tensor, an object of class dict": [(x, {"y": y}) for x, y in pairs],
+        "sparse tensor": [(x.to_sparse(), y) for x, y in pairs],
+        "meta device": [(x.to("meta"), y) for x, y in pairs],
+    }
+    with trainer(ranks=1) as engine:
+        engine.step(microbatches=pairs)
+        for text, microbatches in lists.items():
+            with pytest.raises(BatchError, match=rf"(?s)microbatch.*{text}"):
+                engine.step(microbatches=microbatches)
+        for arguments in ({"batch": (x, y)}, {"target": y}):
+            with pytest.raises(BatchError, match="got both"):
+                engine.step(**arguments, microbatches=pairs)
+        engine.step(microbatches=pairs)
+
+
 def test_a_batch_that_does_not_divide_has_a_smaller_last_microbatch() -> None:
     (x, y), *_ = listed([6])
     for limit in (None, "1GiB"):

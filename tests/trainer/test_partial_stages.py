@@ -273,6 +273,17 @@ def test_one_graph_may_be_required(options: dict[str, Any], message: str) -> Non
         engine.step(batch())
 
 
+def test_microbatches_of_different_sizes_have_the_bits_of_plain_autograd() -> None:
+    mine, theirs = pipeline(Everything), pipeline(Everything)
+    x, y = batch()
+    pairs = [(x[:size], y[:size]) for size in (2, 3, 1)]
+    for inputs, targets in pairs:
+        (F.mse_loss(nn.Sequential(*theirs)(inputs), targets) / len(pairs)).backward()
+    with trainer(mine) as engine:
+        engine.forward_backward(microbatches=pairs)
+        assert_same_gradients(mine, theirs)
+
+
 def test_a_loss_in_an_attribute_is_refused() -> None:
     message = "needs a gradient in 'extra_loss'"
     with trainer(pipeline(LeavesLoss)) as engine, pytest.raises(PythonStateError, match=message):

@@ -264,12 +264,16 @@ def _build_stage(
                 continue
             elif isinstance(stage, Stage):
                 stage.prepare(examples[number], examples)
-            else:
-                stage.prepare(examples[number])
+            else:  # such a stage runs on the example
+                stage.prepare(_examples(index, built, row, device, blank=False))
         except AutosplitError as error:
             raise BatchError(
                 f"microbatch {row.number} does not fit stage {index}: {error}"
             ) from error
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            if all(isinstance(value, Tensor) for value in examples[number]):
+                raise
+            raise BatchError(_objects_text(index, row, examples[number], error)) from error
         shapes = [shape for shape, *_ in stage.output_specs]
         is_split = isinstance(stage, Stage)
         new_rules.append(stage.size_rule() if is_split else SizeRule.fixed(sizes, shapes))
@@ -282,6 +286,23 @@ def _build_stage(
         check_loss(metas, names)
     dependence = dependence_of(stage, len(metas))
     return _StageFacts(metas, dependence, names, None if rules is None else new_rules)
+
+
+def _objects_text(
+    index: int, row: MicrobatchExample, arguments: Sequence[Any], error: Exception
+) -> str:
+    """Say that a stage cannot take a microbatch with arguments that are objects."""
+    kinds = ", ".join("a tensor" if isinstance(a, Tensor) else _kind(a) for a in arguments)
+    return (
+        f"microbatch {row.number} does not fit stage {index}, whose arguments (inputs, then "
+        f"targets in the last stage) are {kinds}: {type(error).__name__}: {error}\n  Pass a tensor "
+        "where the stage or the loss takes one"
+    )
+
+
+def _kind(value: object) -> str:
+    advice = " (torch.from_numpy makes a tensor of it)" if hasattr(value, "__array__") else ""
+    return f"an object of class {type(value).__name__}{advice}"
 
 
 def _use_rules(
