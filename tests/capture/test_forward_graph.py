@@ -69,8 +69,10 @@ class Steps(nn.Module):
         return F.dropout(h.view(-1), 0.5) + self.calls
 
 
-def of_targets(found: dict[fx.Node, Effect], *names: str) -> list[Effect]:
-    built = ((str(node.target), effect) for node, effect in found.items() if node.op[:4] == "call")
+def of_targets(effects: dict[fx.Node, Effect], *names: str) -> list[Effect]:
+    built = (
+        (str(node.target), effect) for node, effect in effects.items() if node.op[:4] == "call"
+    )
     return [effect for target, effect in built if any(name in target for name in names)]
 
 

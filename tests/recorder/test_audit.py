@@ -59,7 +59,7 @@ def run(
     for text in row:
         action = Action.parse(text)
         method = {ActionKind.FORWARD: "forward", **BACKWARDS}[action.kind]
-        takes = [] if action.kind is ActionKind.BACKWARD_WEIGHT else [inputs(action)]
+        inputs_taken = [] if action.kind is ActionKind.BACKWARD_WEIGHT else [inputs(action)]
 
         def compute(*arguments: Any, method: str = method, action: Action = action) -> Any:
             return getattr(engine, method)(action.microbatch, *arguments)
@@ -68,7 +68,7 @@ def run(
         for wrapped, wrap in wraps:
             if wrapped == action:
                 call = lambda *a, wrap=wrap, inner=call: wrap(inner, *a)  # noqa: E731
-        results.append(call(*takes))
+        results.append(call(*inputs_taken))
         if text == audited:
             hook(engine, results[-1])
     results.append(dict(engine.gradients))
@@ -169,8 +169,12 @@ def test_a_bit_that_flips_while_the_stage_holds_a_tensor_is_named(audited: str) 
 
     def damage_held(engine: Stage, _: Any) -> None:
         tensors = engine.saved_tensors if audited == "0F0" else engine.deferred_tensors
-        own = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
-        free = [t for t in tensors if t.untyped_storage().data_ptr() not in own and t.numel() == 24]
+        parameters = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+        free = [
+            t
+            for t in tensors
+            if t.untyped_storage().data_ptr() not in parameters and t.numel() == 24
+        ]
         flip(free[-1])
 
     for row in (SPLIT, SPLIT[: SPLIT.index(audited) + 1]):

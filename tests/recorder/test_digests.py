@@ -13,13 +13,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.i
 def test_every_bit_of_a_tensor_counts(dtype, shape):
     torch.manual_seed(0)
     tensor = torch.randn(shape).to(dtype)
-    before, raw = digest(tensor), tensor.reshape(-1).view(torch.uint8)
+    original, raw = digest(tensor), tensor.reshape(-1).view(torch.uint8)
     for place in range(raw.numel()):
         for bit in (1, 16, 128) if dtype is not torch.bool else (1,):
             raw[place] ^= bit
-            assert digest(tensor).mark != before.mark
+            assert digest(tensor).mark != original.mark
             raw[place] ^= bit
-    assert digest(tensor) == before
+    assert digest(tensor) == original
 
 
 def test_a_digest_depends_on_logical_order_and_not_on_strides():

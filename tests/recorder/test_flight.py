@@ -35,9 +35,9 @@ def folder() -> Path:
 def bundles(home: Path) -> list[str]:
     """The bundles after all ranks have written."""
     dist.barrier()
-    found = sorted(path.name.partition("-step-")[2] for path in home.iterdir())
+    steps = sorted(path.name.partition("-step-")[2] for path in home.iterdir())
     dist.barrier()
-    return found
+    return steps
 
 
 def trainer(home: Path, **options: Any) -> PipelineTrainer:
@@ -81,7 +81,7 @@ def test_a_step_without_alarms_writes_nothing() -> None:
 
 @ranks(2)
 def test_a_signal_to_one_rank_writes_the_next_step() -> None:
-    home, before = folder(), signal.getsignal(signal.SIGUSR1)
+    home, handler = folder(), signal.getsignal(signal.SIGUSR1)
     with trainer(home) as stages:
         stages.step(workers.data(8))
         if dist.get_rank() == 0:
@@ -89,7 +89,7 @@ def test_a_signal_to_one_rank_writes_the_next_step() -> None:
         stages.step(workers.data(8))
         stages.step(workers.data(8))
     assert bundles(home) == ["2"]
-    assert signal.getsignal(signal.SIGUSR1) is before
+    assert signal.getsignal(signal.SIGUSR1) is handler
 
 
 @ranks(2)

@@ -76,9 +76,9 @@ def test_a_limit_in_bytes_is_kept() -> None:
 
 def test_stages_of_a_rank_keep_their_placement() -> None:
     schedule = build("zb-v", 4, 4, ranks=2)
-    found = ListOrders(schedule).find(SIZES)
-    validate(found)
-    assert found.placement == schedule.placement
+    order = ListOrders(schedule).find(SIZES)
+    validate(order)
+    assert order.placement == schedule.placement
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_limit": 2**20}])

@@ -80,8 +80,8 @@ def assert_parameters(engine: PipelineTrainer, other: Any) -> None:
 
 
 def captures(engine: PipelineTrainer) -> set[int]:
-    made: Any = engine.stages.values()
-    return {len(each.captured) for each in made}
+    stages: Any = engine.stages.values()
+    return {len(engine_stage.captured) for engine_stage in stages}
 
 
 def test_bits_of_plain_autograd_with_one_capture_for_all_lengths_and_counts() -> None:

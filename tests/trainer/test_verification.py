@@ -20,7 +20,7 @@ from tests.pipeline import workers
 from tests.pipeline.workers import WIDTH
 from tests.trainer.test_rank_model import Drawing
 
-OWN: dict[str, Any] = {"stage_factory": None}
+OWN_STAGES: dict[str, Any] = {"stage_factory": None}
 TIED: dict[str, Any] = {"shared_parameters": [[(0, "inner.0.weight"), (2, "inner.0.weight")]]}
 
 
@@ -53,7 +53,7 @@ def test_gradients_have_the_bits_of_autograd_and_no_state_changes(options: dict[
     steps = []
     for verifies in (False, True):
         torch.manual_seed(3)
-        with workers.trainer(Drawing, nonfinite="skip", **OWN, **options) as trainer:
+        with workers.trainer(Drawing, nonfinite="skip", **OWN_STAGES, **options) as trainer:
             if verifies:
                 assert trainer.verify(workers.data(8)).bits_equal
             trainer.step(workers.data(8))
@@ -82,7 +82,7 @@ def test_a_wrong_gradient_is_named_on_all_ranks(value: float | None) -> None:
             part.view(torch.int32).bitwise_xor_(1) if value is None else part.fill_(value)
         return gradients
 
-    with workers.trainer(**OWN) as trainer:
+    with workers.trainer(**OWN_STAGES) as trainer:
         with mock.patch.object(SplitFunctions, "backward_weight", damage):
             report = trainer.verify(workers.data(8))
         assert not report.bits_equal
@@ -111,7 +111,7 @@ class Counting(nn.Module):
 
 def test_hooks_for_the_gradients_of_a_step_are_not_called() -> None:
     """Hooks that change gradients are."""
-    with workers.trainer([Counting(0), Counting(1)], ranks=1, **OWN) as trainer:
+    with workers.trainer([Counting(0), Counting(1)], ranks=1, **OWN_STAGES) as trainer:
         assert trainer.verify(workers.data(8)).bits_equal
         assert [module.calls for module in trainer.modules.values()] == [[], []]
         trainer.step(workers.data(8))
@@ -119,7 +119,7 @@ def test_hooks_for_the_gradients_of_a_step_are_not_called() -> None:
 
 
 def test_verified_gradients_are_not_recorded(tmp_path: Path) -> None:
-    options = {"recorder": Recorder(tmp_path, log=tmp_path / "log"), **OWN}
+    options = {"recorder": Recorder(tmp_path, log=tmp_path / "log"), **OWN_STAGES}
     with workers.trainer([nn.Linear(WIDTH, WIDTH)], ranks=1, **options) as trainer:
         for _ in range(2):
             assert trainer.verify(workers.data(8)).bits_equal
@@ -129,7 +129,7 @@ def test_verified_gradients_are_not_recorded(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_a_new_shape_leaves_the_metrics_of_the_last_step() -> None:
-    with workers.trainer([nn.Linear(WIDTH, WIDTH)], ranks=1, **OWN) as trainer:
+    with workers.trainer([nn.Linear(WIDTH, WIDTH)], ranks=1, **OWN_STAGES) as trainer:
         trainer.step(workers.data(8))
         rate, seconds = trainer.metrics()["samples_per_s"], trainer.metrics()["seconds"]
         assert trainer.verify(workers.data(16)).bits_equal

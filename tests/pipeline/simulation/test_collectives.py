@@ -240,8 +240,8 @@ def test_ws_at_the_end_of_a_row_hide_reductions(
 
 def test_the_search_hides_reductions() -> None:
     costs = costs_of(StageCollectives(reduction=9.0), StageCollectives(reduction=1.0))
-    found, blind = search(costs, 3, ranks=1), search(costs_of(), 3, ranks=1)
-    assert costs.timeline(found).makespan == 52.0
+    schedule, blind = search(costs, 3, ranks=1), search(costs_of(), 3, ranks=1)
+    assert costs.timeline(schedule).makespan == 52.0
     assert costs.timeline(blind).makespan == 60.0
 
 

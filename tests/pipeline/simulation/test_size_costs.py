@@ -25,10 +25,10 @@ def test_outliers_hardly_count() -> None:
     sizes = [draw.randint(30, 2000) for _ in range(40)]
     points = [(n, seconds_of_size(terms, n) * draw.uniform(0.98, 1.02)) for n in sizes]
     points[::7] = [(size, 20 * seconds) for size, seconds in points[::7]]
-    found = fit_terms(points)
+    fitted = fit_terms(points)
     for size in (50, 500, 1500):
         expected = seconds_of_size(terms, size)
-        assert seconds_of_size(found, size) == pytest.approx(expected, rel=0.05)
+        assert seconds_of_size(fitted, size) == pytest.approx(expected, rel=0.05)
 
 
 def test_of_one_size_seconds_are_proportional() -> None:
