@@ -156,11 +156,13 @@ class RankStages:
         plan.boundaries = [built.boundaries_of(sizes) or boundaries for sizes in plan.microbatches]
         plan.dtype = boundaries.outputs[self._last][0].dtype
         if is_new:
-            self._begin_training(plan, schedule)
+            self._arrange_buckets(plan, schedule)
         if not plan.is_built:
             self._model.report_gradients(traced(plan.stages), schedule)
             with self._groups.activity.during("compiling its stages", announced=True):
                 compile_stages(plan.stages, schedule)
+        if is_new:
+            self._start_together(plan)
         plan.is_built = True
 
     def _build_missing(
@@ -208,16 +210,22 @@ class RankStages:
         if refusal:
             raise BatchError(refusal)
 
-    def _begin_training(self, plan: StepPlan, schedule: Schedule) -> None:
-        """Prepare buckets and seeds for new stages; collective."""
+    def _arrange_buckets(self, plan: StepPlan, schedule: Schedule) -> None:
+        """Arrange the buckets of new stages for the replicas' reductions."""
         check_part_names([*self._aux_losses, *plan.boundaries[0].part_names])
         if self._groups.layout.shares > 1 and not self._arranged:
             # Only once: reports of stages of other shapes name these buckets.
             self._model.arrange_buckets(traced(plan.stages), schedule)
             self._arranged = True
+
+    def _start_together(self, plan: StepPlan) -> None:
+        """Wait until all ranks have compiled new stages, and agree whether any stage draws random
+        numbers; collective.
+        """
         stages = plan.stages.values()
         draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)
-        # This also starts the step's clock on all ranks together, replicas included.
+        # The step's clock then starts on all ranks together. A rank that was killed while it
+        # compiled is noticed here, and named.
         if self._groups.everybody.all_reduce_and(0 if draws else -1) == [0]:
             self._seeds.expect_draws()
 

@@ -46,7 +46,7 @@ def test_transforms(name: str, captured: bool) -> None:
     x = torch.randn(3, 4)
     if captured:
         split(x)
-    with pytest.raises(SplitError, match=r"inside a torch\.func transform .*transform the unsplit"):
+    with pytest.raises(SplitError, match=r"inside a torch\.func transform .*transform the model"):
         TRANSFORMS[name](split, x)
 
 

@@ -255,7 +255,7 @@ def test_custom_backward_that_draws(last: bool) -> None:
     split = assert_equals_autograd(layered(make), batch)
     assert "draws random numbers in the backward" in split.report()
     whole = autosplit.split(layered(make), fullgraph=True)
-    with pytest.raises(SplitError, match=r"\(from .*test_custom_ops.py:\d+.*save them for it"):
+    with pytest.raises(SplitError, match=r"\(from .*test_custom_ops.py:\d+.*and save them"):
         whole(*batch[0])
 
 
