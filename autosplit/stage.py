@@ -59,8 +59,7 @@ class Stage:
         - One thread at a time may call a stage.
 
     Terms:
-        microbatch: an integer that the caller chooses. It names the microbatch's state between two
-            calls.
+        microbatch: an integer that the caller chooses, and by which calls find its state.
         saved tensors: tensors that F leaves for I or B.
         deferred tensors: tensors that I leaves for W.
         held: tensors of one microbatch between two calls, which may be offloaded.
