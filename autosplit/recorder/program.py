@@ -168,9 +168,7 @@ class Program:
 
 
 def _check_registered(operator: str, names: Names) -> None:
-    """Raise a ``ReplayError`` if an operator, such as ``torch.ops.mine.norm.default``, does not
-    exist.
-    """
+    """Raise a ``ReplayError`` if an operator, such as a user's own, is not registered."""
     if not operator.startswith("torch.ops."):
         return
     try:

@@ -265,6 +265,11 @@ STATE = (
     ),
     GlobalState("signal.signal", _LAUNCH, "the parent process ends its ranks on Ctrl-C"),
     GlobalState("torch.set_num_threads", _LAUNCH, "the threads that the job asks for"),
+    GlobalState(
+        "torch.set_num_threads",
+        "autosplit/recorder/replay.py",
+        "the threads of the recorded run, while a replay runs its actions",
+    ),
 )
 
 ON_OBJECTS = (
