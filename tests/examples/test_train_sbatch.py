@@ -12,7 +12,7 @@ from examples import language_model
 
 SCRIPT = Path(language_model.__file__).with_name("train.sbatch")
 COMMANDS = {
-    "scontrol": 'test "$*" = "show hostnames node[3-4]"; echo node3; echo node4',
+    "scontrol": 'test "$*" = "show hostnames node[3-4]"; echo node3; sleep 0.1; echo node4',
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "torchrun": 'printf "%s\\n" "$OMP_NUM_THREADS" "$@"',
 }
