@@ -17,13 +17,11 @@ from torch import Tensor
 
 from autosplit.device import settle
 from autosplit.errors import AuditError
-from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
+from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.recorder.digests import Digest, PendingDigests
 from autosplit.stage import Stage
 from autosplit.text.figures import few
 
-METHODS = {ActionKind.FORWARD: "forward", **BACKWARDS}
-"""The kinds that can run again, with the method of a stage that runs each."""
 _FOLLOWERS = {"F": "IB", "I": "W", "W": "", "B": ""}
 """The kinds that may take what an action leaves on its stage."""
 

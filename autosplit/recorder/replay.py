@@ -26,7 +26,7 @@ from autosplit.errors import ReplayError
 from autosplit.passes.graph import value_text
 from autosplit.pipeline.engine.transport import bind_arguments, gradients_for, output_gradients
 from autosplit.pipeline.schedule.routes import Source, StageDataflow, Wiring, needs_of
-from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
+from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span, Timeline
 from autosplit.recorder.bundle import BundlePart
 from autosplit.recorder.digests import digest
@@ -34,7 +34,6 @@ from autosplit.recorder.program import Program
 from autosplit.text.figures import few
 
 _F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
-_CALLS = {_F: "forward", **BACKWARDS}
 Role = tuple[str, str]
 _SUMMED = (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
 _TAKING_GRADIENTS = (_I, ActionKind.BACKWARD)
@@ -88,10 +87,10 @@ class StepReplay:
                 self.check_recorded(end)
         wanted = self._records.keys() if last is None else self._records.keys() & self._needs(last)
         order = sorted(
-            (a for a in wanted if a.kind in _CALLS),
+            (a for a in wanted if a.kind in METHODS),
             key=lambda a: (
                 a.microbatch,
-                [*_CALLS].index(a.kind),
+                [*METHODS].index(a.kind),
                 a.stage if a.kind is _F else -a.stage,
             ),
         )
@@ -289,7 +288,7 @@ class StepReplay:
         Raises:
             ReplayError: the action's stage cannot run alone, or the bundle has no tensors.
         """
-        key, part = (action.stage, _CALLS[action.kind]), self._homes[action.stage]
+        key, part = (action.stage, METHODS[action.kind]), self._homes[action.stage]
         if key not in self._programs:
             facts = self._stage(action.stage)["programs"][key[1]]
             constants = part.tensors["constants"][key[0]][key[1]]
@@ -395,7 +394,7 @@ class StepReplay:
         file = io.BytesIO()
         torch.save([arguments, dict(program.constants), self._records[action].get("seed", 0)], file)
         text = base64.b64encode(file.getvalue()).decode()
-        return _REPRODUCER.format(program.source, text, _CALLS[action.kind])
+        return _REPRODUCER.format(program.source, text, METHODS[action.kind])
 
 
 _REPRODUCER = """{0}

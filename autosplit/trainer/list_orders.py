@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import SPLIT_KINDS, ActionKind, Schedule
 from autosplit.pipeline.search.microbatch_order import MicrobatchOrders
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
@@ -19,8 +19,6 @@ from autosplit.runtime.call_cache import CallCache
 from autosplit.trainer.tuning import usual_times
 
 _BITS = 6  # sizes keep so many leading binary digits: they are rounded up by at most 1/32
-
-_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 class ListOrders:
@@ -45,7 +43,7 @@ class ListOrders:
         measurement takes no time.
         """
         self._terms = [
-            tuple(terms.get((stage, kind), (0.0, 0.0, 0.0)) for kind in _KINDS)
+            tuple(terms.get((stage, kind), (0.0, 0.0, 0.0)) for kind in SPLIT_KINDS)
             for stage in range(self._schedule.stages)
         ]
         self._remembered.clear()

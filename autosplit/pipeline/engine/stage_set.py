@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from autosplit.capture.size_rule import Leaf, SizeRule
 from autosplit.pipeline.engine.boundaries import Boundaries, Boundary
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
+from autosplit.pipeline.engine.transport import bind_arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.runtime.call_cache import CallCache
 
@@ -111,18 +113,16 @@ class StageSet:
         self, stage: int, sizes: MicrobatchSizes, outputs: Outputs
     ) -> tuple[Leaf, ...] | None:
         """The sizes of a stage's arguments; None if the outputs of an earlier stage are unknown."""
-        if any(source not in outputs for source in self.dataflow.sources(stage)):
+        sources = self.dataflow.sources(stage)
+        if any(source not in outputs for source in sources):
             return None
-        wiring = self.dataflow.wiring
-        if wiring is not None:
-            leaves = [
-                sizes.inputs[source.position]
-                if source.stage is None
-                else tuple(outputs[source.stage][source.position].shape)
-                for source in wiring.inputs[stage]
-            ]
-        else:
-            leaves = [tuple(m.shape) for m in outputs[stage - 1]] if stage else [*sizes.inputs]
+
+        def sent_by(source: int) -> list[Leaf]:
+            metas = self.dataflow.select(outputs[source], source, stage)
+            return [tuple(meta.shape) for meta in metas]
+
+        receives = [partial(sent_by, source) for source in sources]
+        leaves = bind_arguments(stage, self.dataflow, receives, lambda: [*sizes.inputs])()
         return (*leaves, *(sizes.targets if stage == self.count - 1 else ()))
 
     def outputs_of(

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.ranks.first_error import LostPeerError
 from autosplit.ranks.groups import Groups, lost_peer_error
 
+T = TypeVar("T")
 Receive = Callable[[], "list[Tensor | None]"]
 Send = Callable[[Sequence[Any]], None]
 
@@ -430,10 +431,11 @@ def _mismatch(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> Pi
 def bind_arguments(
     stage: int,
     dataflow: StageDataflow,
-    receives: Sequence[Receive],
-    batch: Receive,
-) -> Receive:
-    """Return a function that returns the arguments of a stage, in order, in a new list.
+    receives: Sequence[Callable[[], list[T]]],
+    batch: Callable[[], list[T]],
+) -> Callable[[], list[T]]:
+    """Return a function that returns the arguments of a stage, in order, in a new list: tensors, or
+    values in their place, such as sizes.
 
     Args:
         stage: the stage.
@@ -455,8 +457,8 @@ def bind_arguments(
         picks.append((makers.index(source.stage), positions.index(source.position)))
     wants_batch = any(maker < 0 for maker, _ in picks)
 
-    def bring() -> list[Tensor | None]:
-        parts: list[Sequence[Tensor | None]] = [receive() for receive in receives]
+    def bring() -> list[T]:
+        parts: list[Sequence[T]] = [receive() for receive in receives]
         # The batch is the last part, at index -1.
         parts.append(batch() if wants_batch else ())
         return [parts[maker][place] for maker, place in picks]

@@ -90,6 +90,10 @@ BACKWARDS = {
     ActionKind.BACKWARD: "backward",
 }
 """The kinds that use a microbatch's activations, with the method of a stage that runs each."""
+METHODS = {ActionKind.FORWARD: "forward", **BACKWARDS}
+"""The kinds that a stage runs, in a microbatch's order, with the method that runs each."""
+SPLIT_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+"""The kinds that a microbatch runs on a stage, in order, if its backward is split."""
 LANES = {
     ActionKind.EVICT: "evictions",
     ActionKind.RETURN: "evictions",

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.builders.placement import StageTimes
-from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import SPLIT_KINDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.playing import ListScheduler, play
 from autosplit.pipeline.simulation.simulate import Costs
@@ -36,7 +36,6 @@ from autosplit.pipeline.simulation.step_graph import StepGraph
 from .bounding import caps_of
 from .search import forms
 
-_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 _FORWARD = 0.5  # the weight of the work after an F, beside that after an I
 _WORK = 5_000  # actions to place; the last order is placed whole
 _CLOSE = 1.01  # a step up to this much above the work of the slowest rank is not improved
@@ -131,7 +130,7 @@ class MicrobatchOrders:
         """
         if count not in self._prepared:
             stages = len(self._placement)
-            parts = product(_KINDS, range(stages), range(count))
+            parts = product(SPLIT_KINDS, range(stages), range(count))
             numbers = {Action(s, kind, m): n for n, (kind, s, m) in enumerate(parts)}
             empty = Schedule("auto", stages, count, ((),) * self._ranks, self._placement, True)
             graph = StepGraph(empty, [(self._placement[a.stage], a) for a in numbers])
@@ -152,7 +151,7 @@ def _halves(action: Action) -> list[Action]:
     """[I, W] for a full backward; [action] for any other action."""
     if action.kind is not ActionKind.BACKWARD:
         return [action]
-    return [replace(action, kind=kind) for kind in _KINDS[1:]]
+    return [replace(action, kind=kind) for kind in SPLIT_KINDS[1:]]
 
 
 class _OrderSearch:

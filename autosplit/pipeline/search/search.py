@@ -18,6 +18,7 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement import StageTimes, complete_by_stage, is_weight
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import (
+    SPLIT_KINDS,
     Action,
     ActionKind,
     Schedule,
@@ -30,7 +31,6 @@ from autosplit.pipeline.simulation.playing import ListScheduler, replay
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import StepGraph
 
-_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 _PATIENCE = 0.5  # of a W: how long a free rank waits for an F or I rather than start a W
 
 
@@ -226,7 +226,7 @@ class _Construction:
         self._empty = Schedule(
             "auto", stages, microbatches, ((),) * len(caps), placement, split_backward=True
         )
-        steps = itertools.product(range(stages), _KINDS, range(microbatches))
+        steps = itertools.product(range(stages), SPLIT_KINDS, range(microbatches))
         self._actions = [Action(*step) for step in steps]
         graph = StepGraph(
             self._empty,
@@ -237,7 +237,7 @@ class _Construction:
         self._seconds = [costs.seconds(action) for action in self._actions]
         self._scheduler = ListScheduler(graph, self._seconds, len(caps))
         self._kept = [0.0] * len(caps)
-        self._next = dict.fromkeys(itertools.product(range(stages), _KINDS), 0)
+        self._next = dict.fromkeys(itertools.product(range(stages), SPLIT_KINDS), 0)
 
     def schedule(self) -> Schedule | None:
         """The schedule in the built order; None if the rules run into a dead end."""
@@ -249,7 +249,7 @@ class _Construction:
     def _choose(self, rank: int, now: float) -> int | None:
         """The number of the best action that can start now; None if the rank should wait."""
         stages = self._empty.stages_on(rank)
-        able = [*filter(self._has_room, self._coming(stages, _KINDS[:2]))]
+        able = [*filter(self._has_room, self._coming(stages, SPLIT_KINDS[:2]))]
         starts = {number: self._scheduler.ready(number) for number in able}
         now_able = [number for number in able if starts[number] <= now]
         chosen = min(now_able, key=self._order, default=None)
@@ -267,7 +267,7 @@ class _Construction:
         count = self._empty.microbatches
         for stage, kind in itertools.product(stages, kinds):
             if self._next[stage, kind] < count:
-                place = stage * len(_KINDS) + _KINDS.index(kind)
+                place = stage * len(SPLIT_KINDS) + SPLIT_KINDS.index(kind)
                 yield place * count + self._next[stage, kind]
 
     def _order(self, number: int) -> tuple[bool, int]:
@@ -278,7 +278,7 @@ class _Construction:
 
     def _weight(self, stages: Sequence[int], now: float, wait: float) -> int | None:
         """The oldest W that can run; None if waiting ``wait`` seconds for an F or I is better."""
-        able = (n for n in self._coming(stages, _KINDS[2:]) if self._scheduler.ready(n) <= now)
+        able = (n for n in self._coming(stages, SPLIT_KINDS[2:]) if self._scheduler.ready(n) <= now)
         weight = min(able, key=lambda n: self._actions[n].microbatch, default=None)
         return None if weight is None or wait < _PATIENCE * self._seconds[weight] else weight
 
