@@ -183,7 +183,7 @@ def _read_from_user_module(module: nn.Module, exported: Any) -> None:
     module has hooks.
     """
     _, root = get_traced_fn(module)
-    if isinstance(root, fx.GraphModule):  # whose code reads neither
+    if isinstance(root, fx.GraphModule):  # its code reads neither
         return
     attributes = (value for kind in type(root).__mro__ for value in vars(kind).values())
     has_hooks = module._forward_hooks or module._forward_pre_hooks

@@ -26,9 +26,9 @@ class Link(NamedTuple):
     latency: float = 0.0
     bandwidth: float = math.inf
 
-    def duration(self, *sizes: float) -> float:
-        """Seconds of messages of these bytes, one after another."""
-        return len(sizes) * self.latency + sum(sizes) / self.bandwidth
+    def duration(self, size: float, messages: int = 1) -> float:
+        """Seconds of a number of messages with so many bytes in all, one after another."""
+        return messages * self.latency + size / self.bandwidth
 
 
 _SIDE = 1024  # of the matrices that are multiplied

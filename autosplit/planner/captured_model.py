@@ -152,13 +152,19 @@ class WholeModel:
             line = _capture(model, args, named, precision)
         return cls(model, args, named, line, training=model.training, precision=precision)
 
-    def bound_to(self, model: nn.Module) -> WholeModel:
-        """The same capture, for a copy of the model with other parameters and buffers."""
+    def bound_to(self, model: nn.Module, wanted: Sequence[int] = ()) -> WholeModel:
+        """The same capture, for a copy of the model with other parameters and buffers.
+
+        Args:
+            model: the copy, or the model itself.
+            wanted: places in the operation sequence at which a block must start.
+        """
         return WholeModel(
             model,
             self.args,
             self.kwargs,
             self.line,
+            wanted,
             training=self.training,
             precision=self.precision,
         )
@@ -203,15 +209,7 @@ class WholeModel:
             PlanError: a name is unknown, or the model cannot be cut before it.
         """
         places = [self._place(name) for name in cut_at]
-        model = WholeModel(
-            self.model,
-            self.args,
-            self.kwargs,
-            self.line,
-            places,
-            training=self.training,
-            precision=self.precision,
-        )
+        model = self.bound_to(self.model, places)
         starts = [block.first for block in model.blocks]
         return model, [starts.index(place) for place in places]
 

@@ -146,8 +146,8 @@ class FlightRecorder:
         with self._reporting("the step"):
             self._ring.append(tape.record(self._spans, self._device))
             fault = tape.nonfinite(self._ring[-1], gradients=not self._scales)
-            if {"nonfinite" if fault else "error", "error"} & {*self._options.alarms}:
-                name = "nonfinite" if fault else "error"
+            name = "nonfinite" if fault else "error"
+            if {name, "error"} & {*self._options.alarms}:
                 self._write(tape, name, f"{type(error).__name__}: {error}")
 
     def _raise_alarms(self, tape: StepTape, metrics: Mapping[str, float]) -> None:

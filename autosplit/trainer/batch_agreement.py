@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +26,27 @@ from autosplit.trainer.batches import BatchSlot
 Metas: TypeAlias = "dict[str, TensorMeta | str]"
 """Shapes and dtypes of a batch's tensors by path, and the texts of its numbers. A path is
 ``inputs``, ``inputs[0]`` of several, or ``microbatches[0].inputs`` in a list of microbatches."""
+_MICROBATCH = re.compile(r"microbatches\[(\d+)\]\.")
 
 _ADVICE = "pass the same batch on every rank, or None for parts that the rank's stages do not use"
 _ADVICE_TO_REPLICAS = (
     "pass a replica's share of the batch on every rank of the replica, and equally many samples "
     "on each replica, as from a DistributedSampler and a DataLoader with drop_last=True"
 )
+
+
+def by_microbatch(metas: Metas) -> dict[int, Metas]:
+    """Map each microbatch of a list to its metas, by path within the microbatch. A batch that is
+    cut is one entry, 0.
+    """
+    rows: dict[int, Metas] = defaultdict(dict)
+    for path, meta in metas.items():
+        place = _MICROBATCH.match(path)
+        if place is None:
+            rows[0][path] = meta
+        else:
+            rows[int(place[1])][path[place.end() :]] = meta
+    return rows
 
 
 class OfferedBatch(NamedTuple):

@@ -68,7 +68,7 @@ def form_of(tensor: Tensor) -> str:
     return f"{TensorMeta.of(tensor)}{over}{trained}"
 
 
-def named_tensors(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def stage_tensors(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name for error texts, tensor) of each parameter and buffer of the stages."""
     for stage, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -77,7 +77,7 @@ def named_tensors(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tenso
 
 def forms_of(modules: Mapping[int, nn.Module]) -> list[str]:
     """Text with name and form of each parameter and buffer, see ``form_of``."""
-    return [f"{name}: {form_of(tensor)}" for name, tensor in named_tensors(modules)]
+    return [f"{name}: {form_of(tensor)}" for name, tensor in stage_tensors(modules)]
 
 
 def check_built_alike(

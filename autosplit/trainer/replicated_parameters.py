@@ -35,7 +35,7 @@ from autosplit.trainer.copy_checks import (
     form_of,
     forms_of,
     is_expert,
-    named_tensors,
+    stage_tensors,
 )
 from autosplit.trainer.gradient_buckets import PEERS, LocalCopies
 from autosplit.trainer.stage_modules import Holder
@@ -218,7 +218,7 @@ class ReplicatedParameters:
         own_set = next(ranks for ranks in sets if self._groups.members[self._groups.rank] in ranks)
         whole: dict[int, Tensor] = {}
         parts = 0
-        for name, tensor in named_tensors(self._modules):
+        for name, tensor in stage_tensors(self._modules):
             sharding = self._sharding(tensor)
             if sharding is not None:
                 parts += 1
@@ -357,4 +357,4 @@ def broadcast_from(
 
 def _tensors(modules: Modules) -> list[Tensor]:
     """Return parameters and buffers, each once."""
-    return list({id(tensor): tensor for _, tensor in named_tensors(modules)}.values())
+    return list({id(tensor): tensor for _, tensor in stage_tensors(modules)}.values())

@@ -259,10 +259,10 @@ class Runner:
             call()
         self.spans = recorder.spans() if recorder is not None else []
         self.last_step = plan
-        graphs = traced(plan.stages)
-        is_uniform = not plan.functions and len({*plan.microbatches}) == 1
-        if is_uniform and len(graphs) == len(plan.stages):
-            plan.functions = [stage.functions for stage in graphs.values()]
+        if not plan.functions and len({*plan.microbatches}) == 1:
+            graphs = traced(plan.stages)
+            if len(graphs) == len(plan.stages):
+                plan.functions = [stage.functions for stage in graphs.values()]
         if flight is not None:
             flight.end_actions(self.spans)
         self._tune(plan)

@@ -284,8 +284,8 @@ class ShardedStages:
         link = Link(latency, 2 * bandwidth)
         return {
             index: StageCollectives(
-                link.duration(*[group.gathered_bytes for group in stage.groups]),
-                link.duration(*[group.unreduced_bytes for group in stage.groups]),
+                link.duration(sum(g.gathered_bytes for g in stage.groups), len(stage.groups)),
+                link.duration(sum(g.unreduced_bytes for g in stage.groups), len(stage.groups)),
                 len(stage.groups),
                 any(group.reshards_after_forward for group in stage.groups),
             )

@@ -12,7 +12,7 @@ import torch
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import data_sheet
 from autosplit.pipeline.engine.boundaries import TensorMeta
-from autosplit.trainer.batch_agreement import Metas
+from autosplit.trainer.batch_agreement import Metas, by_microbatch
 
 
 @dataclass
@@ -76,8 +76,12 @@ def batch_counts(metas: Metas) -> dict[str, int]:
         metas: shapes and dtypes of the batch's tensors, by path.
     """
     counts = dict[str, int]()
-    for of_microbatch in _by_microbatch(metas):
-        sizes = [(path, meta.dtype, meta.shape) for path, meta in of_microbatch if meta.shape]
+    for row in by_microbatch(metas).values():
+        sizes = [
+            (path, meta.dtype, meta.shape)
+            for path, meta in row.items()
+            if isinstance(meta, TensorMeta) and meta.shape
+        ]
         integers = [
             shape.numel()
             for path, dtype, shape in sizes
@@ -87,18 +91,6 @@ def batch_counts(metas: Metas) -> dict[str, int]:
             if numbers:
                 counts[name] = counts.get(name, 0) + numbers[0]
     return counts
-
-
-def _by_microbatch(metas: Metas) -> Iterable[list[tuple[str, TensorMeta]]]:
-    """For each microbatch of a list, its tensors with their paths within the microbatch; for a
-    batch, all tensors.
-    """
-    rows: dict[str, list[tuple[str, TensorMeta]]] = {}
-    for path, meta in metas.items():
-        *number, inner = path.split("].", 1) if path.startswith("microbatches[") else [path]
-        if isinstance(meta, TensorMeta):
-            rows.setdefault("".join(number), []).append((inner, meta))
-    return rows.values()
 
 
 def _holds_integers(dtype: torch.dtype) -> bool:

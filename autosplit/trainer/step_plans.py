@@ -40,6 +40,7 @@ from autosplit.trainer.batch_agreement import (
     Metas,
     OfferedBatch,
     agree_on_batch,
+    by_microbatch,
     compare_contents,
     digest_of,
 )
@@ -342,10 +343,8 @@ class StepPlans:
             BatchError: there are more weights, or fewer, than microbatches.
         """
         if agreed.microbatches:
-            rows = [dict[str, TensorMeta | str]() for _ in range(agreed.microbatches)]
-            for path, meta in agreed.metas.items():
-                number, _, inner = path.removeprefix("microbatches[").partition("].")
-                rows[int(number)][inner] = meta
+            passed = by_microbatch(agreed.metas)
+            rows = [passed.get(number, {}) for number in range(agreed.microbatches)]
         else:
             rows = _cut_metas(agreed.metas, self._count)
         agreed.check_weights(len(rows))

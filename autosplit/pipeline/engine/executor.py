@@ -241,7 +241,9 @@ class Executor:
             waits: functions that are called where the rank would wait before an action; None: at
                 the end of the row.
         """
-        row = [*self._bound, BoundAction(self._bound[-1].action, _do_nothing)]
+        row = [*self._bound]
+        if None in waits:
+            row.append(BoundAction(row[-1].action, _do_nothing))
         places: dict[Action | None, int] = {b.action: at for at, b in enumerate(self._bound)}
         places[None] = len(self._bound)
         for action, wrap in wraps:

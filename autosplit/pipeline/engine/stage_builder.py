@@ -264,7 +264,7 @@ def _build_stage(
                 continue
             elif isinstance(stage, Stage):
                 stage.prepare(examples[number], examples)
-            else:  # such a stage runs on the example
+            else:  # a stage that runs as several graphs runs on the example
                 stage.prepare(_examples(index, built, row, device, blank=False))
         except AutosplitError as error:
             raise BatchError(

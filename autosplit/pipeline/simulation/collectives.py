@@ -65,7 +65,7 @@ class ParameterRanks:
         reduced = gather + 2 * (1 - 1 / self.replicas) * size / self.shards
 
         def seconds(moved: float) -> float:
-            return moved / self.link.bandwidth + self.link.latency * parts if moved else 0.0
+            return self.link.duration(moved, parts) if moved else 0.0
 
         return StageCollectives(seconds(gather), seconds(reduced), max(1, parts))
 
