@@ -23,9 +23,10 @@ from tests.mesh.workers import (
     assert_step,
     by_hand,
     mesh_of,
-    place,
-    share,
+    number_of,
+    share_of,
     trainer,
+    uneven,
     whole,
 )
 from tests.zoo import Made
@@ -33,14 +34,6 @@ from tests.zoo import Made
 MESH = {"pp": 2, "dp_shard": 2}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WORDS = 32
-
-
-def number_of(mesh: DeviceMesh) -> int:
-    return place(mesh, "dp_replicate", "dp_shard", "cp")
-
-
-def share_of(mesh: DeviceMesh, step: int = 0) -> tuple[Tensor, Tensor]:
-    return share(number_of(mesh), step)
 
 
 # --- whole models of transformers -----------------------------------------------------------------
@@ -154,20 +147,6 @@ def test_a_whole_model_is_that_of_fsdp(build: Any, sharding: dict[str, Any]) -> 
 
 
 # --- smaller models -------------------------------------------------------------------------------
-
-
-def scale() -> nn.Module:
-    return Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.full((1,), 1.5)))
-
-
-def uneven(index: int) -> nn.Sequential:
-    """Stage ``index``: an inner width and a scale that two ranks cannot divide."""
-    torch.manual_seed(index)
-    return nn.Sequential(
-        nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)),
-        nn.LayerNorm(WIDTH),
-        scale(),
-    )
 
 
 def uneven_model() -> nn.Module:

@@ -31,27 +31,15 @@ from tests.mesh.workers import (
     by_hand,
     gradients_of,
     mesh_of,
-    place,
+    number_of,
+    scale,
     share,
+    share_of,
     trainer,
+    uneven,
 )
-from tests.zoo import Made
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def scale() -> nn.Module:
-    return Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.full((1,), 1.5)))
-
-
-def uneven(index: int) -> nn.Sequential:
-    """Stage ``index``: an inner width and a scale that two ranks cannot divide."""
-    torch.manual_seed(index)
-    return nn.Sequential(
-        nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)),
-        nn.LayerNorm(WIDTH),
-        scale(),
-    )
 
 
 def sharded(
@@ -68,14 +56,6 @@ def sharded(
         return built
 
     return stage
-
-
-def number_of(mesh: DeviceMesh) -> int:
-    return place(mesh, "dp_replicate", "dp_shard")
-
-
-def share_of(mesh: DeviceMesh, step: int = 0) -> tuple[Tensor, Tensor]:
-    return share(number_of(mesh), step)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from autosplit.errors import AutosplitError
 from autosplit.pipeline import PipelineTrainer
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped
+from tests.zoo import Made
 
 WIDTH, ROWS, M = 6, 8, 4
 REFERENCE: dict[str, Any] = {"stage_factory": ReferenceStage}
@@ -44,11 +45,34 @@ def block(index: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
+def scale() -> nn.Module:
+    return Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.full((1,), 1.5)))
+
+
+def uneven(index: int) -> nn.Sequential:
+    """Stage ``index``: an inner width and a scale that two ranks cannot divide."""
+    torch.manual_seed(index)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)),
+        nn.LayerNorm(WIDTH),
+        scale(),
+    )
+
+
 def share(replica: int, step: int = 0) -> tuple[Tensor, Tensor]:
     """A replica's share of the batch."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(10 * step + replica)
     inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator)
     return inputs.clone(), targets.clone()
+
+
+def number_of(mesh: DeviceMesh) -> int:
+    """The number of this rank's share of the batch."""
+    return place(mesh, "dp_replicate", "dp_shard", "cp")
+
+
+def share_of(mesh: DeviceMesh, step: int = 0) -> tuple[Tensor, Tensor]:
+    return share(number_of(mesh), step)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

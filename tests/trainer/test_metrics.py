@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +25,21 @@ from benchmarks.startup.restart import counted
 WIDTH, SAMPLES = 16, 8
 
 
-def test_metrics_of_a_step() -> None:
-    batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
-    with PipelineTrainer(
+def linear_trainer(**options: Any) -> PipelineTrainer:
+    """Two linear stages in one process."""
+    return PipelineTrainer(
         [nn.Linear(WIDTH, WIDTH) for _ in range(2)],
         nn.functional.mse_loss,
         torch.optim.SGD,
         microbatches=4,
         ranks=1,
-        max_grad_norm=1.0,
-    ) as trainer:
+        **options,
+    )
+
+
+def test_metrics_of_a_step() -> None:
+    batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
+    with linear_trainer(max_grad_norm=1.0) as trainer:
         with pytest.raises(PipelineError, match="no metrics of the last step"):
             trainer.metrics()
         loss = trainer.step(batch).mean().item()
@@ -68,13 +74,7 @@ def test_metrics_of_a_step() -> None:
 def test_a_prediction_leaves_the_metrics_of_the_last_step(samples: int) -> None:
     batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
     other = torch.ones(samples, WIDTH), torch.zeros(samples, WIDTH)
-    with PipelineTrainer(
-        [nn.Linear(WIDTH, WIDTH) for _ in range(2)],
-        nn.functional.mse_loss,
-        torch.optim.SGD,
-        microbatches=4,
-        ranks=1,
-    ) as trainer:
+    with linear_trainer() as trainer:
         trainer.step(batch)
         result = trainer.metrics()
         trainer.predict_memory(other)
@@ -106,13 +106,7 @@ def calls_in(work: Callable[[], object]) -> int:
 
 def test_metrics_and_the_bar_add_nothing_to_a_step_and_are_few_calls() -> None:
     batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
-    with PipelineTrainer(
-        [nn.Linear(WIDTH, WIDTH) for _ in range(2)],
-        nn.functional.mse_loss,
-        torch.optim.SGD,
-        microbatches=4,
-        ranks=1,
-    ) as trainer:
+    with linear_trainer() as trainer:
         batches = iter(trainer.progress([batch] * 8))
         for _ in range(4):
             trainer.step(next(batches))
