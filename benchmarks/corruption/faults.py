@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.transport import Mailbox
-from autosplit.pipeline.schedule.schedule import Action
+from autosplit.pipeline.schedule.schedule import METHODS, Action
 from autosplit.runtime.functions import SplitFunctions
 
 BITS = {
@@ -144,12 +144,7 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
         with after:
             yield
     else:
-        name = {
-            "F": "forward",
-            "I": "backward_input",
-            "W": "backward_weight",
-            "B": "backward",
-        }[action.kind.value]
+        name = METHODS[action.kind]
         call = around(getattr(SplitFunctions, name), results_of(fault.kind))
         with mock.patch.object(SplitFunctions, name, call):
             yield

@@ -152,8 +152,3 @@ def run(fault: Fault | None, folder: str, ranks: int, steps: int) -> Outcome:
         except PipelineError as error:
             outcome.text = str(error)
     return outcome
-
-
-def clean(folder: str, ranks: int, steps: int) -> Any:
-    """Train without faults."""
-    return run(None, folder, ranks, steps)

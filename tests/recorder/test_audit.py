@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.errors import AuditError
-from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
+from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.recorder.audit import ActionAudit
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
@@ -58,7 +58,7 @@ def run(
     wraps = list(audit.wraps()) if audit else []
     for text in row:
         action = Action.parse(text)
-        method = {ActionKind.FORWARD: "forward", **BACKWARDS}[action.kind]
+        method = METHODS[action.kind]
         inputs_taken = [] if action.kind is ActionKind.BACKWARD_WEIGHT else [inputs(action)]
 
         def compute(*arguments: Any, method: str = method, action: Action = action) -> Any:
@@ -103,14 +103,11 @@ def flip(tensor: Tensor) -> None:
     tensor.data.view(-1)[1:2].view(torch.int32).bitwise_xor_(1)
 
 
-METHODS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
-
-
 def damage(
     monkeypatch: pytest.MonkeyPatch, kind: str, calls: set[int], tensor: Callable[[Any], Tensor]
 ) -> None:
     """Flip a bit in what some calls of a graph return, counted from 1."""
-    count, original = [0], getattr(SplitFunctions, METHODS[kind])
+    count, original = [0], getattr(SplitFunctions, METHODS[ActionKind(kind)])
 
     def call(*args: Any) -> Any:
         results = original(*args)
@@ -119,7 +116,7 @@ def damage(
             flip(tensor(results))
         return results
 
-    monkeypatch.setattr(SplitFunctions, METHODS[kind], call)
+    monkeypatch.setattr(SplitFunctions, METHODS[ActionKind(kind)], call)
 
 
 @pytest.mark.parametrize(
