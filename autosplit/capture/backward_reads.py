@@ -81,7 +81,9 @@ class BackwardReads:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Context in which Dynamo records reads in custom backwards as operators of its graphs."""
+        """Context in which Dynamo keeps reads of attributes and globals by custom backwards as
+        operators of its graphs.
+        """
         trace: Any = AutogradFunctionApplyVariable.trace_backward_graph
         build: Any = VariableTracker.build
 

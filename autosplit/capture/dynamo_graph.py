@@ -253,8 +253,8 @@ def capture_graph(
     graph, descs, differs = joint.graph, aot.flat_args_descs, aot.needs_autograd
     if any(isinstance(desc, _SHARED_MEMORY) for desc in descs):
         raise CaptureError(
-            "the forward writes into one of several inputs that share memory: pass a clone of that "
-            "input"
+            "the forward writes into an input that shares memory with another input: pass a clone "
+            "of one of them"
         )
     names = GraphRoles(_roles(graph, descs, roles, meta))
     input_roles = [names.input(desc) for desc in descs]

@@ -65,14 +65,19 @@ def refuse_uncallable(region: BlockRegion) -> None:
         raise CaptureError("the block works on DTensors")
     for role, _ in outputs(graphs.joint.graph, Kind.UPDATE):
         if role.name in capture.inputs:
-            raise CaptureError(f"the block writes into {role.name}")
+            raise CaptureError(
+                f"the block writes into its input {role.name}: return the new value instead"
+            )
     if not (region.result_nodes and _is_plain(capture.output_spec)):
         raise CaptureError("the block returns no tensor, or an object other than a tuple or list")
     boundary = [*inputs(graphs.joint.graph).values(), *region.result_nodes.values()]
     inside = [value for part in region.parts.values() for value in _results(part.module)]
     only_tensors = all(isinstance(node.meta["val"], Tensor) for node in boundary)
     if not (only_tensors and all(map(_crosses, inside))):
-        raise CaptureError("the block takes or returns numbers that depend on data")
+        raise CaptureError(
+            "the block takes or returns numbers that depend on data, such as results of .item(): "
+            "pass them as tensors"
+        )
     if _are_copied(list(region.result_nodes.values())):
         raise CaptureError("the block returns an input, or a view of an input or another result")
 
@@ -350,9 +355,10 @@ class RegionSession:
     def without_blocks(
         self, exported: fx.GraphModule, calls: Sequence[RegionCall]
     ) -> Iterator[None]:
-        """Context in which Dynamo's graph has an anchor, and lacks the submodules of the called
-        blocks. The context puts the blocks back at its end, because the graph shares its submodules
-        with the model.
+        """Context in which Dynamo's graph ``exported`` lacks the submodules of the called blocks,
+        and has the anchor: a parameter that stands for the parameters of all blocks, so that
+        autograd records each call. At its end the blocks are back, because the graph shares its
+        submodules with the model.
         """
         anchor = nn.Parameter(new_anchor(), any(call.region.trained for call in calls))
         exported._parameters = {**exported._parameters, ANCHOR: anchor}

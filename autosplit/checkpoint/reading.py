@@ -392,8 +392,8 @@ def _check_places(metadata: Metadata) -> None:
                 )
             if _leads_out(info.relative_path):
                 raise CheckpointError(
-                    f"the file names {info.relative_path}, which is outside the checkpoint's "
-                    "folder: the checkpoint is damaged, load another one"
+                    f"the checkpoint's .metadata names {info.relative_path}, which is outside the "
+                    "checkpoint's folder: the checkpoint is damaged, load another one"
                 )
             places.append((info.relative_path, info.offset, info.length, name))
     for (file, start, length, name), (other, later, _, second) in pairwise(sorted(places)):

@@ -69,8 +69,9 @@ def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
         match = next((places[key] for key in keys[place] if key in places), None)
         if match is None or match in line.forbidden or match in (0, *result):
             raise PlanError(
-                f"the forward in this mode does not compute {layout.line.body[place].name} at the "
-                "place where a stage begins: cut elsewhere (cut_at=)"
+                f"a stage begins at {layout.line.body[place].name}, which the model computes in "
+                "only one of the modes training and evaluation, or at another place: cut at a "
+                "module that both modes call, with cut_at="
             )
         result.append(match)
     return result

@@ -238,7 +238,10 @@ class Guard:
                     checked = now
                 if now - started > timeout:
                     waited = f"waited {timeout:.3g} s for its device"
-                    raise LostPeerError(f"{waited}: is another rank stuck?", waited)
+                    raise LostPeerError(
+                        f"{waited}; another rank may be stuck: look at its log, or raise timeout=",
+                        waited,
+                    )
                 time.sleep(_NAP)
 
     def _end_lost(self, error: LostPeerError) -> NoReturn:

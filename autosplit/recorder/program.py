@@ -113,7 +113,7 @@ class Program:
         value, the first one that reads a wrong argument, or the one that raises.
 
         Args:
-            arguments: the arguments.
+            arguments: the arguments of the program in the wrong run.
             result: the position of the wrong result; None if the program raises.
             fault: a function that returns what is wrong with a value, as text.
             rows: the number of samples of the microbatch.

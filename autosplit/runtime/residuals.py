@@ -275,7 +275,7 @@ class BoundaryLayout:
 
     @property
     def remedy(self) -> str:
-        """The call after which writing is allowed, as text for errors."""
+        """The call after which the saved or deferred tensors may be written, as text for errors."""
         return "Call backward_weight()" if self.before_weight else "Run the backward"
 
 

@@ -33,7 +33,9 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The local tensor of a DTensor, the same object in each call; another tensor itself."""
+    """The local tensor of a DTensor, the same object in each call. A plain tensor is returned
+    unchanged.
+    """
     if not is_dtensor(tensor):
         plain: Tensor = tensor
         return plain

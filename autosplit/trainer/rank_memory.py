@@ -1,4 +1,6 @@
-"""Predict the memory of one rank in a step, for a search, and record it."""
+"""Predict the memory of one rank in a step, for the search for a schedule within a limit, and
+record the memory that a step really takes.
+"""
 
 from __future__ import annotations
 

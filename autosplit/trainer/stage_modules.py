@@ -187,7 +187,11 @@ class WithLoss(Wrapper):
         self._observer = observer
 
     def loss_inputs(self, args: Sequence[Tensor]) -> tuple[Any, Any]:
-        """The arguments of the loss: (module's output, targets)."""
+        """Run the module on the stage's inputs among ``args``.
+
+        Returns:
+            the arguments of the loss: (the module's output, the targets among ``args``).
+        """
         targets = args[len(args) - self._targets :]
         return self.module(*self.module_inputs(args)), targets[0] if self._plain else targets
 

@@ -449,7 +449,7 @@ class PipelineTrainer(StepReports):
 
         Batches may have another shape than in training, unless the trainer has cut the model. The
         first call captures such a cut model for evaluation. Arguments, result and errors are those
-        of ``step``. ``evaluation`` has the means.
+        of ``step``. The attribute ``evaluation`` then has the mean losses.
         """
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(paired(batch, target, named, microbatches), weight)

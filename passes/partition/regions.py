@@ -270,7 +270,9 @@ def _regions(
 
 
 def _first(index: int) -> int:
-    """The "in" half of the node with this index in the first layer; "out" is one more."""
+    """Vertex of the flow network for the "in" half of node ``index`` in the first of two layers.
+    The vertex of the "out" half has the next number.
+    """
     return 4 * index
 
 
