@@ -27,7 +27,8 @@ _ABOUT = """\
 A pipeline of two or four ranks trains with `RunOptions(audit=True, recorder=Recorder(...))`, 1F1B
 with full backwards, and `gpipe` for deferred tensors. A fault happens in each step, on one rank. A
 bit of the mantissa flips: in what an audited action computes, in a tensor while its stage holds it,
-in a message, in a parameter between two actions, or in a reduced gradient. Or an input makes an
+in a message, in a parameter between two actions, or one of the eight highest in a reduced gradient
+(the optimizer rounds lower ones away). Or an input makes an
 operator return NaN, or a target is infinite. A bit in an audited action is found if all ranks raise
 within the period of the audits, and named right if all name the rank and the action. Of the others
 the recorder writes the step, and a replay names rank and action, and the sample of a bad input or
@@ -76,7 +77,8 @@ def render(rows: Rows) -> str:
     found, named = (sum(row[key] for row in tried) for key in ("found", "named"))
     wrong = [row for row in tried if not row["named"]]
     texts = [
-        f"- {row['name']}, {row['action']}: {row['text'].splitlines()[0]}" for row in wrong[:20]
+        f"- {row['name']}, {row['action']}: {row['text'].partition(chr(10))[0] or 'not found'}"
+        for row in wrong[:20]
     ]
     alarms, steps = (sum(row[key] for row in quiet) for key in ("alarms", "steps"))
     return f"""\
