@@ -21,6 +21,7 @@ from autosplit.capture.roles import canonical_names
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.build import ScheduleRequest
+from autosplit.pipeline.engine.boundaries import Boundary, TensorMeta
 from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
@@ -180,6 +181,17 @@ class Partition:
     def stages(self) -> int:
         """The number of stages."""
         return len(self.cuts) + 1
+
+    @property
+    def boundaries(self) -> list[Boundary]:
+        """Per stage except the last, the tensors that it sends for a microbatch of the sizes of the
+        capture.
+        """
+        sent = (map(self.whole.line.sent, nodes) for nodes in self._layout.sent)
+        return [
+            tuple([TensorMeta(value.shape, value.dtype, value.requires_grad) for value in values])
+            for values in sent
+        ]
 
     def initialise(self, *, seed: int = 0) -> None:
         """Give initial values to the stages that are built from now on.

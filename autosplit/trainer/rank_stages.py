@@ -98,6 +98,8 @@ class RankStages:
         self._factory = factory
         self._shares_tensors = groups.layout.tensor_ranks > 1
         self._last, self._is_cut = schedule.stages - 1, stages.wiring is not None
+        # Autocast around stages changes the dtypes of their outputs.
+        self._expected = () if self._autocast is not None else stages.boundaries
         self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._reusable_stages: dict[nn.Module, Any] = {}
         self._arranged = False
@@ -201,6 +203,7 @@ class RankStages:
                         largest_first,
                         refuses=plan.listed or not is_new,
                         device=self._device,
+                        expected=self._expected if is_new else (),
                     )
         except BatchError as error:
             refusal = str(error)

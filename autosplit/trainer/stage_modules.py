@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autosplit.capture.diagnosis import Wrapper, is_library_file
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.autocast import WithAutocast
-from autosplit.pipeline.engine.boundaries import NamedLoss, TensorMeta
+from autosplit.pipeline.engine.boundaries import Boundary, NamedLoss, TensorMeta
 from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.ranks.fault_store import describe_error
 from autosplit.runtime.refusals import misfit
@@ -74,6 +74,8 @@ class StageSource:
         groups: names of modules that are parameter groups of ``fully_shard``, inner ones first;
             None: groups are chosen for each stage.
         model: the whole model that the trainer has cut; None if the user has passed stages.
+        boundaries: per stage except the last, the tensors that it sends for a microbatch of the
+            sizes for which the model was cut; empty if they are not known before stages are built.
     """
 
     count: int
@@ -84,6 +86,7 @@ class StageSource:
     planning: Mapping[str, Any] | None = None
     groups: tuple[str, ...] | None = None
     model: nn.Module | None = None
+    boundaries: Sequence[Boundary] = ()
 
     @property
     def cut(self) -> bool:
@@ -110,7 +113,10 @@ class StageSource:
 
 def _stages_of(model: Any, count: int | None) -> StageSource:
     if isinstance(model, Partitioned):
-        return StageSource(model.stages, model.build, model.wiring, model.shared)
+        boundaries = getattr(model, "boundaries", ())
+        return StageSource(
+            model.stages, model.build, model.wiring, model.shared, boundaries=boundaries
+        )
     if not callable(model) or isinstance(model, nn.ModuleList):
         modules = list(model)
         tied = _tied(modules, nn.Module.named_parameters), _tied(modules, nn.Module.named_buffers)

@@ -130,6 +130,7 @@ def cut_whole_model(
         planning=again,
         groups=groups,
         model=model,
+        boundaries=parts.boundaries,
     )
     return stages, solution.schedule
 

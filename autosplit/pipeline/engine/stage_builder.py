@@ -4,6 +4,7 @@ between stages.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,12 +186,21 @@ def build_stages(
     *,
     refuses: bool,
     device: torch.device,
+    expected: Sequence[Boundary] = (),
 ) -> None:
     """Build this rank's stages for microbatches of new sizes, and agree with all ranks on the
     tensors between stages. Collective.
 
-    Stages are built one after another. The rank of a stage builds it for the outputs of earlier
-    stages, and sends the stage's size rules to all ranks.
+    The rank of a stage builds it for the outputs of earlier stages, and sends the stage's size
+    rules to all ranks. Stages are built one after another, because a stage's outputs are known once
+    it is built::
+
+        rank 0   stage 0 ─► outputs
+        rank 1                     ─► stage 1 ─► outputs
+        rank 2                                          ─► stage 2
+
+    With ``expected`` outputs, all ranks build at the same time. If a stage has other outputs than
+    expected, stages are built again, one after another.
 
     Args:
         built: gets the stages, the boundaries and the size rules.
@@ -202,6 +212,8 @@ def build_stages(
         refuses: if a stage cannot take a microbatch, whether all ranks raise a ``BatchError``. Else
             the stage's rank raises the stage's error.
         device: the device of example inputs.
+        expected: per stage except the last, the outputs that it will have for the first row, if
+            they are known before any stage is built; else empty.
 
     Raises:
         BatchError: a stage cannot take a microbatch; names it.
@@ -210,20 +222,29 @@ def build_stages(
             timeout.
     """
     dependence, is_new = list[Dependence | None](), not built.boundaries.outputs
-    for index in range(built.count):
+
+    def build(index: int) -> _StageFacts:
+        make = partial(factory, modules[index], index=index)
+        return _build_stage(built, index, make, rows, device)
+
+    def build_next(index: int) -> _StageFacts:
         facts: _StageFacts | BatchError | None = None
         if index in modules:
-            make = partial(factory, modules[index], index=index)
             try:
-                facts = _build_stage(built, index, make, rows, device)
+                facts = build(index)
             except BatchError as error:
                 if not refuses:
                     raise error.__cause__ or error from None
                 facts = BatchError(*error.args)
-        of_ranks = groups.gather(facts, f"stage {index} to be built")
+        of_ranks: list[Any] = groups.gather(facts, f"stage {index} to be built")
         facts = next(filter(None, of_ranks))
         if isinstance(facts, BatchError):
             raise facts
+        return facts
+
+    facts_by_stage = _build_at_once(built, [*modules], groups, build, rows, expected)
+    for index in range(built.count):
+        facts = facts_by_stage.get(index) or build_next(index)
         if is_new:
             built.boundaries.outputs[index] = facts.outputs
             built.boundaries.part_names = facts.part_names
@@ -232,6 +253,44 @@ def build_stages(
     if is_new:
         built.boundaries.resolve_gradients(dependence, built.dataflow)
         built.remember_first(rows[0].sizes)
+
+
+def _build_at_once(
+    built: StageSet,
+    indices: Sequence[int],
+    groups: Groups,
+    build: Callable[[int], _StageFacts],
+    rows: Sequence[MicrobatchExample],
+    expected: Sequence[Boundary],
+) -> dict[int, _StageFacts]:
+    """Build this rank's stages for the expected outputs of other stages. Collective, unless
+    ``expected`` is empty.
+
+    Args:
+        built: gets the stages.
+        indices: this rank's stages.
+        groups: the trainer's process groups.
+        build: builds one stage.
+        rows: one microbatch for each combination of sizes.
+        expected: the expected outputs, see ``build_stages``.
+
+    Returns:
+        the facts of all stages; empty if stages must be built one after another.
+    """
+    if len(expected) != built.count - 1 or len(rows) != 1:
+        return {}
+    rows[0].outputs.update(enumerate(expected))
+    own: dict[int, _StageFacts] = {}
+    with contextlib.suppress(BatchError):  # raised again when stages are built one after another
+        own.update((index, build(index)) for index in sorted(indices))
+    of_ranks = groups.gather(own, "all stages to be built")
+    facts = {index: fact for of_rank in of_ranks for index, fact in of_rank.items()}
+    outputs = [facts[index].outputs if index in facts else None for index in range(built.count)]
+    rows[0].outputs.clear()
+    if None in outputs or outputs[:-1] != [*expected]:
+        built.stages.clear()
+        return {}
+    return facts
 
 
 def _build_stage(
