@@ -27,6 +27,7 @@ from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
 from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageSet
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.ranks.fault_store import describe_error
 from autosplit.ranks.groups import Groups
 from autosplit.runtime.call_cache import CallCache
 from autosplit.stage import Stage
@@ -252,16 +253,45 @@ class RankStages:
             # A stage of a whole model calls no module inside, whose hooks would gather its
             # parameters.
             gathered = partial(self._model.sharded.gathered, frees_all=False)
+            communicates = self._shares_tensors or bool(self._model.sharded.indices)
             self._evaluation_stages[key] = {
                 index: ModuleStage(
                     module,
                     index,
                     self._dataflow.shared_places(index),
                     **({"gathering": partial(gathered, index)} if self._is_cut else {}),
+                    refuses=plan.listed and not communicates,
                 )
                 for index, module in modules.items()
             }
         return self._evaluation_stages[key]
+
+    def refuse_misfits(self, plan: StepPlan) -> None:
+        """Raise on all ranks if a stage could not take a microbatch of an evaluation; collective.
+        The next evaluation may follow.
+
+        Raises:
+            BatchError: names the first such microbatch, and the stage.
+        """
+        errors = {
+            (number, index): error
+            for index, stage in self._evaluation_stages[plan.kind].items()
+            for number, error in stage.refused.items()
+        }
+        if self._groups.everybody.all_reduce_and(0 if errors else -1) == [-1]:
+            return
+        texts = {place: describe_error(error) for place, error in errors.items()}
+        of_ranks: list[dict[tuple[int, int], str]] = self._groups.everybody.gather(texts)
+        for stage in self._evaluation_stages[plan.kind].values():
+            stage.refused.clear()
+        # The boundaries have shapes of stand-ins.
+        for sizes in plan.microbatches:
+            self._evaluation_boundaries.remember((plan.kind, sizes), Boundaries())
+        plan.executor = None
+        place, text = min(pair for of_rank in of_ranks for pair in of_rank.items())
+        raise BatchError(
+            f"microbatch {place[0]} does not fit stage {place[1]}: {text}"
+        ) from errors.get(place)
 
     def set_loss_of_evaluation(self, plan: StepPlan, losses: Mapping[int, list[Tensor]]) -> None:
         """Set the dtype and the part names of an evaluation's losses; collective in the first

@@ -493,6 +493,8 @@ class Runner:
         self._rank_stages.observer = None
         for call in self._model.post_step:
             call()
+        if plan.listed:
+            self._rank_stages.refuse_misfits(plan)
         self._rank_stages.set_loss_of_evaluation(plan, losses)
         return self._start_reduction(plan, losses, inputs + targets, weights)
 

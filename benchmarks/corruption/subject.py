@@ -127,6 +127,8 @@ def run(fault: Fault | None, folder: str, ranks: int, steps: int) -> Outcome:
         row = [a for rank in trainer.schedule.ranks for a in rank if a.kind.value in wanted]
         if kind in BITS:
             row = [action for action in row if action not in never]
+        if kind == "reduction":
+            row = [action for action in row if action.stage == 0]  # of the rank that it happens on
         if kind in ("message", "input gradient"):
             row = [action for action in row if action.stage]
         if kind in ("NaN", "target"):

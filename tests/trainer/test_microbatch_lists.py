@@ -283,3 +283,28 @@ def test_a_batch_that_does_not_divide_has_a_smaller_last_microbatch() -> None:
                 cut = [*zip(*(part.chunk(4) for part in batch), strict=True)]
                 assert torch.equal(engine.step(batch), alone.step(microbatches=cut))
             assert_parameters(engine, alone.modules)
+
+
+@ranks(2)
+def test_an_evaluation_refuses_a_microbatch_by_its_number_and_the_next_one_runs() -> None:
+    with trainer() as engine, trainer(ranks=1) as alone:
+        pairs = listed([5, 9, 7])
+        (ids, targets), others = pairs[1], [pairs[0], pairs[2]]
+        misfits = {
+            "stage 0": (ids + VOCABULARY, targets),  # no such token
+            "stage 1": (ids, targets[:, 1:]),
+        }
+        for stage_name, misfit in misfits.items():
+            for _ in range(2):  # the second time, the plan of the step is known
+                with pytest.raises(BatchError, match=f"microbatch 1 does not fit {stage_name}: "):
+                    engine.evaluate(microbatches=[pairs[0], misfit, pairs[2]])
+            assert torch.equal(
+                engine.evaluate(microbatches=pairs), alone.evaluate(microbatches=pairs)
+            )
+            with pytest.raises(BatchError, match=f"microbatch 2 does not fit {stage_name}: "):
+                engine.measure(
+                    None, lambda logits, _: logits.shape[1], microbatches=[*others, misfit]
+                )
+        counts = engine.measure(None, lambda logits, _: logits.shape[1], microbatches=pairs)
+        assert counts == [5, 9, 7]
+        assert torch.equal(engine.step(microbatches=pairs), alone.step(microbatches=pairs))

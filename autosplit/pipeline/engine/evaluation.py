@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.stage_protocols import flat_outputs
+from autosplit.pipeline.engine.transport import REFUSED, stands_for_refused
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.torch_internals.state import preserve_modes, versions
 
@@ -50,9 +51,13 @@ class ModuleStage:
         shared: positions of arguments that other stages may read as well.
         gathering: ``gathering()`` returns the context for a call of the module, in which its
             sharded parameters are whole.
+        refuses: whether an error of the module refuses one microbatch, and the others run on; else
+            ``forward`` raises it. False if the module communicates with other ranks, which would
+            wait for it.
 
     Attributes:
         part_names: names of the parts of the loss in the outputs; None before the first call.
+        refused: by microbatch, the error of the module, until ``refused`` is cleared.
     """
 
     def __init__(
@@ -61,19 +66,37 @@ class ModuleStage:
         index: int,
         shared: Sequence[int] = (),
         gathering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        *,
+        refuses: bool = False,
     ) -> None:
         self._module, self._gathering = module, gathering
         self._index = index
         self._shared = shared
+        self._refuses = refuses
         self.part_names: tuple[str, ...] | None = None
+        self.refused: dict[int, Exception] = {}
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        """Return the module's outputs; empties ``inputs``.
+        """Return the module's outputs; empties ``inputs``. A refused microbatch has ``REFUSED`` in
+        place of its outputs.
 
         Raises:
             PipelineError: the module returns neither a tensor nor a tuple of tensors, writes into
                 an argument that other stages read, or returns other parts of the loss than before.
         """
+        if not self._refuses:
+            return self._outputs(inputs)
+        if any(map(stands_for_refused, inputs)):
+            inputs.clear()
+            return REFUSED
+        try:
+            return self._outputs(inputs)
+        except Exception as error:
+            inputs.clear()
+            self.refused[microbatch] = error
+            return REFUSED
+
+    def _outputs(self, inputs: list[Tensor]) -> list[Tensor]:
         args = tuple(inputs)
         inputs.clear()
         versions_before = versions(args[place] for place in self._shared)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
+from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, TensorMeta
 from autosplit.pipeline.schedule.routes import (
     Routes,
     StageDataflow,
@@ -34,6 +34,12 @@ from autosplit.pipeline.schedule.routes import (
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.ranks.first_error import LostPeerError
 from autosplit.ranks.groups import Groups, lost_peer_error
+
+REFUSED: list[Tensor] = []
+"""In place of a stage's outputs: the stage could not take the microbatch."""
+_STAND_IN = (1,) * 16
+"""The shape of the tensor of one byte that is sent for each output of a stage that could not take a
+microbatch. No model has tensors of so many dimensions."""
 
 T = TypeVar("T")
 Receive = Callable[[], "list[Tensor | None]"]
@@ -342,6 +348,8 @@ class Transport:
         def send(tensors: Sequence[Tensor]) -> None:
             """Check a stage's outputs, and send each later stage the outputs that it reads."""
             outputs = self._boundaries[result.microbatch].outputs
+            if tensors is REFUSED:
+                tensors = self._stand_ins(stage, outputs.get(stage))
             if stage not in outputs:  # later outputs must match the first
                 dataflow.check_outputs(stage, len(tensors))
                 outputs[stage] = tuple(map(TensorMeta.of, tensors))
@@ -359,6 +367,16 @@ class Transport:
                 put([*tensors] if positions is None else [tensors[at] for at in positions])
 
         return send
+
+    def _stand_ins(self, stage: int, agreed: Boundary | None) -> list[Tensor]:
+        """Tensors in place of the outputs of a stage that could not take a microbatch: zeros if the
+        other ranks expect certain shapes.
+        """
+        if agreed is not None:
+            return [torch.zeros(m.shape, dtype=m.dtype, device=self._device) for m in agreed]
+        wiring = self.dataflow.wiring
+        count = 1 if wiring is None else wiring.outputs[stage]
+        return [torch.zeros(_STAND_IN, dtype=torch.uint8, device=self._device)] * count
 
     def _gradient_sender(self, message: StageMessage) -> Send:
         put, result = self._put_call(message), message.result
@@ -415,6 +433,13 @@ class Transport:
             return f"gradient of input {place} of stage {message.taker}"
         output = f"output {positions[place]} of stage {message.boundary}"
         return f"gradient from stage {message.taker} for {output}"
+
+
+def stands_for_refused(value: object) -> bool:
+    """Whether an argument of a stage stands for an output of a stage that could not take the
+    microbatch.
+    """
+    return isinstance(value, Tensor) and value.shape == _STAND_IN and value.dtype is torch.uint8
 
 
 def _mismatch(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> PipelineError:
