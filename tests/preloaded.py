@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest  # noqa: F401  (modules of tests, which the processes run functions of, import it)
 import sympy.tensor.tensor  # noqa: F401
 import torch._dynamo
 import torch._inductor.decomposition

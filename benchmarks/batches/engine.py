@@ -64,7 +64,7 @@ def render(rows: Rows) -> str:
 
 
 def _table(rows: Rows) -> str:
-    found = next(row for row in rows if row["way"] == FOUND)
+    found = next((row for row in rows if row["way"] == FOUND), rows[0])  # rows come one by one
     cells = [
         [
             row["way"],

@@ -1,9 +1,10 @@
-"""The time of steps with audits beside steps without, in one run and in turns."""
+"""The time of steps with the recorder, and with audits, beside steps without, in turns."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from autosplit.pipeline import PipelineTrainer, RunOptions
+from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions
 
 MICROBATCHES, ROWS = 8, 64
 
@@ -37,14 +38,18 @@ def _trainer(width: int, options: RunOptions) -> PipelineTrainer:
 
 
 def turns(width: int, rounds: int, split: bool) -> dict[str, Any]:
-    """Seconds of a step without and with audits, by turns of one step each, and the coverage."""
+    """Seconds of a step with neither, with the recorder and with audits, by turns of one step each,
+    and the coverage of the audits.
+    """
     batch = torch.randn(2, ROWS * MICROBATCHES, width)
     with contextlib.ExitStack() as stack:
+        recorder = Recorder(stack.enter_context(tempfile.TemporaryDirectory()))
+        ways: list[dict[str, Any]] = [{}, {"recorder": recorder}, {"audit": True}]
         trainers = [
-            stack.enter_context(_trainer(width, RunOptions(audit=audit, split_backward=split)))
-            for audit in (False, True)
+            stack.enter_context(_trainer(width, RunOptions(split_backward=split, **way)))
+            for way in ways
         ]
-        seconds: list[list[float]] = [[], []]
+        seconds: list[list[float]] = [[] for _ in ways]
         for number in range(4 + rounds):
             for trainer, times in zip(trainers, seconds, strict=True):
                 dist.barrier()
@@ -52,11 +57,12 @@ def turns(width: int, rounds: int, split: bool) -> dict[str, Any]:
                 trainer.step((batch[0], batch[1]))
                 if number >= 4:
                     times.append(perf_counter() - start)
-        auditor: Any = trainers[1].auditor
-        actions = sum(map(len, trainers[1].schedule.ranks))
-    without, audited = map(statistics.median, seconds)
+        auditor: Any = trainers[-1].auditor
+        actions = sum(map(len, trainers[-1].schedule.ranks))
+    without, recorded, audited = map(statistics.median, seconds)
     return {
         "without": without,
+        "recorded": recorded,
         "audited": audited,
         "period": auditor.period,
         "covered": actions - len(auditor.never),

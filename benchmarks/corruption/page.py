@@ -10,7 +10,7 @@ from typing import Any
 
 from ..kept_ranks import KeptRanks
 from ..page import Page, Part, option
-from ..results import Rows, table
+from ..results import Rows, Target, table
 from . import cost
 from .faults import BITS, KINDS, faults
 from .judge import clean, judge
@@ -89,9 +89,12 @@ there were {alarms} false alarms.
 """ + "".join(f"\n{text}" for text in texts)
 
 
+SHARE = Target("over neither", at_most=1.01)
+
 _COST = """\
-Steps of two blocks a rank, with and without `RunOptions(audit=True)`, in turns; medians.
-Waits and actions are measured by the trainer."""
+Steps of two blocks a rank: with neither, with `RunOptions(recorder=Recorder(...))` and with
+`RunOptions(audit=True)`, in turns; medians. Waits and actions are measured by the trainer. The
+period is in steps; there is none where no action can be audited."""
 
 
 def measure_cost(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -104,19 +107,20 @@ def measure_cost(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def render_cost(rows: Rows) -> str:
-    """Times and their ratio, and what is audited."""
+    """A step's time, its multiples with the recorder and with audits, and what is audited."""
     lines = [
         [
             row["name"],
             f"{1e3 * row['without']:.1f}",
-            f"{1e3 * row['audited']:.1f}",
-            f"{row['audited'] / row['without']:.3f}",
+            *(SHARE.cell(row[way] / row["without"]) for way in ("recorded", "audited")),
             f"{row['covered']} of {row['actions']}",
-            row["period"],
+            row["period"] if row["covered"] else "",
         ]
         for row in rows
+        if "recorded" in row
     ]
-    return table(["", "ms", "ms with audits", "ratio", "audited actions", "period"], lines)
+    heads = ["", "ms", f"recorder {SHARE.title}", f"audits {SHARE.title}"]
+    return table([*heads, "audited actions", "period"], lines)
 
 
 PAGE = Page(
@@ -124,7 +128,7 @@ PAGE = Page(
     TEMPLATE,
     {
         "corruption": Part("Found and named", _ABOUT, measure, render),
-        "cost": Part("The cost of audits", _COST, measure_cost, render_cost),
+        "cost": Part("The cost of the recorder and of audits", _COST, measure_cost, render_cost),
     },
     Settings,
 )
