@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError, ScheduleError, with_code
 from autosplit.mesh.dimensions import REPLICATE, SHARD, RankLayout
-from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
 from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.engine.stage_protocols import StageFactory
@@ -401,7 +401,7 @@ class TrainerOptions:
     @property
     def tunes(self) -> bool:
         """Whether the trainer measures its first steps, and searches a schedule for their times."""
-        return self.schedule.name == AUTO or self.memory_limit is not None
+        return self.schedule.searches or self.memory_limit is not None
 
     def schedule_for(self, stages: int, ranks: int) -> Schedule:
         """The schedule for these numbers of stages and processes, built for usual times.
@@ -410,7 +410,7 @@ class TrainerOptions:
             ScheduleError: the name is unknown, or the schedule is not valid.
             PipelineError: the schedule does not fit the other options.
         """
-        if self.schedule.name == AUTO:
+        if self.schedule.searches:
             schedule = first_schedule(stages, self.schedule.microbatches, ranks)
         else:
             with as_pipeline_error():

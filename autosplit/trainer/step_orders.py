@@ -8,7 +8,6 @@ from dataclasses import replace
 from operator import attrgetter
 
 from autosplit.errors import BatchError, PipelineError, ScheduleError
-from autosplit.pipeline.builders.build import AUTO
 from autosplit.pipeline.engine.stage_set import MicrobatchSizes
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.trainer.list_orders import ListOrders
@@ -33,7 +32,7 @@ class StepOrders:
         self._by_count: dict[int, Schedule] = {}
         self._offered: Sequence[MicrobatchSizes] = ()
         self._largest: Sequence[MicrobatchSizes] = ()
-        self.lists = ListOrders(schedule) if options.schedule.name == AUTO else None
+        self.lists = ListOrders(schedule) if options.schedule.searches else None
 
     @property
     def schedule(self) -> Schedule:

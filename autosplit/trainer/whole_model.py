@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeGuard
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError, with_code
-from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.options import SplitOptions
@@ -144,6 +144,6 @@ def _request_for_cut(request: ScheduleRequest, first: Schedule) -> ScheduleReque
         first: the schedule for usual times.
     """
     ranks = len(first.ranks)
-    if request.name == AUTO:
+    if request.searches:
         return ScheduleRequest(first, request.microbatches, ranks)
     return replace(request, ranks=ranks)

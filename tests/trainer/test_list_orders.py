@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -111,6 +112,15 @@ def test_auto_finds_an_order_for_each_list_without_a_message(options: dict[str, 
         assert schedules[-1] is schedules[-2]
         assert engine.step(microbatches=listed([9, 4])).shape == (2,)
         assert engine.step(microbatches=listed([9] * 4)).shape == (4,)
+
+
+@ranks(2)
+def test_a_schedule_that_a_search_has_found_is_not_searched_again() -> None:
+    schedule = replace(build("gpipe", 2, 4), name="auto")
+    with trainer(schedule=schedule, microbatches=4) as engine:
+        for _ in range(MEASURED + 1):
+            engine.step(microbatches=listed([5, 9, 3, 3]))
+            assert engine.schedule == schedule
 
 
 def order_of(schedule: Schedule, kind: ActionKind) -> list[int]:

@@ -268,6 +268,13 @@ class ScheduleRequest:
         """The schedule's name."""
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
+    @property
+    def searches(self) -> bool:
+        """Whether a search finds the schedule. A found ``Schedule`` is named ``"auto"``, too, but
+        runs unchanged.
+        """
+        return self.schedule == AUTO
+
     def build(self, stages: int, times: Sequence[StageTimes] | None) -> Schedule:
         """Build the schedule; ``prepare_schedule`` also checks it.
 
