@@ -22,7 +22,7 @@ from autosplit.recorder.digests import Digest, PendingDigests
 from autosplit.stage import Stage
 from autosplit.text.figures import few
 
-_TAKEN = "taken"  # begins the names of what an action takes
+_ARGUMENT = "taken"  # begins the names of what an action takes
 _FOLLOWERS = {"F": "IB", "I": "W", "W": "", "B": ""}
 """The kinds that may take what an action leaves on its stage."""
 
@@ -76,7 +76,7 @@ class ActionAudit:
         tensors = [tensor for row in self._arguments for tensor in row]
         state = _held_tensors(self._snapshot, self._action.microbatch)
         state |= {f"argument {place}": tensor for place, tensor in enumerate(tensors)}
-        return {f"{_TAKEN} {name}": tensor for name, tensor in state.items()}
+        return {f"{_ARGUMENT} {name}": tensor for name, tensor in state.items()}
 
     def _note(self, tensors: Mapping[str, Tensor | None]) -> None:
         self._noted.append(([*tensors], PendingDigests(tensors.values())))
@@ -97,7 +97,7 @@ class ActionAudit:
             for number, other in (("first", second), ("second", first)):
                 if all(other[name] == third[name] for name in names):
                     verdict = f"the {number} of three runs was wrong"
-            if any(name.startswith(_TAKEN) for name in names):
+            if any(name.startswith(_ARGUMENT) for name in names):
                 verdict = "a tensor that it took has changed in memory since"
             raise AuditError(
                 f"rank {self._rank}: {self._action} had other bits when it ran again, in "

@@ -280,10 +280,10 @@ def _build_at_once(
     if len(expected) != built.count - 1 or len(rows) != 1:
         return {}
     rows[0].outputs.update(enumerate(expected))
-    own: dict[int, _StageFacts] = {}
+    built_here: dict[int, _StageFacts] = {}
     with contextlib.suppress(BatchError):  # raised again when stages are built one after another
-        own.update((index, build(index)) for index in sorted(indices))
-    of_ranks = groups.gather(own, "all stages to be built")
+        built_here.update((index, build(index)) for index in sorted(indices))
+    of_ranks = groups.gather(built_here, "all stages to be built")
     facts = {index: fact for of_rank in of_ranks for index, fact in of_rank.items()}
     outputs = [facts[index].outputs if index in facts else None for index in range(built.count)]
     rows[0].outputs.clear()
