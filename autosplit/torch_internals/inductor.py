@@ -16,7 +16,6 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import profiler
 
 from autosplit.passes.analysis.operators import is_random
 
@@ -112,26 +111,7 @@ def compile_module(
             module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
         )
     strides = [_strides(expressions, mode) for expressions in compiled.output_strides]
-    return Compiled(_entry(compiled), strides, compiled.source_code)
-
-
-def _entry(compiled: Any) -> Callable[[list[Any]], Sequence[Any]]:
-    """The function that runs a compiled graph.
-
-    On a CPU it is the generated code's own function. Around that function, ``CompiledFxGraph`` ends
-    the autotuning of GPU kernels, and names the graph to a profiler: a profiler gets the name.
-    """
-    if not {*compiled.device_types} <= {"cpu"}:
-        whole: Callable[[list[Any]], Sequence[Any]] = compiled
-        return whole
-    generated = compiled.current_callable
-
-    def call(args: list[Any]) -> Sequence[Any]:
-        run = compiled if profiler._is_profiler_enabled else generated
-        results: Sequence[Any] = run(args)
-        return results
-
-    return call
+    return Compiled(compiled, strides, compiled.source_code)
 
 
 def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:
