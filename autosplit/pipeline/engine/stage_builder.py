@@ -223,15 +223,17 @@ def build_stages(
     """
     dependence, is_new = list[Dependence | None](), not built.boundaries.outputs
 
-    def build(index: int) -> _StageFacts:
+    def facts_of(index: int) -> _StageFacts:
+        """Build one stage."""
         make = partial(factory, modules[index], index=index)
         return _build_stage(built, index, make, rows, device)
 
     def build_next(index: int) -> _StageFacts:
+        """Build the next stage on its rank, while the other ranks wait for it."""
         facts: _StageFacts | BatchError | None = None
         if index in modules:
             try:
-                facts = build(index)
+                facts = facts_of(index)
             except BatchError as error:
                 if not refuses:
                     raise error.__cause__ or error from None
@@ -242,7 +244,7 @@ def build_stages(
             raise facts
         return facts
 
-    facts_by_stage = _build_at_once(built, [*modules], groups, build, rows, expected)
+    facts_by_stage = _build_at_once(built, [*modules], groups, facts_of, rows, expected)
     for index in range(built.count):
         facts = facts_by_stage.get(index) or build_next(index)
         if is_new:
