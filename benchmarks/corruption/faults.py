@@ -28,7 +28,6 @@ BITS = {
 }
 """Bits that flip in an action, or while its stage holds what it left; the kinds of actions."""
 KINDS = ("NaN", "target", *BITS, "message", "parameter", "reduction")
-_MANTISSA = 23  # bits of float32
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,14 @@ def faults(count: int) -> Iterator[Fault]:
         yield Fault(kind, ranks, seed)
 
 
-def flip(tensors: list[Any], dice: random.Random, lowest: int = 0) -> None:
-    """Flip one bit of one element of one of these tensors, unseen by autograd.
-
-    Args:
-        tensors: the tensors; only those of float32 are changed.
-        dice: chooses the tensor, the element and the bit.
-        lowest: the lowest bit of the mantissa that may flip.
-    """
+def flip(tensors: list[Any], dice: random.Random) -> None:
+    """Flip one bit of one element of one of these tensors, unseen by autograd."""
     floats = [
         t for t in tensors if isinstance(t, Tensor) and t.dtype is torch.float32 and t.numel()
     ]
     words = dice.choice(floats).data.view(torch.int32)
     place = tuple(dice.randrange(size) for size in words.shape)
-    words[place] ^= 1 << dice.randrange(lowest, _MANTISSA)  # so the element stays finite
+    words[place] ^= 1 << dice.randrange(23)  # of the mantissa: it stays finite
 
 
 FLIPPING: dict[str, Any] = {}
@@ -136,8 +129,7 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
             if tensor.dtype is torch.float32 and dist.get_rank() == 0:
                 if work is not None:
                     work.wait()
-                # The optimizer rounds lower bits of a gradient away: they change no parameter.
-                flip([tensor[: tensor.numel() // 2]], dice, lowest=_MANTISSA - 8)
+                flip([tensor[: tensor.numel() // 2]], dice)
             return work
 
         with mock.patch.object(dist, "all_reduce", all_reduce):

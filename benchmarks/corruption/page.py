@@ -27,8 +27,7 @@ _ABOUT = """\
 A pipeline of two or four ranks trains with `RunOptions(audit=True, recorder=Recorder(...))`, 1F1B
 with full backwards, and `gpipe` for deferred tensors. A fault happens in each step, on one rank. A
 bit of the mantissa flips: in what an audited action computes, in a tensor while its stage holds it,
-in a message, in a parameter between two actions, or one of the eight highest in a reduced gradient
-(the optimizer rounds lower ones away). Or an input makes an
+in a message, in a parameter between two actions, or in a reduced gradient. Or an input makes an
 operator return NaN, or a target is infinite. A bit in an audited action is found if all ranks raise
 within the period of the audits, and named right if all name the rank and the action. Of the others
 the recorder writes the step, and a replay names rank and action, and the sample of a bad input or
@@ -117,7 +116,6 @@ def render_cost(rows: Rows) -> str:
             row["period"] if row["covered"] else "",
         ]
         for row in rows
-        if "recorded" in row
     ]
     heads = ["", "ms", f"recorder {SHARE.title}", f"audits {SHARE.title}"]
     return table([*heads, "audited actions", "period"], lines)
