@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from autosplit.recorder.digests import Digest, PendingDigests
 from autosplit.stage import Stage
 from autosplit.text.figures import few
 
-_ARGUMENT = "taken"  # begins the names of what an action takes
+_INPUT_PREFIX = "taken "  # of the names of tensors that an action takes
 _FOLLOWERS = {"F": "IB", "I": "W", "W": "", "B": ""}
 """The kinds that may take what an action leaves on its stage."""
 
@@ -76,7 +76,7 @@ class ActionAudit:
         tensors = [tensor for row in self._arguments for tensor in row]
         state = _held_tensors(self._snapshot, self._action.microbatch)
         state |= {f"argument {place}": tensor for place, tensor in enumerate(tensors)}
-        return {f"{_ARGUMENT} {name}": tensor for name, tensor in state.items()}
+        return {f"{_INPUT_PREFIX}{name}": tensor for name, tensor in state.items()}
 
     def _note(self, tensors: Mapping[str, Tensor | None]) -> None:
         self._noted.append(([*tensors], PendingDigests(tensors.values())))
@@ -93,19 +93,35 @@ class ActionAudit:
         first, second = self._read(self._noted), self._run_copy()
         names = [name for name, value in first.items() if second[name] != value]
         if names:
-            third, verdict = self._run_copy(), "all three runs differ"
-            for number, other in (("first", second), ("second", first)):
-                if all(other[name] == third[name] for name in names):
-                    verdict = f"the {number} of three runs was wrong"
-            if any(name.startswith(_ARGUMENT) for name in names):
-                verdict = "a tensor that it took has changed in memory since"
             raise AuditError(
                 f"rank {self._rank}: {self._action} had other bits when it ran again, in "
-                f"{few(names, 4)}; {verdict}. No optimizer has used the step. If its operators are "
-                "deterministic (torch.use_deterministic_algorithms), the rank's device or memory "
-                "is faulty: exclude it, and go on from a checkpoint"
+                f"{few(names, 4)}; {self._verdict(names, first, second)}. No optimizer has used "
+                "the step. If its operators are deterministic "
+                "(torch.use_deterministic_algorithms), the rank's device or memory is faulty: "
+                "exclude it, and go on from a checkpoint"
             )
         self._arguments, self._snapshot = [], self._stage
+
+    def _verdict(
+        self,
+        names: Sequence[str],
+        first: Mapping[str, Digest | None],
+        second: Mapping[str, Digest | None],
+    ) -> str:
+        """Say which of three runs was wrong, or that memory has changed between two runs.
+
+        Args:
+            names: the tensors that differ.
+            first: the digests of the first run, by name.
+            second: the digests of the second run.
+        """
+        if any(name.startswith(_INPUT_PREFIX) for name in names):
+            return "a tensor that it took has changed in memory since"
+        third = self._run_copy()
+        for number, other in (("first", second), ("second", first)):
+            if all(other[name] == third[name] for name in names):
+                return f"the {number} of three runs was wrong"
+        return "all three runs differ"
 
     def _run_copy(self) -> dict[str, Digest | None]:
         """The digests of another run, by name."""

@@ -144,6 +144,15 @@ def test_a_wrong_bit_is_named(
                 audit.run_again()
 
 
+def test_memory_that_changes_after_an_action_accuses_no_run() -> None:
+    _, audit = run(stage(), SPLIT, "0F0")
+    assert audit is not None
+    flip(audit._arguments[0][0])
+    text = "in taken argument 0, .*; a tensor that it took has changed in memory since"
+    with pytest.raises(AuditError, match=text):
+        audit.run_again()
+
+
 def test_three_results_accuse_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 

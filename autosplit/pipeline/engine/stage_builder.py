@@ -222,31 +222,17 @@ def build_stages(
             timeout.
     """
     dependence, is_new = list[Dependence | None](), not built.boundaries.outputs
-
-    def facts_of(index: int) -> _StageFacts:
-        """Build one stage."""
-        make = partial(factory, modules[index], index=index)
-        return _build_stage(built, index, make, rows, device)
-
-    def build_next(index: int) -> _StageFacts:
-        """Build the next stage on its rank, while the other ranks wait for it."""
-        facts: _StageFacts | BatchError | None = None
-        if index in modules:
-            try:
-                facts = facts_of(index)
-            except BatchError as error:
-                if not refuses:
-                    raise error.__cause__ or error from None
-                facts = BatchError(*error.args)
-        of_ranks: list[Any] = groups.gather(facts, f"stage {index} to be built")
-        facts = next(filter(None, of_ranks))
-        if isinstance(facts, BatchError):
-            raise facts
-        return facts
-
-    facts_by_stage = _build_at_once(built, [*modules], groups, facts_of, rows, expected)
+    builds = {
+        index: partial(
+            _build_stage, built, index, partial(factory, module, index=index), rows, device
+        )
+        for index, module in modules.items()
+    }
+    facts_by_stage = {}
+    if built.count > 1 and len(expected) == built.count - 1 and len(rows) == 1:
+        facts_by_stage = _build_at_once(built, builds, groups, rows[0], expected)
     for index in range(built.count):
-        facts = facts_by_stage.get(index) or build_next(index)
+        facts = facts_by_stage.get(index) or _build_in_turn(index, builds, groups, refuses=refuses)
         if is_new:
             built.boundaries.outputs[index] = facts.outputs
             built.boundaries.part_names = facts.part_names
@@ -259,39 +245,58 @@ def build_stages(
 
 def _build_at_once(
     built: StageSet,
-    indices: Sequence[int],
+    builds: Mapping[int, Callable[[], _StageFacts]],
     groups: Groups,
-    build: Callable[[int], _StageFacts],
-    rows: Sequence[MicrobatchExample],
+    row: MicrobatchExample,
     expected: Sequence[Boundary],
 ) -> dict[int, _StageFacts]:
-    """Build this rank's stages for the expected outputs of other stages. Collective, unless
-    ``expected`` is empty.
+    """Build this rank's stages for the expected outputs of the other stages; collective.
 
     Args:
         built: gets the stages.
-        indices: this rank's stages.
+        builds: by stage of this rank, a function that builds it.
         groups: the trainer's process groups.
-        build: builds one stage.
-        rows: one microbatch for each combination of sizes.
+        row: the microbatch for which stages are built.
         expected: the expected outputs, see ``build_stages``.
 
     Returns:
         the facts of all stages; empty if stages must be built one after another.
     """
-    if len(expected) != built.count - 1 or len(rows) != 1:
-        return {}
-    rows[0].outputs.update(enumerate(expected))
+    row.outputs.update(enumerate(expected))
     built_here: dict[int, _StageFacts] = {}
     with contextlib.suppress(BatchError):  # raised again when stages are built one after another
-        built_here.update((index, build(index)) for index in sorted(indices))
-    of_ranks = groups.gather(built_here, "all stages to be built")
-    facts = {index: fact for of_rank in of_ranks for index, fact in of_rank.items()}
-    outputs = [facts[index].outputs if index in facts else None for index in range(built.count)]
-    rows[0].outputs.clear()
-    if None in outputs or outputs[:-1] != [*expected]:
-        built.stages.clear()
-        return {}
+        built_here.update((index, builds[index]()) for index in sorted(builds))
+    row.outputs.clear()
+    facts: dict[int, _StageFacts] = {}
+    for of_rank in groups.gather(built_here, "all stages to be built"):
+        facts |= of_rank
+    outputs = [facts[index].outputs for index in sorted(facts)]
+    if len(facts) == built.count and outputs[:-1] == [*expected]:
+        return facts
+    built.stages.clear()
+    return {}
+
+
+def _build_in_turn(
+    index: int, builds: Mapping[int, Callable[[], _StageFacts]], groups: Groups, *, refuses: bool
+) -> _StageFacts:
+    """Build a stage on its rank, while the other ranks wait for its facts; collective.
+
+    Raises:
+        BatchError: the stage cannot take a microbatch, see ``build_stages``.
+    """
+    facts: _StageFacts | BatchError | None = None
+    if index in builds:
+        try:
+            facts = builds[index]()
+        except BatchError as error:
+            if not refuses:
+                raise error.__cause__ or error from None
+            facts = BatchError(*error.args)
+    of_ranks: list[Any] = groups.gather(facts, f"stage {index} to be built")
+    facts = next(filter(None, of_ranks))
+    if isinstance(facts, BatchError):
+        raise facts
     return facts
 
 
