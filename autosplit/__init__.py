@@ -16,12 +16,19 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .checkpoint import load_checkpoint, save_checkpoint
+    from .checkpoint import CheckpointManager, load_checkpoint, read_checkpoint, save_checkpoint
     from .dynamo.pending_weights import backward_weight
     from .mesh.costs import DeviceSpeed, Link, measure_collectives
     from .module import SplitModule
     from .passes import CollectiveCosts
-    from .pipeline import PipelineTrainer, launch
+    from .pipeline import (
+        PipelineTrainer,
+        Recorder,
+        RunOptions,
+        StageOptions,
+        launch,
+        process_group,
+    )
     from .pipelining import SplitPipelineStage
     from .planner import Plan, meta_model, partition
     from .report import write_timeline
@@ -36,6 +43,7 @@ __all__ = [
     "BatchError",
     "CaptureError",
     "CheckpointError",
+    "CheckpointManager",
     "CollectiveCosts",
     "DeferralWarning",
     "DeviceSpeed",
@@ -44,12 +52,15 @@ __all__ = [
     "PipelineTrainer",
     "Plan",
     "PlanError",
+    "Recorder",
+    "RunOptions",
     "ScheduleError",
     "SplitError",
     "SplitModule",
     "SplitOptions",
     "SplitPipelineStage",
     "Stage",
+    "StageOptions",
     "__version__",
     "backward_weight",
     "launch",
@@ -57,27 +68,35 @@ __all__ = [
     "measure_collectives",
     "meta_model",
     "partition",
+    "process_group",
+    "read_checkpoint",
     "save_checkpoint",
     "split",
     "write_timeline",
 ]
 
 _HOMES = {
+    "CheckpointManager": "autosplit.checkpoint",
     "CollectiveCosts": "autosplit.passes",
     "DeviceSpeed": "autosplit.mesh.costs",
-    "measure_collectives": "autosplit.mesh.costs",
     "Link": "autosplit.mesh.costs",
     "PipelineTrainer": "autosplit.pipeline",
     "Plan": "autosplit.planner",
+    "Recorder": "autosplit.pipeline",
+    "RunOptions": "autosplit.pipeline",
     "SplitModule": "autosplit.module",
     "SplitOptions": "autosplit.runtime.options",
     "SplitPipelineStage": "autosplit.pipelining",
     "Stage": "autosplit.stage",
+    "StageOptions": "autosplit.pipeline",
     "backward_weight": "autosplit.dynamo.pending_weights",
     "launch": "autosplit.pipeline",
     "load_checkpoint": "autosplit.checkpoint",
+    "measure_collectives": "autosplit.mesh.costs",
     "meta_model": "autosplit.planner",
     "partition": "autosplit.planner",
+    "process_group": "autosplit.pipeline",
+    "read_checkpoint": "autosplit.checkpoint",
     "save_checkpoint": "autosplit.checkpoint",
     "split": "autosplit.splitting",
     "write_timeline": "autosplit.report",

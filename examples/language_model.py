@@ -28,10 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from autosplit import load_checkpoint, meta_model, partition, save_checkpoint
+from autosplit import launch, load_checkpoint, meta_model, partition, process_group, save_checkpoint
 from autosplit.checkpoint import read_progress
 from autosplit.errors import CheckpointError
-from autosplit.pipeline import launch, process_group
 
 MICROBATCHES_PER_RANK = 2
 

@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autosplit.pipeline import PipelineTrainer, launch, process_group
+from autosplit import PipelineTrainer, launch, process_group
 from examples.decoder import Decoder, LlamaConfig, next_byte_loss
 from examples.stages import seeded
 from examples.text import batch

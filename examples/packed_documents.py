@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from autosplit.pipeline import PipelineTrainer, process_group
+from autosplit import PipelineTrainer, process_group
 
 WORDS, WIDTH, HEADS, BLOCK = 64, 32, 2, 16
 FULL = 96

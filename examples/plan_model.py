@@ -10,8 +10,7 @@ import os
 
 import torch
 
-from autosplit import partition
-from autosplit.pipeline import launch, process_group
+from autosplit import launch, partition, process_group
 from examples.decoder import Decoder, LlamaConfig, next_byte_loss
 from examples.text import batch
 

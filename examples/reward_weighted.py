@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.pipeline import PipelineTrainer, process_group
+from autosplit import PipelineTrainer, process_group
 
 WORDS, WIDTH = 32, 32
 

@@ -20,7 +20,7 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims, parallel_dims, pipeline_parallel
 from torchtitan.protocols.train_spec import get_train_spec
 
-from autosplit.pipelining import SplitPipelineStage
+from autosplit import SplitPipelineStage
 
 if not torch.accelerator.is_available():
     parallel_dims.device_type = "cpu"  # torchtitan takes an accelerator for granted

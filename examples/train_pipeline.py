@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from autosplit.pipeline import PipelineTrainer, launch, process_group
+from autosplit import PipelineTrainer, launch, process_group
 from examples.decoder import Decoder, LlamaConfig, next_byte_loss
 from examples.text import batch
 

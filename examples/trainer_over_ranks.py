@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from autosplit.checkpoint import export_safetensors, load_checkpoint, save_checkpoint
-from autosplit.pipeline import PipelineTrainer, StageOptions, launch
+from autosplit import PipelineTrainer, StageOptions, launch, load_checkpoint, save_checkpoint
+from autosplit.checkpoint import export_safetensors
 from examples.transformers_trainer import Windows, build
 
 _PIPELINE = "pipeline"  # the folder of all stages' weights and optimizers, in a checkpoint

@@ -117,7 +117,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 WRITTEN = ["joint.py", "forward.py", "backward_input.py", "backward_weight.py", "backward.py"]
 WRITTEN += ["forward.generated.py", "00_capture.joint.py", "boundary.md"]
 WRITTEN += [f"{at + 1:02}_{each.name}.forward.py" for at, each in enumerate(PASSES)]
-WRITTEN += ["train.py", "look.py"]
+WRITTEN += ["train.py", "look.py", "train_llama.py", "my_model.py"]
 """Files of dumps, and of the pages' examples."""
 
 TORCH = ["", ".nn", ".nn.functional", ".Tensor", ".ops.aten", ".nn.parallel", ".optim.Optimizer"]

@@ -161,5 +161,5 @@ def test_a_missing_process_group_shows_how_to_start_one() -> None:
         SplitPipelineStage(layers[0], 0, 2, torch.device("cpu"))
     for caught in (trains, pipelines):
         right = code_after("right", str(caught.value))
-        assert right.startswith("with autosplit.pipeline.process_group():")
+        assert right.startswith("with autosplit.process_group():")
         assert "torchrun --nproc-per-node 2 train.py" in right

@@ -30,9 +30,9 @@ def check_group() -> None:
         raise PipelineError(
             with_code(
                 "a stage of torch.distributed.pipelining needs a process group: call "
-                "torch.distributed.init_process_group(), or use autosplit.pipeline.process_group()",
+                "torch.distributed.init_process_group(), or use autosplit.process_group()",
                 wrong="stage = SplitPipelineStage(module, 0, 2, device)  # python train.py",
-                right="with autosplit.pipeline.process_group():\n"
+                right="with autosplit.process_group():\n"
                 "    stage = SplitPipelineStage(module, 0, 2, device)  "
                 "# torchrun --nproc-per-node 2 train.py",
             )

@@ -48,7 +48,7 @@ def world_fault_store() -> FaultStore:
     if world is None:
         raise PipelineError(
             "there is no default process group: call torch.distributed.init_process_group(), or "
-            "use autosplit.pipeline.process_group()"
+            "use autosplit.process_group()"
         )
     return FaultStore(world.get_group_store())
 
@@ -95,10 +95,10 @@ def process_count(ranks: int | None, stages: int) -> int:
         raise PipelineError(
             with_code(
                 f"{stages} stages need a process group and there is none: run under "
-                f"'torchrun --nproc-per-node {stages}' inside autosplit.pipeline.process_group(), "
-                "or through autosplit.pipeline.launch. ranks=1 holds all stages in this process",
+                f"'torchrun --nproc-per-node {stages}' inside autosplit.process_group(), "
+                "or through autosplit.launch. ranks=1 holds all stages in this process",
                 wrong="trainer = PipelineTrainer(...)  # python train.py",
-                right="with autosplit.pipeline.process_group():\n"
+                right="with autosplit.process_group():\n"
                 "    trainer = PipelineTrainer(...)  "
                 f"# torchrun --nproc-per-node {stages} train.py",
             )
@@ -201,7 +201,7 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise PipelineError(
             "this process has no rank (RANK and WORLD_SIZE are not set): start it with torchrun, "
-            "or use autosplit.pipeline.launch"
+            "or use autosplit.launch"
         )
     limit = wait_limit(timeout)
     local, local_size = (int(os.environ.get(f"LOCAL_{name}", 0)) for name in ("RANK", "WORLD_SIZE"))

@@ -160,7 +160,7 @@ class RunOptions:
             with ``nonfinite="skip"``. Gradients are unscaled after their reduction, before norm and
             clipping. Each step and each ``forward_backward`` updates the scale, equally on all
             ranks.
-        recorder: the flight recorder, see ``autosplit.pipeline.Recorder``; None: nothing is
+        recorder: the flight recorder, see ``autosplit.Recorder``; None: nothing is
             recorded. Give all ranks equal options. ``step_async`` then waits for the other ranks at
             its end.
     """
@@ -318,8 +318,7 @@ def check_arguments(
     ):
         if not isinstance(options, kind):
             raise PipelineError(
-                f"{name} must be a {kind.__name__}(...) of autosplit.pipeline; "
-                f"got a {type(options).__name__}"
+                f"{name} must be an autosplit.{kind.__name__}(...); got a {type(options).__name__}"
             )
 
 

@@ -155,8 +155,8 @@ class Plan(Partition):
             raise PlanError(
                 f"the plan is for {ranks} processes and there "
                 f"{'is one' if world == 1 else f'are {world}'}: run under 'torchrun "
-                f"--nproc-per-node {ranks}' inside autosplit.pipeline.process_group(), or "
-                f"through autosplit.pipeline.launch; or partition the model with ranks={world}"
+                f"--nproc-per-node {ranks}' inside autosplit.process_group(), or "
+                f"through autosplit.launch; or partition the model with ranks={world}"
             )
         stage_options = options.pop("stage_options", None) or StageOptions()
         arguments = {

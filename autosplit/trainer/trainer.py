@@ -53,7 +53,7 @@ class PipelineTrainer(StepReports):
     """Trains a model that is cut into pipeline stages, over one or more processes.
 
     Each process (rank) holds one or more stages. Start the processes with torchrun or
-    ``autosplit.pipeline.launch``. Every process must make the same calls in the same order::
+    ``autosplit.launch``. Every process must make the same calls in the same order::
 
         with process_group():
             trainer = PipelineTrainer(
