@@ -287,13 +287,15 @@ class Stage:
                 outputs.
             CaptureError: the module changed, and can no longer be captured.
         """
-        waits = microbatch in self._saved and self._saved.get(microbatch).functions.has_backward
+        saved = self._saved
+        waits = microbatch in saved and saved[microbatch].functions.has_backward
         if waits or microbatch in self._inputs:
             raise SplitError(
                 f"stage {self.index}: microbatch {microbatch} has run its forward already: run its "
                 "backward first, or use another number"
             )
-        _check_list(self.index, inputs)
+        if not isinstance(inputs, list):
+            raise _not_a_list(self.index, inputs)
         graphs = self._graphs
         if not steady:
             graphs.steady.clear()
@@ -320,8 +322,7 @@ class Stage:
         if recomputable is not None:
             self._inputs[microbatch] = recomputable
         else:
-            state = MicrobatchState(functions, result.saved, module_state, storages)
-            self._saved.add_state(microbatch, state)
+            saved[microbatch] = MicrobatchState(functions, result.saved, module_state, storages)
         count = len(self._outputs)
         for value, tensor in zip(functions.capture.values, result.outputs[count:], strict=False):
             value.set(self.module, tensor)
@@ -348,9 +349,9 @@ class Stage:
         if self._sharded:
             self.sharding.unshard()
         storages = caller_storages(state.inputs)
-        saved = state.recompute()
-        self._saved.add_state(
-            microbatch, MicrobatchState(state.functions, saved, state.module_state, storages)
+        residuals = state.recompute()
+        self._saved[microbatch] = MicrobatchState(
+            state.functions, residuals, state.module_state, storages
         )
 
     def copy_of(self, microbatch: int) -> Stage:
@@ -364,8 +365,8 @@ class Stage:
         twin._weights = StageBackward(owner, self.grad_dtype)
         for phase, copy in zip(self._phases, twin._phases, strict=True):
             if microbatch in phase:
-                state = phase.get(microbatch)
-                copy.add_state(microbatch, state._replace(residuals=state.residuals.duplicate()))
+                state = phase[microbatch]
+                copy[microbatch] = state._replace(residuals=state.residuals.duplicate())
         return twin
 
     def take_from(self, twin: Stage, microbatch: int) -> None:
@@ -376,7 +377,7 @@ class Stage:
             if microbatch in phase:
                 phase.remove_state(microbatch)
             if microbatch in copy:
-                phase.add_state(microbatch, copy.get(microbatch))
+                phase[microbatch] = copy[microbatch]
         gradients, sums = twin.gradients, self._weights.sums
         sums.set_parameters([*gradients], [*map(self.module.get_parameter, gradients)])
         sums.add_gradients([*gradients], [*gradients.values()], ())
@@ -385,7 +386,7 @@ class Stage:
 
     def residuals_of(self, microbatch: int) -> list[Residuals]:
         """The residuals of a microbatch between two calls; none if the stage holds none."""
-        return [p.get(microbatch).residuals for p in self._phases if microbatch in p]
+        return [phase[microbatch].residuals for phase in self._phases if microbatch in phase]
 
     @property
     def _phases(self) -> tuple[InFlightMicrobatches, InFlightMicrobatches]:
@@ -454,7 +455,7 @@ class Stage:
         """
         state = self._take(microbatch)
         if not state.functions.has_backward:
-            self._weights.in_flight.add_state(microbatch, state)
+            self._weights.in_flight[microbatch] = state
             return self._no_gradients(output_grads)
         storages = state.caller_storages | caller_storages(output_grads)
         state = state._replace(caller_storages=storages)
@@ -604,7 +605,8 @@ class Stage:
         writes.
         """
         names = self._outputs
-        _check_list(self.index, output_grads)
+        if not isinstance(output_grads, list):
+            raise _not_a_list(self.index, output_grads)
         if len(output_grads) != len(names):
             raise SplitError(
                 f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients: "
@@ -616,13 +618,12 @@ class Stage:
         return tangents
 
 
-def _check_list(index: int, tensors: object) -> None:
-    """Refuse an argument that is not a list, because the call must empty it."""
-    if not isinstance(tensors, list):
-        raise SplitError(
-            f"stage {index}: expected a list of tensors, which the call empties, such as [x]; got "
-            f"a {type(tensors).__name__}"
-        )
+def _not_a_list(index: int, tensors: object) -> SplitError:
+    """The error for an argument that is not a list, because the call must empty it."""
+    return SplitError(
+        f"stage {index}: expected a list of tensors, which the call empties, such as [x]; got "
+        f"a {type(tensors).__name__}"
+    )
 
 
 def _refuse_split(owner: str, module: nn.Module) -> None:

@@ -254,7 +254,7 @@ class SplitPipelineStage(RuntimeStage):
                     kept[name].copy_(value)
         outputs = result.outputs[: results.count]
         if self.has_backward:
-            self._saved.add_state(chunk, MicrobatchState(functions, result.saved, state))
+            self._saved[chunk] = MicrobatchState(functions, result.saved, state)
         if gathered and not self.has_backward:
             self.sharding.reshard()
         if not self.is_last:
@@ -302,7 +302,7 @@ class SplitPipelineStage(RuntimeStage):
             self._publish_other_dtypes()
             self._backward_roots(chunk, input_grads)
         elif not full_backward:
-            self._weights.in_flight.add_state(chunk, flight)
+            self._weights.in_flight[chunk] = flight
         if self.dw_builder:
             self.dw_runner[chunk] = self.dw_builder()
         if full_backward:

@@ -28,7 +28,7 @@ from autosplit.passes.lowering.fuse import gains_by_fusing
 from autosplit.passes.lowering.join import gains_by_joining, joined_role
 from autosplit.passes.manager import When, run_graph_passes
 from autosplit.passes.subgraph import subgraphs
-from autosplit.torch_internals.autograd import add_together, checks_nan, zero_together
+from autosplit.torch_internals.autograd import add_together, zero_together
 
 from .accumulation import MOST_JOINED, Accumulation
 from .anomaly import copied, refuse_nan
@@ -249,31 +249,8 @@ class GradientGraph:
         Raises:
             AnomalyError: under anomaly detection, a gradient has a NaN.
         """
-        if checks_nan():
-            return self._checked(pool, gradients, dtype)
-        return self._run(pool, gradients, dtype, count)
-
-    def _checked(
-        self, pool: list[Any], gradients: Accumulators | None, dtype: torch.dtype | None
-    ) -> tuple[list[Any], Sequence[Tensor]]:
-        """``run`` with anomaly detection on: raises ``AnomalyError`` if a gradient has a NaN."""
-        # Sharded parameters may have no memory yet, so their graphs cannot be run once more.
-        arguments = None
-        if self._backend.gathering is None:
-            arguments = dict(zip(self._arguments, copied(pool), strict=True))
-        results, computed = self._run(pool, gradients, dtype, 1)
-        roles = [*self._results, *(Role(Kind.PARAMETER_GRAD, name) for name in self.parameters)]
-        returned = zip(roles, [*results, *computed], strict=True)
-        refuse_nan(self._name, returned, self._module, arguments)
-        return results, computed
-
-    def _run(
-        self,
-        pool: list[Any],
-        gradients: Accumulators | None,
-        dtype: torch.dtype | None,
-        count: int,
-    ) -> tuple[list[Any], Sequence[Tensor]]:
+        checks_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        arguments = self._copy_arguments(pool) if checks_nan else None
         form: AddingForm = "returns"
         parts: Parts = ()
         if gradients is not None:
@@ -286,14 +263,30 @@ class GradientGraph:
         key = dtype, form, count, parts
         call = self._variants.get(key) or self._variant(*key)
         results = call(pool)
-        if gradients is not None and form != "returns":
-            return results, gradients.tensors
-        new_gradients = results[len(self._results) :]
+        computed: Sequence[Tensor] = results[len(self._results) :]
         del results[len(self._results) :]
-        if gradients is None:
-            return results, new_gradients
-        add_together(gradients.tensors, new_gradients)
-        return results, gradients.tensors
+        if gradients is not None:
+            if form == "returns":
+                add_together(gradients.tensors, computed)
+            computed = gradients.tensors
+        if checks_nan:
+            self._refuse_nan(results, computed, arguments)
+        return results, computed
+
+    def _copy_arguments(self, pool: Sequence[Any]) -> dict[Role, Any] | None:
+        """Copies of the arguments, to run the graph once more in search of a NaN."""
+        # Sharded parameters may have no memory yet, so their graphs cannot be run once more.
+        if self._backend.gathering is not None:
+            return None
+        return dict(zip(self._arguments, copied(pool), strict=True))
+
+    def _refuse_nan(
+        self, results: list[Any], computed: Sequence[Tensor], arguments: dict[Role, Any] | None
+    ) -> None:
+        """Raise ``AnomalyError`` if a gradient has a NaN."""
+        roles = [*self._results, *(Role(Kind.PARAMETER_GRAD, name) for name in self.parameters)]
+        returned = zip(roles, [*results, *computed], strict=True)
+        refuse_nan(self._name, returned, self._module, arguments)
 
     def _form_of_first(self, gradients: Accumulators) -> AddingForm:
         if self._first_form != "overwrites":

@@ -42,7 +42,7 @@ from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
 from .accumulation import ACCUMULATION, Accumulation
 from .compiled_graph import Accumulators, GradientGraph, Parts, compile_graph, positions
-from .gradient_dependence import GradientDependence, Missing
+from .gradient_dependence import NONE_MISSING, GradientDependence, Missing
 from .input_overlap import refuse_state_overlap
 from .refusals import AutocastGuard
 from .sliced_backward import SlicedBackward
@@ -253,9 +253,12 @@ class SplitFunctions:
         Returns:
             (functions for this backward, the parameters and inputs that get no gradient).
         """
+        for _, at in self._tangents:  # written out, because every backward runs it
+            if output_grads[at] is None:
+                break
+        else:
+            return self, NONE_MISSING
         missing = self.dependence.missing(output_grads)
-        if not missing.outputs:
-            return self, missing
         variants = self._specialized
         # Zeros in place of gradients would be written as if they were gradients.
         is_free = self.written or len(variants) < _MAX_SPECIALIZED
@@ -638,7 +641,7 @@ class SplitFunctions:
         pool = self._backward_pool(saved.take_arguments(), output_grads)
         results, early = self._input.run(pool, gradients, dtype)
         count = len(self.capture.inputs)
-        weight_state = tuple([state[at] for at in state_positions])
+        weight_state = tuple(map(state.__getitem__, state_positions))
         deferred = self.residuals(layout, results[count:], weight_state)
         return results[:count], deferred, early
 

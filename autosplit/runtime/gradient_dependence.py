@@ -123,12 +123,9 @@ class GradientDependence:
             output_grads: one entry for each output of the module; None for an output without a
                 gradient.
         """
-        for _, at in self._tangents:  # written out, because every backward runs it
-            if output_grads[at] is None:
-                break
-        else:
-            return NONE_MISSING
         absent = frozenset([name for name, at in self._tangents if output_grads[at] is None])
+        if not absent:
+            return NONE_MISSING
         if absent not in self._missing:
             sources = self._parameter_sources.items()
             idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}

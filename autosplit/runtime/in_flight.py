@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,42 +72,37 @@ class MicrobatchState(NamedTuple):
     skipped: frozenset[str] = frozenset()
 
 
-class InFlightMicrobatches:
+class InFlightMicrobatches(dict[int, MicrobatchState]):
     """The states of a stage's microbatches in one phase, by microbatch number.
 
     Args:
         owner: the stage's name, for messages.
         producer: the call that puts a microbatch into this phase, for messages.
+
+    Raises:
+        SplitError: from ``[]``, if the microbatch is not in this phase.
     """
 
     def __init__(self, owner: str, producer: str) -> None:
         self._owner = owner
         self._producer = producer
-        self._by_number: dict[int, MicrobatchState] = {}
-
-    def __contains__(self, microbatch: int) -> bool:
-        return microbatch in self._by_number
 
     @property
     def waiting(self) -> list[int]:
         """Numbers of the microbatches in this phase, ascending."""
-        return sorted(self._by_number)
+        return sorted(self)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The residual tensors of all microbatches in this phase, without parameters and
         buffers.
         """
-        return [t for state in self._by_number.values() for t in state.residuals.tensors]
+        return [t for state in self.values() for t in state.residuals.tensors]
 
     @property
     def bytes(self) -> int:
         """Bytes of distinct storage of ``tensors``."""
         return distinct_storage_bytes(self.tensors)
-
-    def add_state(self, microbatch: int, state: MicrobatchState) -> None:
-        """Add the state of a microbatch."""
-        self._by_number[microbatch] = state
 
     def remove_state(self, microbatch: int) -> MicrobatchState:
         """Remove and return a microbatch's state.
@@ -115,39 +110,28 @@ class InFlightMicrobatches:
         Raises:
             SplitError: the microbatch is not in this phase, or some of its storages are detached.
         """
-        state = self._by_number.get(microbatch) or self.get(microbatch)
+        state = self[microbatch]
         if state.residuals.detached:
             raise SplitError(
                 f"{self._owner}: tensors of microbatch {microbatch} are detached; call "
                 "attach_held() with the list that detach_held() returned, and then run it"
             )
-        del self._by_number[microbatch]
+        del self[microbatch]
         return state
 
-    def get(self, microbatch: int) -> MicrobatchState:
-        """Return a microbatch's state without removing it.
-
-        Raises:
-            SplitError: the microbatch is not in this phase.
-        """
-        if microbatch not in self._by_number:
-            message = (
-                f"{self._owner}: microbatch {microbatch} has not run {self._producer}, or its "
-                "result was used already"
-            )
-            if self._producer in _ORDERS:
-                wrong, right = _ORDERS[self._producer]
-                message = with_code(message, wrong=wrong, right=right)
-            raise SplitError(message)
-        return self._by_number[microbatch]
+    def __missing__(self, microbatch: int) -> NoReturn:
+        message = (
+            f"{self._owner}: microbatch {microbatch} has not run {self._producer}, or its "
+            "result was used already"
+        )
+        if self._producer in _ORDERS:
+            wrong, right = _ORDERS[self._producer]
+            message = with_code(message, wrong=wrong, right=right)
+        raise SplitError(message)
 
     def all_except(self, microbatch: int) -> list[MicrobatchState]:
         """The states of all microbatches except this one."""
-        return [state for number, state in self._by_number.items() if number != microbatch]
-
-    def clear(self) -> None:
-        """Drop all states."""
-        self._by_number.clear()
+        return [state for number, state in self.items() if number != microbatch]
 
 
 class StageBackward:
@@ -193,9 +177,8 @@ class StageBackward:
             sums.add_gradients(names, early, functions.dependence.borrowed, skipped)
         for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
             input_grads[at] = None
-        self.in_flight.add_state(
-            microbatch, MicrobatchState(functions, deferred, module_state, storages, skipped)
-        )
+        state = MicrobatchState(functions, deferred, module_state, storages, skipped)
+        self.in_flight[microbatch] = state
         return input_grads
 
     def backward(
@@ -411,7 +394,7 @@ class OffloadableStorages:
                 "neither between F and its backward nor between I and W. Call held() after "
                 "forward() or backward_input()"
             )
-        return phase.get(microbatch), [
+        return phase[microbatch], [
             state for phase in phases for state in phase.all_except(microbatch)
         ]
 

@@ -23,7 +23,7 @@ from autosplit.errors import SplitError
 from autosplit.passes.analysis.aliasing import spanned_elements
 from autosplit.passes.lowering import codegen
 from autosplit.torch_internals.autograd import any_referenced
-from autosplit.torch_internals.state import allows_other_memory, versions
+from autosplit.torch_internals.state import UNCOUNTED, VERSION, allows_other_memory, versions
 
 StorageKey = tuple[torch.device, int]
 """A storage's device and address, for as long as it is alive."""
@@ -350,7 +350,11 @@ class Residuals:
         constants = layout.constants.tensors
         protected = layout.protected(state) if layout.live else state
         self._protected = protected + constants if constants else protected
-        self._counts = versions(chain(map(tensors.__getitem__, layout.exposed), self._protected))
+        try:  # written out, because every graph runs it, and nearly always all tensors are counted
+            exposed = map(tensors.__getitem__, layout.exposed)
+            self._counts = tuple(map(VERSION, chain(exposed, self._protected)))
+        except UNCOUNTED:
+            self._counts = self._count()
         self._identity = tuple(map(_POINTER, self._protected)), tuple(map(_DTYPE, self._protected))
         self.live: tuple[Tensor, ...] = ()
         self._written_by_users: tuple[int, ...] = ()
@@ -515,8 +519,12 @@ class Residuals:
         if self._layout.live and self._layout.before_weight:
             self._check_sums()
         protected, (addresses, dtypes) = self._protected, self._identity
-        exposed = map(self._tensors.__getitem__, self._layout.exposed)
-        if versions(chain(exposed, protected)) != self._counts:
+        try:
+            exposed = map(self._tensors.__getitem__, self._layout.exposed)
+            counts = tuple(map(VERSION, chain(exposed, protected)))
+        except UNCOUNTED:
+            counts = self._count()
+        if counts != self._counts:
             self._check_unwritten()
         if tuple(map(_POINTER, protected)) != addresses or tuple(map(_DTYPE, protected)) != dtypes:
             self._check_unmoved()

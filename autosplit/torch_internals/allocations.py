@@ -28,14 +28,13 @@ class Stretch(NamedTuple):
     end: int
 
 
+profiler_is_enabled = torch._C._autograd._profiler_enabled
+"""Whether torch's profiler records this thread."""
+
+
 def can_count(device: torch.device) -> bool:
     """Whether allocations can be counted now. On the CPU they cannot while a profiler runs."""
     return device.type != "cpu" or not profiler_is_enabled()
-
-
-def profiler_is_enabled() -> bool:
-    """Whether torch's profiler records this thread."""
-    return torch._C._autograd._profiler_enabled()
 
 
 def allocations_on(device: torch.device) -> HostAllocations | DeviceAllocations:

@@ -15,15 +15,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .dtensor import is_dtensor, local_tensor
 
-_VERSION = attrgetter("_version")
+VERSION = attrgetter("_version")
+"""Reads autograd's version counter of a tensor; raises one of ``UNCOUNTED`` if there is none."""
+UNCOUNTED = (AttributeError, RuntimeError)
 
 
 def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
     """Autograd's version counter of each tensor; 0 for numbers."""
     tensors = tuple(tensors)
     try:
-        return tuple(map(_VERSION, tensors))
-    except (AttributeError, RuntimeError):
+        return tuple(map(VERSION, tensors))
+    except UNCOUNTED:
         # Some kernels return None for a fake tensor (an unused workspace). Inference tensors and
         # numbers have no version.
         counted = [isinstance(t, torch.Tensor) and not t.is_inference() for t in tensors]

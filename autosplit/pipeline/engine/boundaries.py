@@ -69,13 +69,14 @@ class Boundaries:
         outputs: by stage, the metadata of the stage's outputs.
         part_names: names of the parts of the loss, which are the last stage's outputs after the
             loss.
+        tensors: by the crossing of a message, the result of ``tensors_in`` so far.
     """
 
     def __init__(self) -> None:
         self.outputs: dict[int, Boundary] = {}
         self.part_names: tuple[str, ...] = ()
         self._get_gradient: dict[tuple[int, int], Sequence[bool]] = {}
-        self._tensors: dict[tuple[int, int, bool], Sequence[TensorMeta | None]] = {}
+        self.tensors: dict[tuple[int, int, bool], Sequence[TensorMeta | None]] = {}
 
     def of_other_sizes(self, outputs: Mapping[int, Boundary]) -> Boundaries:
         """The boundaries of microbatches of other sizes, of which the same tensors get gradients.
@@ -84,7 +85,7 @@ class Boundaries:
             outputs: by stage, the metadata of the stage's outputs; unknown outputs are left out.
         """
         other = copy.copy(self)
-        other.outputs, other._tensors = dict(outputs), {}
+        other.outputs, other.tensors = dict(outputs), {}
         return other
 
     def tensors_in(
@@ -93,15 +94,15 @@ class Boundaries:
         """Metadata of the tensors in a message over a known boundary; None for a gradient that is
         not sent.
         """
-        boundary, taker, forward = key = message.boundary, message.taker, message.forward
-        if key in self._tensors:
-            return self._tensors[key]
+        boundary, taker, forward = crossing = message.crossing
+        if crossing in self.tensors:
+            return self.tensors[crossing]
         metas = dataflow.select(self.outputs[boundary], boundary, taker)
         flags = self._get_gradient.get((boundary, taker)) or [m.requires_grad for m in metas]
         tensors = [
             meta if forward or is_sent else None for meta, is_sent in zip(metas, flags, strict=True)
         ]
-        self._tensors[key] = tensors
+        self.tensors[crossing] = tensors
         return tensors
 
     def resolve_gradients(

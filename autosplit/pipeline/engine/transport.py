@@ -379,12 +379,15 @@ class Transport:
         return [torch.zeros(_STAND_IN, dtype=torch.uint8, device=self._device)] * count
 
     def _gradient_sender(self, message: StageMessage) -> Send:
-        put, result = self._put_call(message), message.result
+        put, result, crossing = self._put_call(message), message.result, message.crossing
         choose = gradients_for(message.boundary, message.taker, self.dataflow)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
             """Check a stage's input gradients; send the agreed ones to an earlier stage."""
-            agreed = self._boundaries[result.microbatch].tensors_in(message, self.dataflow)
+            boundaries = self._boundaries[result.microbatch]
+            agreed = boundaries.tensors.get(crossing)
+            if agreed is None:
+                agreed = boundaries.tensors_in(message, self.dataflow)
             if choose is not None:
                 gradients = choose(gradients)
             if len(gradients) < len(agreed):

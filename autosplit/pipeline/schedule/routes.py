@@ -272,6 +272,11 @@ class StageMessage(NamedTuple):
         return self.stage if self.forward else self.result.stage
 
     @property
+    def crossing(self) -> tuple[int, int, bool]:
+        """(stage before the boundary, stage after it, whether the message carries outputs)."""
+        return self.boundary, self.taker, self.forward
+
+    @property
     def send(self) -> Action:
         """The sender's action for the message in torch's schedules, such as ``0SEND_F1``."""
         kind = ActionKind.SEND_F if self.forward else ActionKind.SEND_B
