@@ -28,7 +28,6 @@ from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import (
     call_accumulate_hooks,
     without_autocast,
-    without_grad,
 )
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -287,6 +286,9 @@ class Stage:
                 outputs.
             CaptureError: the module changed, and can no longer be captured.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return Stage.forward(self, microbatch, inputs, keep, steady=steady)
         saved = self._saved
         waits = microbatch in saved and saved[microbatch].functions.has_backward
         if waits or microbatch in self._inputs:
@@ -315,10 +317,9 @@ class Stage:
         if keep == "inputs" and functions.has_backward:
             recomputable = RecomputableState(functions, module_state, inputs)
         storages = caller_storages(inputs)
-        with without_grad():
-            leaves = [*inputs]
-            inputs.clear()
-            result = functions.run(module_state, leaves)
+        leaves = [*inputs]
+        inputs.clear()
+        result = functions.run(module_state, leaves)
         if recomputable is not None:
             self._inputs[microbatch] = recomputable
         else:
@@ -453,13 +454,16 @@ class Stage:
             SplitError: this microbatch is not between F and its backward; a gradient does not fit
                 its output; or a saved tensor was written in place since F.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return Stage.backward_input(self, microbatch, output_grads)
         state = self._take(microbatch)
         if not state.functions.has_backward:
             self._weights.in_flight[microbatch] = state
             return self._no_gradients(output_grads)
         storages = state.caller_storages | caller_storages(output_grads)
         state = state._replace(caller_storages=storages)
-        with without_grad(), without_autocast():
+        with without_autocast():
             tangents = self._output_grads(state.functions, output_grads)
             grads = self._weights.backward_input(microbatch, state, tangents)
         if self._sharded:
@@ -488,9 +492,13 @@ class Stage:
             SplitError: a microbatch is not between I and W; a deferred tensor was written in place
                 since I; or a parameter was replaced since an earlier microbatch.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                Stage.backward_weight(self, microbatch, *later)
+            return
         if self._sharded and self.functions.has_backward:
             self.sharding.unshard()
-        with without_grad(), without_autocast():
+        with without_autocast():
             self._weights.backward_weight(microbatch, *later)
         if self._sharded:
             self._accumulate_sharded()
@@ -503,12 +511,15 @@ class Stage:
         Raises:
             SplitError: as for ``backward_input`` and ``backward_weight``.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return Stage.backward(self, microbatch, output_grads)
         state = self._take(microbatch)
         if not state.functions.has_backward:
             if self._weights.last is not None:
                 self._report_end(microbatch)
             return self._no_gradients(output_grads)
-        with without_grad(), without_autocast():
+        with without_autocast():
             tangents = self._output_grads(state.functions, output_grads)
             grads = self._weights.backward(microbatch, state, tangents)
         if self._sharded:

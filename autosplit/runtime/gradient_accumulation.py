@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
 
 import torch
@@ -22,6 +22,7 @@ class GradientSums:
     """The sums of one stage's weight gradients over microbatches.
 
     Args:
+        owner: the stage's name, for messages.
         dtype: floating-point dtype of the sums; None for the dtype of each gradient.
 
     Attributes:
@@ -32,7 +33,8 @@ class GradientSums:
             allocated memory. None instead of a function: all sums are newly allocated.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, owner: str, dtype: torch.dtype | None = None) -> None:
+        self._owner = owner
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
@@ -40,14 +42,14 @@ class GradientSums:
         self.memory_for: Callable[[Tensor, torch.dtype], Tensor | None] | None = None
 
     def into(
-        self, names: Sequence[str], parameters: Sequence[Tensor], skipped: Collection[str] = ()
+        self, names: Sequence[str], state: Mapping[str, Tensor], skipped: Collection[str] = ()
     ) -> Accumulators | None:
-        """The sums to which gradients of the named parameters are added.
+        """The sums to which a graph adds gradients of the named parameters.
 
         Args:
             names: names of the parameters.
-            parameters: the parameters.
-            skipped: parameters that get no gradient.
+            state: parameters and buffers by name.
+            skipped: parameters that get no gradient, although the graph computes one.
 
         Returns:
             The sums. None if a graph must return gradients instead: a parameter is skipped, has
@@ -57,7 +59,9 @@ class GradientSums:
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.
         """
-        self.set_parameters(names, parameters)
+        parameters = [*map(state.__getitem__, names)]
+        if not all(map(is_, map(self._parameters.get, names), parameters)):
+            self.set_parameters(names, parameters)
         if skipped or has_tensor_hooks(parameters):
             return None
         if self.tensors.keys() >= {*names}:
@@ -77,14 +81,12 @@ class GradientSums:
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.
         """
-        summed = self._parameters
-        if not all(map(is_, map(summed.get, names), parameters)):
-            for name, parameter in zip(names, parameters, strict=True):
-                if summed.setdefault(name, parameter) is not parameter:
-                    raise SplitError(
-                        f"parameter {name} was replaced between two microbatches whose gradients "
-                        "are summed; call publish() before replacing it"
-                    )
+        for name, parameter in zip(names, parameters, strict=True):
+            if self._parameters.setdefault(name, parameter) is not parameter:
+                raise SplitError(
+                    f"{self._owner}: parameter {name} was replaced between two microbatches whose "
+                    "gradients are summed; call publish() before replacing it"
+                )
 
     def add_gradients(
         self,

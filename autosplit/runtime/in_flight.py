@@ -11,7 +11,7 @@ Phases of one microbatch's state, and the actions between them::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autosplit.device import GeneratorStates
 from autosplit.errors import SplitError, with_code
-from autosplit.runtime.compiled_graph import Accumulators, CompletionReport
+from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import checks_nan, has_tensor_hooks, without_autocast
@@ -152,7 +152,7 @@ class StageBackward:
 
     def __init__(self, owner: str, dtype: torch.dtype | None = None) -> None:
         self.in_flight = InFlightMicrobatches(owner, "backward_input")
-        self.sums = GradientSums(dtype)
+        self.sums = GradientSums(owner, dtype)
         self._owner = owner
 
     def backward_input(
@@ -166,12 +166,12 @@ class StageBackward:
             grads: one gradient for each output; emptied.
 
         Raises:
-            SplitError: see ``Residuals.take_arguments`` and ``accumulators``.
+            SplitError: see ``Residuals.take_arguments`` and ``GradientSums.into``.
         """
         functions, saved, module_state, storages, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.early_parameters, self.sums
-        into = self.accumulators(names, module_state, skipped) if names else None
+        into = sums.into(names, module_state, skipped) if names else None
         input_grads, deferred, early = functions.backward_input(saved, grads, into, sums.dtype)
         if names and into is None:
             sums.add_gradients(names, early, functions.dependence.borrowed, skipped)
@@ -190,7 +190,7 @@ class StageBackward:
         functions, saved, module_state, _, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.parameter_names, self.sums
-        into = self.accumulators(names, module_state, skipped)
+        into = self.sums.into(names, module_state, skipped)
         if into is not None and self.last is not None:
             into = into._replace(report=self.report_of(microbatch))
         input_grads, gradients = functions.backward(saved, grads, into, sums.dtype)
@@ -239,7 +239,7 @@ class StageBackward:
         if not functions.has_backward:
             return
         names, dtype = functions.late_parameters, self.sums.dtype
-        sums = self.accumulators(names, module_state, skipped)
+        sums = self.sums.into(names, module_state, skipped)
         if sums is not None and report is not None:
             sums = sums._replace(report=report)
         if len(run) == 1:
@@ -252,24 +252,6 @@ class StageBackward:
     def report_of(self, microbatch: int) -> CompletionReport | None:
         """The report of ``last``, if this microbatch is the last of the step; else None."""
         return self.last[1] if self.last is not None and self.last[0] == microbatch else None
-
-    def accumulators(
-        self, names: Sequence[str], module_state: State, skipped: Collection[str]
-    ) -> Accumulators | None:
-        """The sums that a graph adds into; None if it must return new gradients instead.
-
-        Args:
-            names: names of the parameters.
-            module_state: parameters and buffers by name.
-            skipped: parameters that get no gradient, although the graph computes one.
-
-        Raises:
-            SplitError: a parameter was replaced since an earlier microbatch.
-        """
-        try:
-            return self.sums.into(names, [*map(module_state.__getitem__, names)], skipped)
-        except SplitError as error:
-            raise SplitError(f"{self._owner}: {error}") from None
 
     def publish_sums(self) -> list[Tensor]:
         """Add the sums to the parameters' ``.grad``, and drop the sums. Return the parameters whose

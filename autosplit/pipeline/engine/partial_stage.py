@@ -125,7 +125,7 @@ class PartialStage:
         self.index, self._module = index, module
         self._works = _CollectedWorks(Delivery(), PendingBound(math.inf))
         self._root, self._leaves = torch.zeros((), requires_grad=True), UncachedLeaves()
-        self._sums = GradientSums(dtype)
+        self._sums = GradientSums(f"stage {index}", dtype)
         self._graphs: dict[int, _AutogradGraph] = {}
         self._deferred: dict[int, _DeferredGradients] = {}
 
