@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from autosplit.capture.guards import Guards, unobserved
 from autosplit.capture.input_sizes import InputSizes, is_open
 from autosplit.capture.module_paths import name_modules
 from autosplit.capture.parameter_attributes import attribute_names, named_attributes
-from autosplit.capture.region import expand, tracing_calls
+from autosplit.capture.region import BlockRegion, expand, tracing_calls
 from autosplit.capture.region_session import RegionSession, SplitBlock, captures_blocks
 from autosplit.capture.roles import ModuleRoles, canonical_names, shardings, with_roles
 from autosplit.capture.workarounds.operators import (
@@ -333,8 +333,9 @@ def _around_regions(
     captured separately.
     """
     refused: dict[str, str] = {}
+    regions: dict[Hashable, list[BlockRegion]] = {}
     for _ in range(_ATTEMPTS):
-        session = RegionSession(module, split, refused)
+        session = RegionSession(module, split, refused, regions)
         if not session:
             return None
         refused_count = len(refused)

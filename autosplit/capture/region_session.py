@@ -200,6 +200,8 @@ class RegionSession:
             is the name of the block's kind.
         refused: maps the name of a block that is captured with the model to the reason; the session
             adds entries.
+        regions: maps a call's signature to the regions captured for it; the session adds entries.
+            Sessions of one model share it, so that a later one captures no kind of block again.
     """
 
     def __init__(
@@ -207,13 +209,15 @@ class RegionSession:
         model: nn.Module,
         split: SplitBlock,
         refused: dict[str, str],
+        regions: dict[Hashable, list[BlockRegion]],
     ) -> None:
         self._model = model
         self._thread = threading.get_ident()
         self._modes = _modes()
         self._split = split
         self.refused = refused
-        self._regions: dict[Hashable, list[BlockRegion]] = {}
+        self._regions = regions
+        self._symbols = object()  # part of a signature whose sizes are symbols of this trace
         # The key is the first tensor that a call returns.
         self._matches: dict[Tensor, tuple[BlockRegion, BlockGuards]] = {}
         self._block_by_operator: dict[Any, tuple[str, nn.Module]] = {}
@@ -303,9 +307,12 @@ class RegionSession:
         Raises:
             RegionRefusedError: always.
         """
+        self._record_refusal(name, reason)
+        raise RegionRefusedError(name)
+
+    def _record_refusal(self, name: str, reason: str) -> None:
         look = look_of(self._blocks[name])
         self.refused |= {n: reason for n, b in self._blocks.items() if look_of(b) == look}
-        raise RegionRefusedError(name)
 
     def _match(
         self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
@@ -314,6 +321,8 @@ class RegionSession:
         its guards hold for the block, else a new one.
         """
         signature = _signature(block, leaves, spec)
+        if _has_symbols(leaves):  # another trace may give these names to other sizes
+            signature = signature, self._symbols
         stand_in = vars(self._blocks[name]).pop("forward")
         try:
             for region in self._regions.get(signature, ()):
@@ -381,7 +390,7 @@ class RegionSession:
         """Make the captured graph call the regions of its blocks, and return the calls.
 
         Raises:
-            RegionRefusedError: a block cannot be called separately.
+            RegionRefusedError: some blocks cannot be called separately; all of them are refused.
         """
         graphs = (graph for graph in exported.modules() if isinstance(graph, fx.GraphModule))
         nested = [node for graph in graphs if graph is not exported for node in graph.graph.nodes]
@@ -389,14 +398,12 @@ class RegionSession:
             if node.target in self._block_by_operator:
                 name, _ = self._block_by_operator[node.target]
                 self._refuse(name, "it is called in the body of a higher-order operator")
+        nodes = [n for n in exported.graph.nodes if n.target in self._block_by_operator]
+        self._refuse_other_sums(nodes)
         calls: list[RegionCall] = []
-        for node in list(exported.graph.nodes):
-            if node.target not in self._block_by_operator:
-                continue
+        for node in nodes:
             name, block = self._block_by_operator[node.target]
             region, guards = self._matches[_first_tensor(traced_value(node))]
-            if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
-                self._refuse(name, "its gradient of a tensor that is also read elsewhere is a sum")
             refuse = partial(self._refuse, name)
             call = RegionCall(len(calls), region, block, name, guards, refuse)
             with exported.graph.inserting_before(node):
@@ -405,6 +412,23 @@ class RegionSession:
             node.args, node.kwargs = (anchor, tuple(node.args), dict(node.kwargs)), {}
             calls.append(call)
         return calls
+
+    def _refuse_other_sums(self, nodes: Sequence[fx.Node]) -> None:
+        """Refuse all blocks that would sum a gradient in another order than autograd, at once,
+        because each refusal costs another trace of the model.
+
+        Raises:
+            RegionRefusedError: there is such a block.
+        """
+        reason = "its gradient of a tensor that is also read elsewhere is a sum"
+        names = []
+        for node in nodes:
+            region, _ = self._matches[_first_tensor(traced_value(node))]
+            if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
+                names.append(self._block_by_operator[node.target][0])
+                self._record_refusal(names[-1], reason)
+        if names:
+            raise RegionRefusedError(", ".join(names))
 
 
 def _is_changed(block: nn.Module) -> bool:
@@ -450,6 +474,13 @@ def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
             "so that it is captured with the model"
         )
     return type(block), torch.is_grad_enabled(), str(spec), described
+
+
+def _has_symbols(leaves: list[Any]) -> bool:
+    """Whether a tensor has a symbolic size or stride."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sizes = (size for tensor in tensors for size in (*tensor.shape, *tensor.stride()))
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _sizes(sizes: Sequence[int | torch.SymInt]) -> tuple[int | str, ...]:

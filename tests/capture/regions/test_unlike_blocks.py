@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.runtime import build
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
@@ -135,6 +136,37 @@ def test_gradients(name: str) -> None:
     make, expected = UNLIKE[name]
     split = assert_equals_autograd(make(), [(torch.randn(5, WIDTH, requires_grad=True),)] * 2)
     assert kinds(split) == expected
+
+
+class ReadAgain(Stack):
+    """Of three kinds of blocks, the model itself reads the inputs of two."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: nn.Sequential(Residual(0), *_linears(index // 2)), 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for at, layer in enumerate(self.layers):
+            x = layer(x) if at < ODD else layer(x) * x
+        return self.head(x)
+
+
+def _linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
+
+
+def test_each_kind_is_captured_once_whichever_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[str] = []
+    split_block = build._split_block
+
+    def counted(*args: Any) -> Any:
+        captured.append(args[3])
+        return split_block(*args)
+
+    monkeypatch.setattr(build, "_split_block", counted)
+    split = assert_equals_autograd(ReadAgain(), [(torch.randn(5, WIDTH, requires_grad=True),)] * 2)
+    assert kinds(split) == [2]
+    assert len(captured) == 3
 
 
 BECOMES: dict[str, Callable[[Any], object]] = {
