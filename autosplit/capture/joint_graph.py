@@ -349,6 +349,8 @@ def _around_regions(
             names = {id(tensor): name for name, tensor in _state(module)}
             with session.without_blocks(exported, calls), tracing_calls(calls):
                 captured = _traced(module, exported, guards, (args, kwargs), decompositions)
+            if len(refused) > refused_count:
+                continue
             expand(captured.joint, calls, names)
             return captured
         except PythonStateError:  # a capture of the whole module would fail as well

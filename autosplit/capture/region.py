@@ -200,8 +200,8 @@ class RegionCall:
         block: the block that is called.
         name: the block's name in the model.
         guards: conditions under which the region is valid for the block.
-        refuse: a function that takes the reason why the block cannot be captured separately, and
-            raises.
+        refuse: a function that records why the block cannot be captured separately. The trace goes
+            on, so that one trace finds all such blocks, and its result is dropped.
     """
 
     number: int

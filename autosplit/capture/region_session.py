@@ -311,6 +311,7 @@ class RegionSession:
         raise RegionRefusedError(name)
 
     def _record_refusal(self, name: str, reason: str) -> None:
+        """Add a block, and all blocks that look like it, to ``refused``."""
         look = look_of(self._blocks[name])
         self.refused |= {n: reason for n, b in self._blocks.items() if look_of(b) == look}
 
@@ -404,7 +405,7 @@ class RegionSession:
         for node in nodes:
             name, block = self._block_by_operator[node.target]
             region, guards = self._matches[_first_tensor(traced_value(node))]
-            refuse = partial(self._refuse, name)
+            refuse = partial(self._record_refusal, name)
             call = RegionCall(len(calls), region, block, name, guards, refuse)
             with exported.graph.inserting_before(node):
                 anchor = exported.graph.create_node("get_attr", ANCHOR)
