@@ -466,7 +466,7 @@ def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
     described = tuple(
         (_sizes(leaf.shape), _sizes(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad)
         if isinstance(leaf, Tensor)
-        else (type(leaf), leaf)
+        else (type(leaf), repr(leaf))  # not its value: 0.0 equals -0.0
         for leaf in leaves
     )
     if not all(type(leaf) in _LEAF_TYPES for leaf in leaves):
