@@ -80,3 +80,24 @@ def test_sizes_are_open_around_blocks(
     if TORCH < (2, 12) and block is Halving:
         called = []  # its slices of gradients lie otherwise there: captured with the model
     assert (len(split.functions), kinds(split)) == (captures, called)
+
+
+class ReadAgain(Stack):
+    """Reads the inputs of the last two blocks, which a second trace captures with the model, and
+    doubles long results of the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: nn.Sequential(*map(Residual, range(1 + index // 2))), 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            x = layer(x) if at < 2 else layer(x) * x
+            if at == 1 and x.shape[1] > 10:
+                x = x * 2
+        return self.head(x)
+
+
+def test_a_second_trace_captures_blocks_for_its_own_symbols() -> None:
+    split = assert_equals_autograd(ReadAgain(), batches(5, 7, 30))
+    assert kinds(split) == [2]
