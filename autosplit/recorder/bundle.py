@@ -38,8 +38,8 @@ class BundlePart:
         path: the folder of the part.
         facts: the record of the last steps, the schedule, and facts about each stage.
         tensors: ``"state"``: parameters and buffers by stage and name; ``"kept"``: kept tensors by
-            action; ``"constants"``: constants by stage and program. Empty if no tensors were
-            written.
+            action; ``"constants"``: constants by stage, capture and program. Empty if no tensors
+            were written.
     """
 
     path: Path
@@ -73,7 +73,7 @@ def write_part(
     try:
         staged.mkdir(parents=True)
         for name, text in {_RECORD: json.dumps(facts), **sources}.items():
-            (staged / name).parent.mkdir(exist_ok=True)
+            (staged / name).parent.mkdir(parents=True, exist_ok=True)
             (staged / name).write_text(text)
         if tensors:
             torch.save(tensors, staged / _TENSORS)

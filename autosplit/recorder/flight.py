@@ -280,7 +280,7 @@ class FlightRecorder:
                     facts["stages"][at], programs, tensors["constants"][at] = programs_of(
                         stage,
                         tape.state[at],
-                        tape.functions.get(at, ()),
+                        tape.functions_of(at),
                         tape.gradients_come(at),
                     )
                     sources |= {f"stage-{at}/{name}.py": code for name, code in programs.items()}

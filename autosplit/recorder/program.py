@@ -140,7 +140,9 @@ class Program:
                 and not any(fill in makers[root].operator for fill in _FILLS)
             ):
                 first = root
-        reader = next(s for s in makers.values() if first in (s.name, *s.operands))
+        # A statement that reads the size of a wrong value computes nothing wrong.
+        affected = (s for s in makers.values() if faults.get(s.name))
+        reader = next(s for s in affected if first in (s.name, *s.operands))
         return self._examine(arguments, reader, faults[first], fault, rows)
 
     def _examine(

@@ -4,7 +4,7 @@ roles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,85 +12,111 @@ from torch import Tensor, fx
 
 from autosplit.capture.diagnosis import Wrapper
 from autosplit.dump import program
+from autosplit.passes import SplitGraphs
 from autosplit.passes.graph import Role, inputs, origin_of, outputs, source_line
 from autosplit.passes.lowering import codegen
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import is_dtensor
 
 
 class StagePrograms(NamedTuple):
-    """The programs of a stage.
+    """The programs of a stage: F, I, W and B of each captured graph that the step used.
 
     Attributes:
         facts: names and roles as JSON; ``{"reason": text}`` if the stage cannot run alone.
-        sources: F, I, W and B as Python, by name.
-        constants: tensors that the programs read in addition to their arguments, by program and
-            name.
+        sources: Python source by ``capture-NUMBER/NAME``.
+        constants: per capture, the tensors that its programs read in addition to their arguments,
+            by program and name.
     """
 
     facts: dict[str, Any]
     sources: dict[str, str]
-    constants: dict[str, dict[str, Tensor]]
+    constants: list[dict[str, dict[str, Tensor]]]
 
 
 def programs_of(
     stage: object,
     state: dict[str, Tensor],
-    functions_of_step: Sequence[object],
+    functions_by_microbatch: Mapping[int, SplitFunctions],
     come: Sequence[bool],
 ) -> StagePrograms:
-    """The programs of a stage.
+    """The programs of a stage. Microbatches of different sizes share the programs of a capture
+    whose sizes are open.
 
     Args:
         stage: the stage.
         state: the stage's parameters and buffers by name.
-        functions_of_step: the graphs of each microbatch of the step.
+        functions_by_microbatch: the graphs of each microbatch of the step.
         come: for each output, whether the stage gets a gradient for it; empty if no backward has
             started.
     """
-    reason = _unplayable(stage, state)
-    if len({*map(id, functions_of_step)}) > 1:
-        reason = "its microbatches have different sizes"
-    if reason or not isinstance(stage, Stage):
-        return StagePrograms({"reason": reason}, {}, {})
-    functions, prefix = stage.functions, _prefix(stage.module)
+    if not isinstance(stage, Stage):
+        return _without_programs(
+            "it has no graph of its own: it runs as several graphs, or comes from a stage_factory"
+        )
+    prefix = _prefix(stage.module)
+    facts: dict[str, Any] = {
+        "prefix": prefix,
+        "grad_dtype": str(stage.grad_dtype or "").removeprefix("torch."),
+        "exact": stage.functions.exact,
+        "updates": sorted({n for f in functions_by_microbatch.values() for n in f.updated_state}),
+        "captures": [],
+        "microbatches": {},
+    }
+    programs = StagePrograms(facts, {}, [])
+    numbers: dict[SplitGraphs, int] = {}
+    for microbatch, functions in functions_by_microbatch.items():
+        number = numbers.setdefault(functions.calling, len(numbers))
+        tangents = {name: spec.stride for name, spec in functions.tangent_specs.items()}
+        facts["microbatches"][microbatch] = {"capture": number, "tangents": tangents}
+        if number < len(programs.constants):
+            continue
+        if reason := _unplayable(stage, state, functions):
+            return _without_programs(reason)
+        modules = _modules(stage, functions, come)
+        facts["captures"].append(
+            {
+                "inputs": functions.capture.inputs,
+                "outputs": functions.output_names,
+                "programs": {call: _facts(module, prefix) for call, module in modules.items()},
+            }
+        )
+        programs.constants.append({c: codegen.constants(module) for c, module in modules.items()})
+        for call, module in modules.items():
+            source = program(call, module, repr(stage))
+            programs.sources[f"capture-{number}/{call}"] = source
+    return programs
+
+
+def _without_programs(reason: str) -> StagePrograms:
+    return StagePrograms({"reason": reason}, {}, [])
+
+
+def _unplayable(stage: Stage, state: dict[str, Tensor], functions: SplitFunctions) -> str:
+    """The reason why a stage cannot run alone; empty if it can."""
+    if stage.sharding.groups or any(map(is_dtensor, state.values())):
+        return "its parameters are sharded over ranks"
+    if functions.written:
+        return "its backward writes into state"
+    modules = (getattr(functions.calling, name, None) for name in ("forward", "backward"))
+    values = [v for m in modules if m is not None for v in codegen.constants(m).values()]
+    if not all(isinstance(value, Tensor) for value in values):
+        return "its graphs call functions that are no operators"
+    return ""
+
+
+def _modules(
+    stage: Stage, functions: SplitFunctions, come: Sequence[bool]
+) -> dict[str, fx.GraphModule]:
+    """The graphs of F, and of I, W and B for the gradients that come."""
     calls = ["forward"]
     if functions.has_backward:
         calls += ["backward_input", "backward_weight", "backward"]
         gradients = [has_gradient or None for has_gradient in come]
         gradients += [None] * (len(functions.output_names) - len(come))
         functions = functions.for_gradients(gradients)[0] if come else functions
-    modules = {call: functions.source(call, stage.grad_dtype) for call in calls}
-    facts = {
-        "inputs": functions.capture.inputs,
-        "outputs": functions.output_names,
-        "updates": functions.updated_state,
-        "tangents": {name: spec.stride for name, spec in functions.tangent_specs.items()},
-        "prefix": prefix,
-        "grad_dtype": str(stage.grad_dtype or "").removeprefix("torch."),
-        "exact": functions.exact,
-        "programs": {call: _facts(module, prefix) for call, module in modules.items()},
-    }
-    sources = {call: program(call, module, repr(stage)) for call, module in modules.items()}
-    constants = {call: codegen.constants(module) for call, module in modules.items()}
-    return StagePrograms(facts, sources, constants)
-
-
-def _unplayable(stage: object, state: dict[str, Tensor]) -> str:
-    """The reason why a stage cannot run alone; empty if it can."""
-    if not isinstance(stage, Stage):
-        return (
-            "it has no graph of its own: it runs as several graphs, or comes from a stage_factory"
-        )
-    if stage.sharding.groups or any(map(is_dtensor, state.values())):
-        return "its parameters are sharded over ranks"
-    if stage.functions.written:
-        return "its backward writes into state"
-    modules = (getattr(stage.functions.calling, name, None) for name in ("forward", "backward"))
-    values = [v for m in modules if m is not None for v in codegen.constants(m).values()]
-    if not all(isinstance(value, Tensor) for value in values):
-        return "its graphs call functions that are no operators"
-    return ""
+    return {call: functions.source(call, stage.grad_dtype) for call in calls}
 
 
 def _prefix(module: torch.nn.Module) -> str:

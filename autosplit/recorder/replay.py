@@ -63,12 +63,18 @@ class StepReplay:
             wiring = Wiring(tuple(rows), tuple(wiring["outputs"]), tuple(wiring["names"]))
         self._dataflow = StageDataflow(len(self.facts["placement"]), wiring)
         self._records: dict[Action, Mapping[str, Any]] = {}
+        self._places: dict[int, dict[int, int]] = defaultdict(dict)
+        """By stage, the place of each microbatch in the order in which they ran F."""
         self._homes: dict[int, BundlePart] = {}
         for part in parts.values():
             step = part.facts["steps"][-1]
             self._records |= {Action.parse(name): row for name, row in step["actions"].items()}
             self._homes |= {int(stage): part for stage in step["state"]}
-        self._programs: dict[tuple[int, str], Program] = {}
+        for action in self._records:
+            if action.kind is _F:
+                places = self._places[action.stage]
+                places[action.microbatch] = len(places)
+        self._programs: dict[tuple[int, int, str], Program] = {}
         self._results: dict[Action, dict[tuple[str, str], Any]] = {}
         self._sums: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
@@ -89,7 +95,7 @@ class StepReplay:
         order = sorted(
             (a for a in wanted if a.kind in METHODS),
             key=lambda a: (
-                a.microbatch,
+                self._places[a.stage][a.microbatch],
                 [*METHODS].index(a.kind),
                 a.stage if a.kind is _F else -a.stage,
             ),
@@ -141,14 +147,16 @@ class StepReplay:
     def findings(self, actions: Sequence[Action]) -> Iterator[tuple[Action, str]]:
         """Run each action again, and yield (action, text on its fault; empty if it has none).
 
-        The sum of a stage's weight gradients is compared if all actions that add to it are run.
+        The sum of a stage's weight gradients is compared if all actions that add to it are run, in
+        the order of the recorded run.
         """
         left = Counter(action.stage for action in actions)
-        missing = {a.stage for a in self._records.keys() - {*actions} if a.kind in _SUMMED}
+        in_run = sorted(self._records, key=lambda a: self._records[a].get("start", 0.0))
+        comparable = {s for s in left if _sum_order(actions, s) == _sum_order(in_run, s)}
         for action in actions:
             left[action.stage] -= 1
             text = self._fault_of(action)
-            if not text and not left[action.stage] and action.stage not in missing:
+            if not text and not left[action.stage] and action.stage in comparable:
                 text = self._sum_fault(action.stage)
             yield action, text and f"{action} on rank {self.rank_of(action)}: {text}"
 
@@ -180,7 +188,7 @@ class StepReplay:
 
     def _fault_of(self, action: Action) -> str:
         """Text on the fault of an action; empty if it has none."""
-        facts = self._stage(action.stage)
+        stage, tangents = self._stage(action.stage), self._graphs(action)["tangents"]
         if text := self._state_fault(action.stage) or self._message_fault(action):
             return text
         self.program_arguments(action)  # an error of an earlier action is none of this one
@@ -191,11 +199,12 @@ class StepReplay:
         sums = self._sums[action.stage]
         for at, ((kind, name), value) in enumerate(results.items()):
             # Outputs without a gradient are not checked: masks may be infinite.
-            is_checked = kind in _GRADIENTS or (kind == "output" and name in facts["tangents"])
+            is_checked = kind in _GRADIENTS or (kind == "output" and name in tangents)
             if is_checked and self._fault(value):
                 return self._origin(action, at)
             if kind == "parameter_grad":
-                dtype = getattr(torch, facts["grad_dtype"] or str(value.dtype)[6:])
+                name_of_dtype = stage["grad_dtype"] or str(value.dtype)[6:]
+                dtype = getattr(torch, name_of_dtype)
                 total = sums.get(name)
                 sums[name] = value.to(dtype, copy=True) if total is None else total.add_(value)
         pairs = zip(self._gave(action), self._records[action].get("gave", ()), strict=False)
@@ -288,21 +297,27 @@ class StepReplay:
         Raises:
             ReplayError: the action's stage cannot run alone, or the bundle has no tensors.
         """
-        key, part = (action.stage, METHODS[action.kind]), self._homes[action.stage]
+        graphs, part = self._graphs(action), self._homes[action.stage]
+        key = stage, capture, call = action.stage, graphs["capture"], METHODS[action.kind]
         if key not in self._programs:
-            facts = self._stage(action.stage)["programs"][key[1]]
-            constants = part.tensors["constants"][key[0]][key[1]]
-            path = part.path / f"stage-{key[0]}" / f"{key[1]}.py"
-            self._programs[key] = Program(path, facts, constants)
+            constants = part.tensors["constants"][stage][capture][call]
+            path = part.path / f"stage-{stage}" / f"capture-{capture}" / f"{call}.py"
+            self._programs[key] = Program(path, graphs["programs"][call], constants)
         return self._programs[key]
 
     def _stage(self, stage: int) -> Mapping[str, Any]:
         part = self._homes.get(stage)
         facts: Mapping[str, Any] = {} if part is None else part.facts["stages"].get(str(stage), {})
-        if "programs" not in facts:
+        if "captures" not in facts:
             reason = facts.get("reason") or "the bundle has no tensors of it"
             raise ReplayError(f"stage {stage} cannot be run again: {reason}")
         return facts
+
+    def _graphs(self, action: Action) -> dict[str, Any]:
+        """Facts about the graphs that ran an action's microbatch."""
+        stage = self._stage(action.stage)
+        microbatch = stage["microbatches"][str(action.microbatch)]
+        return {**stage["captures"][microbatch["capture"]], **microbatch}
 
     def _results_of(self, action: Action) -> dict[Role, Any]:
         """The results of an action by role; each action runs once."""
@@ -331,13 +346,16 @@ class StepReplay:
         return [self._argument(action, *role) for role in self.program(action).facts["inputs"]]
 
     def _argument(self, action: Action, kind: str, name: str) -> Any:
-        stage, facts = action.stage, self._stage(action.stage)
+        stage, facts = action.stage, self._graphs(action)
         forward = Action(stage, _F, action.microbatch)
         if kind in ("parameter", "buffer"):
-            if action.microbatch and name in facts["updates"]:
-                earlier = Action(stage, _F, action.microbatch - 1)
-                return self._results_of(earlier)["update", name]
-            return self._homes[stage].tensors["state"][stage][name]
+            value = self._homes[stage].tensors["state"][stage][name]
+            if name in self._stage(stage)["updates"]:
+                places = self._places[stage]
+                for microbatch in [*places][: places[action.microbatch]]:
+                    earlier = self._results_of(Action(stage, _F, microbatch))
+                    value = earlier.get(("update", name), value)
+            return value
         if kind == "input":
             return self._took(forward)[facts["inputs"].index(name)]
         if kind == "saved":
@@ -361,7 +379,7 @@ class StepReplay:
 
     def _gave(self, action: Action) -> list[Any]:
         """The tensors that an action sent to other stages."""
-        facts, results = self._stage(action.stage), self._results_of(action)
+        facts, results = self._graphs(action), self._results_of(action)
         kind, names = ("output", "outputs") if action.kind is _F else ("input_grad", "inputs")
         return [results.get((kind, name)) for name in facts[names]]
 
@@ -410,6 +428,11 @@ if __name__ == "__main__":
     for number, value in enumerate({2}(arguments, constants)):
         print(number, value)
 """
+
+
+def _sum_order(actions: Sequence[Action], stage: int) -> list[int]:
+    """The microbatches in the order in which these actions add their gradients to a stage's sum."""
+    return [a.microbatch for a in actions if a.stage == stage and a.kind in _SUMMED]
 
 
 def _differs(value: Any, recorded: Sequence[Any] | None) -> bool:

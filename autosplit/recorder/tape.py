@@ -46,7 +46,6 @@ class StepTape:
     Attributes:
         kept: by action, the tensors that it got; None for a tensor that does not exist or is over
             the limit.
-        functions: by stage, the graphs of each microbatch that ran F; None for a stage without.
         state: by stage, its parameters and buffers by name. Buffers that F writes are copies.
     """
 
@@ -65,7 +64,7 @@ class StepTape:
         self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
         self._pending: dict[Action, dict[str, PendingDigests]] = {}
         self.kept: dict[Action, list[Tensor | None]] = {}
-        self.functions: dict[int, list[Any]] = {}
+        self._functions: dict[tuple[int, int], Any] = {}
         self.state = {index: _state_of(stage, modules[index]) for index, stage in stages.items()}
         self._digests = {
             index: PendingDigests(state.values()) for index, state in self.state.items()
@@ -84,7 +83,20 @@ class StepTape:
         self._pending[action]["gave"] = PendingDigests(tensors)
         if action.kind is ActionKind.FORWARD:
             functions = getattr(self._stages[action.stage], "functions", None)
-            self.functions.setdefault(action.stage, []).append(functions)
+            self._functions[action.stage, action.microbatch] = functions
+
+    def functions_of(self, index: int) -> dict[int, Any]:
+        """The graphs of a stage by microbatch, in the order in which the microbatches began F.
+
+        Of a microbatch whose F raised, the graphs that the stage used last. None for a stage
+        without graphs.
+        """
+        latest = getattr(self._stages[index], "functions", None)
+        return {
+            action.microbatch: self._functions.get((index, action.microbatch), latest)
+            for action in self._pending
+            if action.stage == index and action.kind is ActionKind.FORWARD
+        }
 
     def _keep(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor, or a copy in the host's memory; None if the copy is over the limit."""
@@ -166,7 +178,8 @@ def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
     if not isinstance(stage, Stage):
         return StateReader(module).read()
     state = {**StateReader(stage.module).read()}
-    return state | {name: state[name].clone() for name in stage.functions.updated_state}
+    written = {name for functions in stage.captured for name in functions.updated_state}
+    return state | {name: state[name].clone() for name in written}
 
 
 def _named(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from autosplit.cli import main
 from autosplit.errors import AutosplitError, PipelineError
-from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions, StageOptions
+from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions, Schedule, StageOptions
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.recorder.program import Program
 from autosplit.stage import Stage
 
@@ -43,13 +44,22 @@ def alarm(metrics: Any) -> bool:
     return True
 
 
-def trainer(folder: pathlib.Path, *, loss: Any = F.mse_loss, **options: Any) -> PipelineTrainer:
+def trainer(
+    folder: pathlib.Path,
+    *,
+    block: type[nn.Module] = Block,
+    loss: Any = F.mse_loss,
+    schedule: str | Schedule = "1f1b",
+    count: int = 3,
+    **options: Any,
+) -> PipelineTrainer:
     recorder = Recorder(folder=folder, **options)
     return PipelineTrainer(
-        Block,
+        block,
         loss,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        stages=3,
+        schedule=schedule,
+        stages=count,
         microbatches=4,
         ranks=1,
         run_options=RunOptions(recorder=recorder),
@@ -194,7 +204,7 @@ def test_operators_of_the_user_are_imported(
 ) -> None:
     with trainer(tmp_path / "flights", alarms=[alarm]) as stages:
         stages.step(*data())
-    (path,) = tmp_path.rglob("stage-0/forward.py")
+    (path,) = tmp_path.rglob("stage-0/capture-0/forward.py")
     source = path.read_text().replace("aten.addmm.", "torch.ops.replayed_operators.addmm.")
     path.write_text(source)
     result = replay(tmp_path / "flights")
@@ -304,17 +314,98 @@ def test_a_bundle_without_tensors_holds_digests_only(tmp_path: pathlib.Path) -> 
     assert "stage 0 cannot be run again: the bundle has no tensors of it" in result.output
 
 
-def test_microbatches_of_different_sizes_are_told_by_the_record(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_microbatches_of_different_sizes_have_the_bits_of_the_run(
+    schedule: str, tmp_path: pathlib.Path
+) -> None:
+    """Batch norm and sums of gradients follow the order of the run, which "auto" changes."""
+    with trainer(tmp_path, alarms=[alarm], schedule=schedule) as stages:
+        stages.step(
+            microbatches=[(torch.randn(n, WIDTH), torch.randn(n, WIDTH)) for n in (2, 9, 4, 17, 3)]
+        )
+    (record,) = tmp_path.rglob("record.json")
+    actions = json.loads(record.read_text())["steps"][-1]["actions"]
+    order = [name for name in actions if name.startswith("0F")]
+    assert (order == sorted(order)) == (schedule == "1f1b")
+    assert "45 actions have no fault" in replay(tmp_path).output
+
+
+class Texts(nn.Module):
+    """A stage whose graph for texts of one token is not that of longer texts."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])[:, None] / x.shape[1]
+        return self.fc(x) + place
+
+
+@pytest.mark.parametrize("fault", ["NaN", "target"])
+def test_a_fault_in_a_microbatch_of_its_own_length_is_named(
+    fault: str, tmp_path: pathlib.Path
+) -> None:
+    lengths = [3, 1, 5, 2]
+    inputs = [torch.randn(2, length, WIDTH) for length in lengths]
+    targets = [torch.zeros(2, length, dtype=torch.int64) for length in lengths]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    with trainer(tmp_path, block=Texts, loss=loss) as stages:
+        stages.step(microbatches=[*zip(inputs, targets, strict=True)])
+        if fault == "NaN":
+            inputs[2][1, 4, 0] = float("nan")
+        else:
+            targets[2][1, 4] = WIDTH
+        with pytest.raises(AutosplitError):
+            stages.step(microbatches=[*zip(inputs, targets, strict=True)])
+    output = replay(tmp_path).output
+    if fault == "NaN":
+        assert "0F2 on rank 0: NaN in aten.reshape.default\n  module    fc\n" in output
+        assert "return self.fc(x) + place" in output
+    else:
+        assert "2F2 on rank 0: IndexError" in output
+    assert "samples   5 of the batch, in microbatch 2" in output
+
+
+def test_weights_in_an_order_of_their_own_have_no_false_fault(tmp_path: pathlib.Path) -> None:
+    """A sum in another order has other bits."""
+    names = [*(f"0F{m}" for m in range(4)), *(f"0I{m}" for m in range(4))]
+    row = tuple(map(Action.parse, [*names, "0W2", "0W0", "0W3", "0W1"]))
+    schedule = Schedule("own", 1, 4, (row,), (0,), split_backward=True)
+    with trainer(tmp_path, alarms=[alarm], schedule=schedule, count=1) as stages:
+        stages.step(*data())
+    assert "12 actions have no fault" in replay(tmp_path).output
+
+
+class InParts(nn.Module):
+    """A stage that cannot be one graph."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        torch._dynamo.graph_break()
+        return y * y
+
+
+@pytest.mark.filterwarnings("ignore:stage")
+def test_the_record_tells_of_stages_that_cannot_run_again(tmp_path: pathlib.Path) -> None:
     """Their replay is refused; the record names the first action, and the picture frames it."""
-    microbatches = [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for rows in (2, 3, 4)]
-    microbatches[1][0][2, 0] = float("nan")
-    with trainer(tmp_path) as stages, pytest.raises(PipelineError, match="not finite"):
-        stages.step(microbatches=microbatches)
+    inputs, targets = data()
+    inputs[2, 0] = float("nan")
+    with trainer(tmp_path, block=InParts) as stages, pytest.raises(PipelineError):
+        stages.step(inputs, targets)
     picture = tmp_path / "step.svg"
     result = replay(tmp_path, "--picture", picture)
     assert result.exit_code == 2
     assert "0F1 on rank 0: result 0 is not finite, by the record" in result.output
-    assert "stage 0 cannot be run again: its microbatches have different sizes" in result.output
+    assert "stage 0 cannot be run again: it has no graph of its own" in result.output
     assert "#ff0000" in picture.read_text()
 
 
