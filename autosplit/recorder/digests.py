@@ -3,23 +3,28 @@
 ::
 
     words         the tensor's memory in logical order, as integers of up to 8 bytes
-    bits          sum of all words modulo 2**64: one flipped bit always changes it
-    fingerprint   sum of about 64 words, weighted by place: exchanged parts change it
-    mark          a hash of both, which does not show the values of a tensor of few words
+    sums          of 64 blocks of words, modulo 2**64: one flipped bit always changes one of them
+    bits          sum of the 64 sums
+    fingerprint   sum of the 64 sums, weighted by place: exchanged blocks change it
+    mark          a hash of bits and fingerprint, which does not show the values of few words
+
+While a step runs, each tensor costs few calls: its 64 sums, and its extremes if its numbers must be
+finite; a scalar is only copied. Reading computes the rest, for all tensors at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from autosplit.torch_internals.dtensor import local_tensor
 
-_SAMPLES = 64
+_BLOCKS = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,88 +35,109 @@ class Digest(NamedTuple):
         shape: the sizes.
         dtype: the element type, such as ``"float32"``.
         mark: a hash of the tensor's bits, as 16 hexadecimal digits.
-        finite: whether all numbers are finite, which integers always are.
+        finite: whether all numbers are finite, which integers always are; None if it was not
+            computed.
     """
 
     shape: tuple[int, ...]
     dtype: str
     mark: str
-    finite: bool
+    finite: bool | None
 
 
 class PendingDigests:
     """Digests whose numbers are on their way to the host.
 
-    The constructor queues the computation on the tensors' device, and only ``read`` makes the host
-    wait. After the constructor, the tensors may be freed or overwritten.
+    ``add`` queues the computation on the tensors' device, and only ``read`` makes the host wait.
+    After ``add``, the tensors may be freed or overwritten.
 
     Args:
-        tensors: any tensors; None for one that does not exist.
+        tensors: the first tensors to ``add``.
     """
 
-    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        locals_ = [None if tensor is None else local_tensor(tensor) for tensor in tensors]
-        self._forms = [t if t is None else (tuple(t.shape), _name(t.dtype)) for t in locals_]
-        rows = [_numbers(tensor) for tensor in locals_ if tensor is not None]
-        self._numbers = torch.stack(rows) if rows else torch.empty(0, 3)
-        if self._numbers.device.type != "cpu":
-            self._numbers = self._numbers.to("cpu", non_blocking=True)
+    def __init__(self, tensors: Iterable[Tensor | None] = ()) -> None:
+        self._forms: list[tuple[torch.Size, torch.dtype, slice | None] | None] = []
+        self._sums: list[Tensor] = []
+        self._extremes: list[Tensor] = []
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Tensor | None], *, finite: bool = True) -> range:
+        """Start the digests of tensors, and return their places in the result of ``read``.
+
+        Args:
+            tensors: any tensors; None for one that does not exist.
+            finite: whether to compute if all their numbers are finite.
+        """
+        start, extremes = len(self._forms), self._extremes
+        for tensor in tensors:
+            if tensor is None:
+                self._forms.append(None)
+                continue
+            tensor = local_tensor(tensor)
+            values, place = _real_numbers(tensor), None
+            if finite:
+                first = len(extremes)
+                extremes += _extremes(values)
+                place = slice(first, len(extremes))
+            self._sums.append(_block_sums(values) if values.dim() else values.clone())
+            self._forms.append((tensor.shape, tensor.dtype, place))
+        return range(start, len(self._forms))
 
     def read(self) -> list[Digest | None]:
         """The digests in the order of the tensors. Call it when the device has finished its queued
         work.
         """
-        numbers = iter(self._numbers.tolist())
-        return [form and _digest(form, next(numbers)) for form in self._forms]
+        rows = [row if row.dim() else _block_sums(row) for row in self._sums]
+        sums = torch.stack(rows or [torch.zeros(0)])
+        pairs = iter(torch.stack([sums.sum(1), sums.cumsum(1).sum(1)], 1).tolist())
+        extremes = torch.stack(self._extremes).tolist() if self._extremes else []
+        digests: list[Digest | None] = []
+        for form in self._forms:
+            if form is None:
+                digests.append(None)
+                continue
+            shape, dtype, place = form
+            mark = sha256(repr(next(pairs)).encode()).hexdigest()[:16]
+            finite = None if place is None else all(map(math.isfinite, extremes[place]))
+            digests.append(Digest((*shape,), str(dtype).removeprefix("torch."), mark, finite))
+        return digests
 
 
 def digest(tensor: Tensor) -> Digest:
     """The digest of a tensor; waits for its device."""
-    tensor = local_tensor(tensor)
-    return _digest((tuple(tensor.shape), _name(tensor.dtype)), _numbers(tensor).tolist())
+    return cast(Digest, PendingDigests([tensor]).read()[0])
 
 
-def _digest(form: tuple[tuple[int, ...], str], numbers: Sequence[int]) -> Digest:
-    *sums, finite = numbers
-    return Digest(*form, sha256(repr(sums).encode()).hexdigest()[:16], bool(finite))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@torch.no_grad()
-def _numbers(tensor: Tensor) -> Tensor:
-    """(bits, fingerprint, is finite) as one tensor of int64, shape [3], on the tensor's device."""
-    values = _flat(tensor)
-    words = _words(values)
-    fingerprint = words[:: max(1, words.numel() // _SAMPLES)].cumsum(0, dtype=torch.int64).sum()
-    return torch.stack([words.sum(dtype=torch.int64), fingerprint, _is_finite(values)])
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor in logical order, contiguous, shape [n]; for a sparse tensor, its
-    values.
-    """
-    values: Any = tensor.detach()
+def _real_numbers(tensor: Tensor) -> Tensor:
+    """The real numbers of a tensor, in its shape; for a sparse tensor, its values."""
+    values: Any = tensor.detach() if tensor.requires_grad else tensor
     if values.layout is not torch.strided:
         values = values.coalesce().values()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    flat: Tensor = values.resolve_neg().contiguous().view(-1)
-    return flat
+    real: Tensor = values.resolve_neg()
+    return real
 
 
-def _words(values: Tensor) -> Tensor:
-    if values.nbytes % 8:
-        return values.view(_WORDS[values.itemsize])
+def _block_sums(values: Tensor) -> Tensor:
+    """The sums of 64 blocks of words, int64 [64]. Words left over are added to the first sums."""
     if values.storage_offset() * values.itemsize % 8:
         values = values.clone()
-    return values.view(torch.int64)
+    size = values.nbytes
+    if size and not size % (8 * _BLOCKS):
+        return values.reshape(_BLOCKS, -1).view(torch.int64).sum(1)
+    words = values.reshape(-1).view(_WORDS[values.itemsize if size % 8 else 8])
+    length, left = divmod(len(words), _BLOCKS)
+    end = len(words) - left
+    sums = words[:end].view(_BLOCKS, length).sum(1, dtype=torch.int64)
+    sums[:left].add_(words[end:])
+    return sums
 
 
-def _is_finite(values: Tensor) -> Tensor:
+def _extremes(values: Tensor) -> tuple[Tensor, ...]:
+    """The least and the greatest number, which are NaN if any number is; none for integers."""
     if not values.is_floating_point() or not values.numel():
-        return torch.ones((), dtype=torch.int64, device=values.device)
-    extremes = torch.aminmax(values if values.itemsize > 1 else values.float())
-    return (extremes.min.isfinite() & extremes.max.isfinite()).to(torch.int64)
+        return ()
+    if not values.dim():
+        return (values.clone(),)
+    return torch.aminmax(values if values.itemsize > 1 else values.float())

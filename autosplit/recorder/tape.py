@@ -38,7 +38,7 @@ class StepTape:
         step: the number of the step.
         stages: this rank's stages.
         modules: the stages' modules, which are used for stages without graphs.
-        batch: the tensors of the batch, which the caller keeps alive.
+        batch: the tensors of the batch and gradients of losses, which the caller keeps alive.
         keep: the most bytes of other tensors that the tape keeps.
         seeds: the seeds of the step.
         reduces: whether gradients are reduced over ranks or scaled after they were summed.
@@ -61,26 +61,29 @@ class StepTape:
         reduces: bool,
     ) -> None:
         self._step, self._stages, self._left, self._seeds = step, stages, keep, seeds
-        self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
-        self._pending: dict[Action, dict[str, PendingDigests]] = {}
+        given = {id(tensor): tensor for tensor in batch if tensor is not None}
+        self._storages = {storage_of(tensor) for tensor in given.values()}
+        self._digests = PendingDigests()
+        self._batch = dict(zip(given, self._digests.add(given.values(), finite=False), strict=True))
+        self._places: dict[Action, dict[str, Sequence[int]]] = {}
         self.kept: dict[Action, list[Tensor | None]] = {}
         self._functions: dict[tuple[int, int], Any] = {}
         self.state = {index: _state_of(stage, modules[index]) for index, stage in stages.items()}
-        self._digests = {
-            index: PendingDigests(state.values()) for index, state in self.state.items()
-        }
+        self._state_places = self._places_of(self.state, finite=False)
+        self._gradient_places: dict[int, dict[str, int]] = {}
+        self._nonfinite: set[int] = set()
         self._versions = {index: versions(state.values()) for index, state in self.state.items()}
         tensors = (tensor for state in self.state.values() for tensor in state.values())
         self._comparable = not reduces and all(tensor.grad is None for tensor in tensors)
 
     def note_arguments(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the arguments of an action, before it runs."""
-        self._pending[action] = {"took": PendingDigests(tensors)}
+        self._places[action] = {"took": [*map(self._place_of, tensors)]}
         self.kept[action] = [*map(self._keep, tensors)]
 
     def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the results of an action."""
-        self._pending[action]["gave"] = PendingDigests(tensors)
+        self._places[action]["gave"] = self._digests.add(tensors)
         if action.kind is ActionKind.FORWARD:
             functions = getattr(self._stages[action.stage], "functions", None)
             self._functions[action.stage, action.microbatch] = functions
@@ -94,13 +97,34 @@ class StepTape:
         latest = getattr(self._stages[index], "functions", None)
         return {
             action.microbatch: self._functions.get((index, action.microbatch), latest)
-            for action in self._pending
+            for action in self._places
             if action.stage == index and action.kind is ActionKind.FORWARD
         }
 
+    def note_gradients(self, nonfinite: Iterable[Tensor] | None = None) -> None:
+        """Record the sums of gradients, when they are complete.
+
+        Args:
+            nonfinite: the parameters whose gradient has a number that is not finite; None if that
+                is unknown.
+        """
+        gradients = {
+            index: {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
+            for index, state in self.state.items()
+        }
+        self._gradient_places = self._places_of(gradients, finite=nonfinite is None)
+        self._nonfinite = {*map(id, nonfinite or ())}
+
+    def _place_of(self, tensor: Tensor | None) -> int:
+        """The place of the digest of an argument."""
+        place = self._batch.get(id(tensor))
+        return self._digests.add([tensor], finite=False).start if place is None else place
+
     def _keep(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor, or a copy in the host's memory; None if the copy is over the limit."""
-        if tensor is None or (is_plain(tensor) and storage_of(tensor) in self._batch):
+        if tensor is None or id(tensor) in self._batch:
+            return tensor
+        if is_plain(tensor) and storage_of(tensor) in self._storages:
             return tensor
         if tensor.dim() and tensor.nbytes > self._left:  # the loss's gradient cannot be computed
             return None
@@ -117,15 +141,15 @@ class StepTape:
             spans: the times of actions.
             device: the device of the stages; the call waits for it.
         """
-        gradients = {
-            index: {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
-            for index, state in self.state.items()
-        }
-        pending = {index: PendingDigests(named.values()) for index, named in gradients.items()}
+        if not self._gradient_places:
+            self.note_gradients()
         settle(device)
+        digests = self._digests.read()
         actions: dict[str, Record] = {}
-        for action, parts in self._pending.items():
-            row = actions[str(action)] = {name: part.read() for name, part in parts.items()}
+        for action, parts in self._places.items():
+            row = actions[str(action)] = {
+                n: [digests[p] for p in part] for n, part in parts.items()
+            }
             if action.kind is ActionKind.FORWARD:
                 row["seed"] = self._seeds.seed_of(action.stage, action.microbatch)
         for span in spans:
@@ -133,9 +157,9 @@ class StepTape:
         return {
             "step": self._step,
             "actions": actions,
-            "state": _named(self.state, self._digests),
+            "state": _named(self._state_places, digests),
             "versions": self._versions,
-            "gradients": _named(gradients, pending),
+            "gradients": _named(self._gradient_places, digests),
             "comparable": self._comparable,
         }
 
@@ -148,7 +172,7 @@ class StepTape:
             record: the record of the step.
             gradients: whether gradients must be finite; with loss scaling they need not be.
         """
-        for action in self._pending:
+        for action in self._places:
             counts: Iterable[bool] = itertools.repeat(gradients)
             if action.kind is ActionKind.FORWARD:
                 counts = [spec[2] for spec in self._stages[action.stage].output_specs]
@@ -158,7 +182,7 @@ class StepTape:
                     return f"result {at} of {action}"
         for index, named in record["gradients"].items() if gradients else ():
             for name, digest in named.items():
-                if not digest.finite:
+                if digest.finite is False or id(self.state[index][name]) in self._nonfinite:
                     return f"the gradient of {name} in stage {index}"
         return ""
 
@@ -166,9 +190,20 @@ class StepTape:
         """For each output of a stage, whether its first backward took a gradient; empty if none has
         started.
         """
-        backwards = (a for a in self._pending if a.stage == index and a.kind in BACKWARDS)
-        digests = next((self._pending[action]["took"].read() for action in backwards), [])
-        return [digest is not None for digest in digests]
+        backwards = (a for a in self._places if a.stage == index and a.kind in BACKWARDS)
+        digests = self._digests.read()
+        places = next((self._places[action]["took"] for action in backwards), ())
+        return [digests[place] is not None for place in places]
+
+    def _places_of(
+        self, tensors: Mapping[int, Mapping[str, Tensor]], *, finite: bool
+    ) -> dict[int, dict[str, int]]:
+        """The places of the digests of tensors, by stage and name."""
+        add = self._digests.add
+        return {
+            index: dict(zip(named, add(named.values(), finite=finite), strict=True))
+            for index, named in tensors.items()
+        }
 
 
 def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
@@ -183,9 +218,9 @@ def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
 
 
 def _named(
-    tensors: Mapping[int, Mapping[str, Tensor]], pending: Mapping[int, PendingDigests]
+    places: Mapping[int, Mapping[str, int]], digests: Sequence[Digest | None]
 ) -> dict[int, dict[str, Digest | None]]:
     return {
-        index: dict(zip(named, pending[index].read(), strict=True))
-        for index, named in tensors.items()
+        index: {name: digests[place] for name, place in named.items()}
+        for index, named in places.items()
     }

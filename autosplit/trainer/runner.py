@@ -240,7 +240,8 @@ class Runner:
         recorder = self._recorder if is_timed else None
         if flight is not None:
             reduces = model.reduces or self._scales
-            flight.start_step(executor, self.stages, _tensors(microbatches), reduces=reduces)
+            taken = itertools.chain(_tensors(microbatches), *loss_grads)
+            flight.start_step(executor, self.stages, taken, reduces=reduces)
         if auditor is not None:
             auditor.arrange_audits(executor, self.stages)
         memory.recorder = None
@@ -263,12 +264,15 @@ class Runner:
             graphs = traced(plan.stages)
             if len(graphs) == len(plan.stages):
                 plan.functions = [stage.functions for stage in graphs.values()]
-        if flight is not None:
-            flight.end_actions(self.spans)
         self._tune(plan)
         if auditor is not None:
             auditor.measure_step(self.spans, executor.schedule, self.stages)
-        return self._start_reduction(plan, losses, microbatches, weights, norms)
+        reduction = self._start_reduction(plan, losses, microbatches, weights, norms)
+        if flight is not None:  # the digests of gradients are computed while ranks reduce
+            # Norms for clipping leave parameters of other ranks out.
+            is_complete = norms is not None and not self.clips
+            flight.end_actions(self.spans, norms.nonfinite() if norms and is_complete else None)
+        return reduction
 
     def _run_actions(
         self,

@@ -58,3 +58,14 @@ def test_pending_digests_keep_no_tensor_and_skip_missing_ones():
 def test_a_sparse_tensor_has_a_digest_of_its_values():
     sparse = torch.eye(3).to_sparse()
     assert digest(sparse).mark == digest(torch.ones(3)).mark
+
+
+def test_digests_do_not_depend_on_the_tensors_beside_them():
+    tensors = [torch.randn(3, 50), torch.tensor(2.5), None, torch.arange(6), torch.randn(128, 4)]
+    pending = PendingDigests(tensors[:2])
+    places = pending.add(tensors[2:], finite=False)
+    digests = pending.read()
+    assert digests[:2] == [digest(tensors[0]), digest(tensors[1])]
+    for place, tensor in zip(places, tensors[2:], strict=True):
+        expected = None if tensor is None else digest(tensor)._replace(finite=None)
+        assert digests[place] == expected

@@ -105,6 +105,28 @@ def test_an_error_on_one_rank_writes_the_step_of_all() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_gradient_that_the_trainer_drops_is_an_alarm(max_grad_norm: float | None) -> None:
+    """Whether the recorder looks at its numbers, or takes what the trainer has found."""
+    home = folder()
+    with workers.trainer(
+        stage_factory=None,
+        recorder=Recorder(home),
+        nonfinite="skip",
+        max_grad_norm=max_grad_norm,
+    ) as stages:
+        if dist.get_rank() == 1:
+            weight = next(stages.modules[1].parameters())
+            weight.register_hook(lambda gradient: gradient * torch.nan)
+        stages.step(workers.data(8))
+    assert bundles(home) == ["1"]
+    (path,) = home.iterdir()
+    text = json.loads((path / "rank-1" / "record.json").read_text())["text"]
+    assert text.startswith("the gradient of ")
+    assert text.endswith("weight in stage 1 is not finite")
+
+
+@ranks(2)
 def test_parameters_of_replicas_that_differ_are_an_alarm() -> None:
     home = folder()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
