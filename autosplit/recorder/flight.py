@@ -21,10 +21,12 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from autosplit.device import settle
 from autosplit.errors import BatchError
 from autosplit.pipeline.engine.executor import BoundAction, Executor
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
+from autosplit.pipeline.engine.timing import SpanRecorder
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
@@ -105,14 +107,16 @@ class FlightRecorder:
         executor: Executor,
         stages: Mapping[int, TrainableStage],
         batch: Iterable[Tensor | None],
+        times: SpanRecorder,
         *,
         reduces: bool,
     ) -> None:
         """Begin to record a step. Call it before the step's first action; for the arguments, see
-        ``StepTape``.
+        ``StepTape``. ``times`` records the actions' times.
         """
         self._step += 1
-        self._executor, self._stages, self._spans = executor, stages, list[Span]()
+        self._executor, self._stages, self._times = executor, stages, times
+        self._spans = list[Span]()
         keep, seeds = self._options.kept_bytes, self._seeds
         self._tape = StepTape(
             self._step, stages, self._modules, batch, keep, seeds, reduces=reduces
@@ -148,7 +152,8 @@ class FlightRecorder:
     def _write_after(self, error: Exception, tape: StepTape) -> None:
         """Write a step that raised; the other ranks raise in the same step, and write it, too."""
         with self._reporting("the step"):
-            self._ring.append(tape.record(self._spans, self._device))
+            settle(self._device)
+            self._ring.append(tape.record(self._times.spans(), self._device))
             fault = tape.nonfinite(self._ring[-1], gradients=not self._scales)
             name = "nonfinite" if fault else "error"
             if {name, "error"} & {*self._options.alarms}:

@@ -51,13 +51,15 @@ def _origin(module: fx.GraphModule, arguments: Mapping[Role, Any]) -> str:
     search = _AnomalySearch(module)
     search.run(*[arguments[role] for role in inputs(module.graph)])
     nodes = search.nan_nodes
-    node = next((n for n in nodes if nodes.keys().isdisjoint(n.all_input_nodes)), None)
-    if node is None:
-        return ""
-    reader = node if node.op == "call_function" else next(iter(node.users), node)
-    line = source_line(reader)
-    event = f"{node.target} makes" if reader is node else f"{reader.target} is given"
-    return f": {event} the first" + (f", for {line}" if line else "")
+    for node in nodes:
+        # An argument may only be passed on to a later graph.
+        readers = [node] if node.op == "call_function" else [*node.users]
+        reader = next((n for n in readers if n.op == "call_function"), None)
+        if reader is not None and nodes.keys().isdisjoint(node.all_input_nodes):
+            line = source_line(reader)
+            event = "makes" if reader is node else "is given"
+            return f": {reader.target} {event} the first" + (f", for {line}" if line else "")
+    return ""
 
 
 class _AnomalySearch(fx.Interpreter):

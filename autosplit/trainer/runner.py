@@ -241,7 +241,7 @@ class Runner:
         if flight is not None:
             reduces = model.reduces or self._scales
             taken = itertools.chain(_tensors(microbatches), *loss_grads)
-            flight.start_step(executor, self.stages, taken, reduces=reduces)
+            flight.start_step(executor, self.stages, taken, self._recorder, reduces=reduces)
         if auditor is not None:
             auditor.arrange_audits(executor, self.stages)
         memory.recorder = None

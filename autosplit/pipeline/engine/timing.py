@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
@@ -29,11 +30,16 @@ class SpanRecorder:
         self._computed, self._moves = [], []
 
     def run(self, actions: Sequence[Action], compute: Callable[[], T]) -> T:
-        """Run ``compute``, and record its start and end. If ``compute`` runs several actions as
-        one, each gets an equal part of the time.
+        """Run ``compute``, and record its start and end, also if it raises. If ``compute`` runs
+        several actions as one, each gets an equal part of the time.
         """
         start = self._mark()
-        result = compute()
+        try:
+            result = compute()
+        except Exception:
+            with contextlib.suppress(RuntimeError):  # of a device that failed
+                self._computed.append((actions, start, self._mark()))
+            raise
         self._computed.append((actions, start, self._mark()))
         return result
 
