@@ -27,6 +27,7 @@ from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import (
     call_accumulate_hooks,
+    is_autocast,
     without_autocast,
 )
 from autosplit.torch_internals.state import distinct_storage_bytes
@@ -324,9 +325,10 @@ class Stage:
             self._inputs[microbatch] = recomputable
         else:
             saved[microbatch] = MicrobatchState(functions, result.saved, module_state, storages)
-        count = len(self._outputs)
-        for value, tensor in zip(functions.capture.values, result.outputs[count:], strict=False):
-            value.set(self.module, tensor)
+        count, values = len(self._outputs), functions.capture.values
+        if values:
+            for value, tensor in zip(values, result.outputs[count:], strict=False):
+                value.set(self.module, tensor)
         return result.outputs[:count]
 
     def recompute(self, microbatch: int) -> None:
@@ -454,18 +456,15 @@ class Stage:
             SplitError: this microbatch is not between F and its backward; a gradient does not fit
                 its output; or a saved tensor was written in place since F.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        if torch.is_grad_enabled() or is_autocast():
+            with torch.no_grad(), without_autocast():
                 return Stage.backward_input(self, microbatch, output_grads)
         state = self._take(microbatch)
         if not state.functions.has_backward:
             self._weights.in_flight[microbatch] = state
             return self._no_gradients(output_grads)
-        storages = state.caller_storages | caller_storages(output_grads)
-        state = state._replace(caller_storages=storages)
-        with without_autocast():
-            tangents = self._output_grads(state.functions, output_grads)
-            grads = self._weights.backward_input(microbatch, state, tangents)
+        tangents = self._output_grads(state.functions, output_grads)
+        grads = self._weights.backward_input(microbatch, state, tangents)
         if self._sharded:
             self._accumulate_sharded()
         return grads
@@ -492,14 +491,13 @@ class Stage:
             SplitError: a microbatch is not between I and W; a deferred tensor was written in place
                 since I; or a parameter was replaced since an earlier microbatch.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        if torch.is_grad_enabled() or is_autocast():
+            with torch.no_grad(), without_autocast():
                 Stage.backward_weight(self, microbatch, *later)
             return
         if self._sharded and self.functions.has_backward:
             self.sharding.unshard()
-        with without_autocast():
-            self._weights.backward_weight(microbatch, *later)
+        self._weights.backward_weight(microbatch, *later)
         if self._sharded:
             self._accumulate_sharded()
         if self._weights.last is not None:
@@ -511,17 +509,16 @@ class Stage:
         Raises:
             SplitError: as for ``backward_input`` and ``backward_weight``.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        if torch.is_grad_enabled() or is_autocast():
+            with torch.no_grad(), without_autocast():
                 return Stage.backward(self, microbatch, output_grads)
         state = self._take(microbatch)
         if not state.functions.has_backward:
             if self._weights.last is not None:
                 self._report_end(microbatch)
             return self._no_gradients(output_grads)
-        with without_autocast():
-            tangents = self._output_grads(state.functions, output_grads)
-            grads = self._weights.backward(microbatch, state, tangents)
+        tangents = self._output_grads(state.functions, output_grads)
+        grads = self._weights.backward(microbatch, state, tangents)
         if self._sharded:
             self._accumulate_sharded()
         if self._weights.last is not None:

@@ -38,7 +38,7 @@ from autosplit.runtime.residuals import (
     TensorSpec,
     own_writes,
 )
-from autosplit.torch_internals.autograd import without_autocast, write_buffers
+from autosplit.torch_internals.autograd import is_autocast, without_autocast, write_buffers
 
 from .accumulation import ACCUMULATION, Accumulation
 from .compiled_graph import Accumulators, GradientGraph, Parts, compile_graph, positions
@@ -590,10 +590,12 @@ class SplitFunctions:
         Raises:
             SplitError: an input shares memory with a buffer that the module writes into.
         """
+        if is_autocast():
+            with without_autocast():
+                return SplitFunctions.run(self, state, leaves)
         if self.updated_state:
             refuse_state_overlap(self, leaves, state)
-        with without_autocast():
-            result = self.forward(state, leaves)
+        result = self.forward(state, leaves)
         if self.updated_state:
             write_buffers([state[name] for name in self.updated_state], result.updates)
         return result

@@ -64,7 +64,7 @@ class GradientSums:
             self.set_parameters(names, parameters)
         if skipped or has_tensor_hooks(parameters):
             return None
-        if self.tensors.keys() >= {*names}:
+        if all(map(self.tensors.__contains__, names)):
             return Accumulators([*map(self.tensors.__getitem__, names)])
         if self.memory_for is None or not self.tensors.keys().isdisjoint(names):
             return None

@@ -169,6 +169,7 @@ class StageBackward:
             SplitError: see ``Residuals.take_arguments`` and ``GradientSums.into``.
         """
         functions, saved, module_state, storages, _ = state
+        storages |= caller_storages(grads)
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.early_parameters, self.sums
         into = sums.into(names, module_state, skipped) if names else None

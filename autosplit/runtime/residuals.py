@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +141,7 @@ def _described(data: Tensor) -> str:
 State = Mapping[str, Tensor]
 
 _NUMBERS = (int, float, bool)
-_POINTER, _DTYPE = methodcaller("data_ptr"), attrgetter("dtype")
+_POINTER, _DTYPE = Tensor.data_ptr, attrgetter("dtype")
 
 
 @dataclasses.dataclass(frozen=True)

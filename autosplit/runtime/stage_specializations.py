@@ -205,7 +205,7 @@ class StageSpecializations(Specializations):
             self._leaves = [place if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         layout = self._layouts.get(tuple(map(_SHAPE, inputs))) or self._layout_for(inputs)
         for position, (tensor, spec) in enumerate(zip(inputs, layout.specs, strict=True)):
-            if (tensor.dtype, tensor.device) != (spec.dtype, spec.device):
+            if tensor.dtype is not spec.dtype or tensor.device != spec.device:
                 raise self._unlike(position, tensor, spec)
             if tensor.stride() != spec.stride:
                 inputs[position] = spec.conform(tensor)
