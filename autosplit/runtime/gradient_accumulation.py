@@ -104,11 +104,13 @@ class GradientSums:
             borrowed: parameters whose gradient shares storage and must be copied.
             skipped: parameters that get no gradient.
         """
-        for name, gradient in zip(names, gradients, strict=True):
+        parameters = [*map(self._parameters.__getitem__, names)]
+        hooked = has_tensor_hooks(parameters)
+        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
             if name in skipped:
                 continue
-            copied, parameter = name in borrowed, self._parameters[name]
-            if has_tensor_hooks([parameter]):
+            copied = name in borrowed
+            if hooked and has_tensor_hooks([parameter]):
                 # A hook may keep its argument, and return any tensor.
                 (gradient,) = torch.autograd.grad(parameter, parameter, gradient)
                 copied = True
@@ -117,14 +119,14 @@ class GradientSums:
             else:
                 self.tensors[name] = self._as_sum(parameter, gradient, copied)
 
-    def add_to_parameters(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> list[Tensor]:
+    def add_to_parameters(self, divisor: Callable[[Tensor], int] | None = None) -> list[Tensor]:
         """Add the sums to the parameters' ``.grad``, and drop the sums.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``, which is the
         parameter's dtype unless the user set it.
 
         Args:
-            divisor: returns the number by which a parameter's sum is divided.
+            divisor: returns the number by which a parameter's sum is divided; None: 1.
 
         Returns:
             the parameters that have hooks of ``register_post_accumulate_grad_hook`` or on their
@@ -133,7 +135,7 @@ class GradientSums:
         published = [self._parameters[name] for name in self.tensors]
         for name in [*self.tensors]:
             total, parameter = self.tensors.pop(name), self._parameters[name]
-            if (by := divisor(parameter)) != 1:
+            if divisor is not None and (by := divisor(parameter)) != 1:
                 total.div_(by)
             if parameter.grad is None:
                 parameter.grad = self._as_grad(parameter, total)
@@ -148,24 +150,18 @@ class GradientSums:
         """Drop the sums."""
         self.tensors, self._parameters = {}, {}
 
-    def _memory(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The memory that ``memory_for`` returns for a parameter's sum or ``.grad``; None if new
-        memory must be allocated.
-        """
-        return None if self.memory_for is None else self.memory_for(parameter, dtype)
-
     def _as_grad(self, parameter: Tensor, total: Tensor) -> Tensor:
         """A sum in the dtype of the parameter's ``.grad``."""
         dtype = parameter.grad_dtype or total.dtype
         if total.dtype is dtype:
             return total
-        memory = self._memory(parameter, dtype)
+        memory = None if self.memory_for is None else self.memory_for(parameter, dtype)
         return total.to(dtype) if memory is None else memory.copy_(total)
 
     def _as_sum(self, parameter: Tensor, gradient: Tensor, borrowed: bool) -> Tensor:
         """The first gradient as a sum: in the dtype of the sums, and copied if it is borrowed."""
         dtype = self.dtype or gradient.dtype
-        memory = self._memory(parameter, dtype)
+        memory = None if self.memory_for is None else self.memory_for(parameter, dtype)
         if memory is not None:
             # A sparse gradient can be added to dense memory, but not copied into it.
             is_dense = gradient.layout is torch.strided

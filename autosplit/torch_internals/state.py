@@ -73,9 +73,10 @@ def _strided_parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
 class StateReader:
     """Reads the present parameters and buffers of a module by name.
 
-    The reader keeps the dictionary in which each name is registered. So it finds parameters that
-    were replaced, without walking the module tree in each call. Tensors inside of a tensor subclass
-    (quantized weights) are included, under the names of their attributes.
+    The reader keeps the dictionaries in which names are registered. So it finds tensors that were
+    replaced, and walks the module tree again only if a name was added or removed, or a submodule
+    was replaced. Tensors inside of a tensor subclass (quantized weights) are included, under the
+    names of their attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,8 +86,10 @@ class StateReader:
     def _index(self) -> None:
         slots: dict[str, tuple[dict[str, Any], str]] = {}
         children: list[tuple[dict[str, Any], str]] = []
+        self._registries: list[dict[str, Any]] = []
         for prefix, child in self._module.named_modules(remove_duplicate=False):
             modules, *spaces = map(_table, (child._modules, child._parameters, child._buffers))
+            self._registries += modules, *spaces
             children += [(modules, name) for name in modules]
             for space in spaces:
                 for name in space:
@@ -98,12 +101,14 @@ class StateReader:
         self._tables = [modules for modules, _ in children]
         self._children = [name for _, name in children]
         self._submodules = list(map(dict.get, self._tables, self._children))
+        self._count = len(slots) + len(children)
         state = zip(self._names, map(getitem, self._spaces, self._keys), strict=True)
         self._holding = [name for name, tensor in state if _holds_tensors(tensor)]
 
     def read(self) -> dict[str, torch.Tensor]:
-        if any(map(is_not, map(dict.get, self._tables, self._children), self._submodules)):
-            self._index()  # a submodule was replaced
+        is_replaced = map(is_not, map(dict.get, self._tables, self._children), self._submodules)
+        if any(is_replaced) or sum(map(len, self._registries)) != self._count:
+            self._index()
         state = _State(zip(self._names, map(getitem, self._spaces, self._keys), strict=True))
         for name in self._holding:
             state.update(_tensors_of(name, state[name]))

@@ -161,26 +161,26 @@ class StepReduction:
         self._squares = self._aux + len(aux)
         self._windows = self._squares + (squares is not None)
         size = self._windows + 2 * groups.everybody.ranks
-        numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
+        values = [0.0] * size
         for row, scalars in enumerate(zip(*losses.values(), strict=True)):
             start = row * self._losses + layout.index * count
-            numbers[start:][list(losses)] = torch.stack(scalars).to(numbers)
-        if aux:
-            sums = torch.tensor([*aux.values()], dtype=torch.float64, device="cpu")
-            numbers[self._aux : self._squares] = sums
+            for microbatch, scalar in zip(losses, torch.stack(scalars).tolist(), strict=True):
+                values[start + microbatch] = scalar
+        values[self._aux : self._squares] = aux.values()
         if squares is not None:
-            numbers[self._squares : self._windows] = squares
+            values[self._squares] = squares.item()
         at = self._windows + 2 * groups.everybody.rank
-        numbers[at : at + 2] = torch.tensor(window, dtype=torch.float64, device="cpu")
-        numbers[self._batches + layout.index] = batch
+        values[at : at + 2] = window
+        values[self._batches + layout.index] = batch
         if nonfinite is not None:
-            numbers[self._stages + groups.everybody.rank] = nonfinite + 1
-        self._unreduced = numbers.clone()
+            values[self._stages + groups.everybody.rank] = nonfinite + 1
+        numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._unreduced = numbers
         self._has_all_losses = len(losses) == sum(counts)
         self._reduced: Tensor | None = None  # once this rank has waited for it
         self._numbers: Callable[[], Tensor] = lambda: numbers
         if groups.everybody.ranks > 1:
-            self._numbers = groups.everybody.start_sum(numbers)
+            self._numbers = groups.everybody.start_sum(numbers.clone())
 
     def wait(self) -> Tensor:
         """Wait until all ranks have run the step, and return its losses.
@@ -277,7 +277,7 @@ class StepReduction:
     @property
     def finite(self) -> bool:
         """Whether all gradients of the step are finite, on all ranks; waits as ``wait`` does."""
-        return not self._await_reduced()[self._stages : self._aux].any()
+        return not any(self._await_reduced()[self._stages : self._aux].tolist())
 
     def _await_reduced(self) -> Tensor:
         """Return the reduced vector. Only the first call waits for the other ranks."""
@@ -296,11 +296,11 @@ class StepReduction:
 
     def _check_finite(self, numbers: Tensor) -> None:
         codes = numbers[self._stages : self._aux].tolist()
+        if not self._raises or not any(codes):
+            return
         nonfinite = sorted(
             ((int(code) - 1, rank) for rank, code in enumerate(codes) if code), reverse=True
         )
-        if not nonfinite or not self._raises:
-            return
         stages = [f"stage {stage} (rank {rank})" for stage, rank in nonfinite]
         averaged = ", after averaging over replicas" if len(self._layout.pipelines) > 1 else ""
         raise PipelineError(

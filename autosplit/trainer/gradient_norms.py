@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,7 +39,7 @@ class GradientNorms:
 
     def nonfinite(self) -> list[nn.Parameter]:
         """Return the parameters whose gradient has a number that is not finite."""
-        if self._norms.sum().isfinite():  # then each of them is, as none is negative
+        if math.isfinite(self._norms.sum().item()):  # then each of them is, as none is negative
             return []
         finite = self._norms.isfinite().tolist()
         suspects = [

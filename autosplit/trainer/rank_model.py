@@ -17,6 +17,7 @@ from autosplit.ranks.groups import Groups
 from autosplit.stage import Stage
 from autosplit.torch_internals.autograd import scale_together
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistribute_gradient
+from autosplit.torch_internals.state import StateReader
 from autosplit.trainer.gradient_buckets import GradientBuckets, Wait
 from autosplit.trainer.gradient_norms import GradientNorms
 from autosplit.trainer.replicated_parameters import ReplicatedParameters
@@ -120,6 +121,7 @@ class RankModel:
         self.reduces = bool(self._reductions) or self._has_dtensors
         self._counted = [p for p in self.parameters if copies.is_counted(p)]
         self._parameter_ids = frozenset(map(id, self.parameters))
+        self._state_readers = {stage: StateReader(module) for stage, module in modules.items()}
         self.optimizer: torch.optim.Optimizer | None = None
 
     def arrange_buckets(self, stages: Mapping[int, Stage], schedule: Schedule) -> None:
@@ -235,9 +237,12 @@ class RankModel:
         """
         for call in self._checks:
             call()
-        for stage, module in self.modules.items():
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and id(parameter) not in self._parameter_ids:
+        known = self._parameter_ids
+        for stage, reader in self._state_readers.items():
+            if known.issuperset([id(t) for t in reader.read().values() if t.requires_grad]):
+                continue
+            for name, parameter in self.modules[stage].named_parameters():
+                if parameter.requires_grad and id(parameter) not in known:
                     raise PipelineError(
                         f"parameter {name!r} of stage {stage} was unfrozen, added or replaced "
                         "after the trainer was built, and is not in its optimizer: build a new "
@@ -263,12 +268,10 @@ class RankModel:
         finite.
         """
         nonfinite = {*map(id, norms.nonfinite())}
-        stages = (
-            stage
-            for stage, module in sorted(self.modules.items(), reverse=True)
-            if nonfinite and any(id(p) in nonfinite for p in module.parameters())
-        )
-        return next(stages, None)
+        for stage, module in sorted(self.modules.items(), reverse=True) if nonfinite else ():
+            if any(id(parameter) in nonfinite for parameter in module.parameters()):
+                return stage
+        return None
 
     def drop_gradients(self) -> None:
         """Drop all gradients, including gradients of parameters that are not in the optimizer.

@@ -253,7 +253,8 @@ class Runner:
             losses, hooked = self._run_actions(
                 plan, executor, self.stages, inputs, targets, loss_grads, recorder
             )
-        call_accumulate_hooks(hooked)
+        if hooked:
+            call_accumulate_hooks(hooked)
         needs_norms = self.clips or self._checks_finite
         norms = model.gradient_norms(squares=self.clips) if needs_norms else None
         for call in model.post_step:

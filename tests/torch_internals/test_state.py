@@ -1,0 +1,38 @@
+"""Parameters and buffers as they are registered now."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autosplit.torch_internals.state import StateReader
+
+
+def test_a_reader_sees_tensors_and_submodules_that_were_added_replaced_or_removed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 3, bias=False)))
+    reader = StateReader(model)
+
+    def check() -> None:
+        state = dict([*model.named_parameters(), *model.named_buffers()])
+        read = reader.read()
+        assert read.keys() == state.keys()
+        assert all(read[name] is tensor for name, tensor in state.items())
+
+    check()
+    model[0].bias = nn.Parameter(model[0].bias.detach().clone())
+    check()
+    model[1].register_parameter("scale", nn.Parameter(model[0].bias.detach().clone()))
+    check()
+    del model[1].scale
+    check()
+    model[1].register_buffer("mean", model[0].bias.detach().clone())
+    check()
+    model[1][0] = nn.Linear(2, 3)
+    check()
+    model[1].append(nn.Linear(3, 3))
+    check()
+    model[1].append(nn.Sequential(nn.Linear(3, 3)))
+    check()
+    model[1][2].append(nn.Linear(3, 3))
+    check()
+    del model[1]
+    check()
