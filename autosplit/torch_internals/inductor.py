@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
+from torch._inductor import async_compile
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autosplit.errors import BackendError
 from autosplit.passes.analysis.operators import is_random
+
+from .patches import patched
 
 _TAG = "partitioner_tag"
 
@@ -106,12 +111,56 @@ def compile_module(
     # Inductor's CUDA graphs write results over those of the last call, but the next microbatch runs
     # before the last one's results are consumed.
     eager_launch = torch._inductor.config.patch({"triton.cudagraphs": False})
-    with compile_lock, V.set_fake_mode(mode), tracing(context), eager_launch:
+    deferred = patched(AsyncCompile, "wait", _await_other_kernels)
+    with compile_lock, V.set_fake_mode(mode), tracing(context), eager_launch, deferred:
         compiled: Any = compile_fx_inner(
             module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
         )
     strides = [_strides(expressions, mode) for expressions in compiled.output_strides]
     return Compiled(compiled, strides, compiled.source_code)
+
+
+_await_kernels = AsyncCompile.wait
+_FUTURE: Any = getattr(async_compile, "CodeCacheFuture", ())
+
+
+def _await_other_kernels(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
+    """Wait for kernels of generated code, but not for C++ kernels: their first calls wait.
+
+    The C++ compiler runs in other processes. It compiles the kernels of one graph while Inductor
+    generates the code of the next graphs::
+
+        waiting in each graph   F generated | F's kernels | I generated | I's kernels | ...
+        first calls wait        F generated | I generated | W generated | call of F
+                                              F's kernels . I's kernels . W's kernels
+
+    Args:
+        compiler: the object that started the compilation.
+        scope: variables of the generated module; futures stand for kernels.
+    """
+    for name, kernel in [*scope.items()]:
+        if name.startswith("cpp_") and isinstance(kernel, _FUTURE):
+            scope[name] = _kernel_at_first_call(name, kernel, scope)
+    _await_kernels(compiler, scope)
+
+
+def _kernel_at_first_call(name: str, kernel: Any, scope: dict[str, Any]) -> Callable[..., Any]:
+    """A function in place of a kernel, which waits for the kernel and puts it into the scope.
+
+    The function raises BackendError if the kernel cannot be compiled.
+    """
+
+    def first_call(*args: Any) -> Any:
+        try:
+            scope[name] = compiled = kernel.result()
+        except Exception as error:
+            raise BackendError(
+                f"backend 'inductor' cannot compile the kernel {name} ({type(error).__name__}: "
+                f"{error}); backend='eager' runs every graph that can be split"
+            ) from error
+        return compiled(*args)
+
+    return first_call
 
 
 def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:

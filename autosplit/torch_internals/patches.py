@@ -4,8 +4,8 @@
 autosplit adds to the user's objects. ``tests/test_architecture.py`` compares both lists with the
 code. Caches of pure functions (``functools.cache``) are not listed.
 
-Only ``patched`` replaces attributes of torch, while a graph is traced. Other threads see the
-replacement too: a ``torch.compile`` in another thread then traces with it.
+Only ``patched`` replaces attributes of torch, while a graph is traced or compiled. Other threads
+see the replacement too: a ``torch.compile`` in another thread then traces with it.
 """
 
 from __future__ import annotations
@@ -141,6 +141,11 @@ STATE = (
         "torch.compiler.is_compiling",
         "autosplit/torch_internals/pytree.py",
         "lets BlockMask flatten the tensors of its function while torch compiles something",
+    ),
+    GlobalState(
+        "AsyncCompile.wait",
+        "autosplit/torch_internals/inductor.py",
+        "compiles C++ kernels while the next graphs are compiled",
     ),
     # Other state of torch, changed while a graph is traced.
     GlobalState(

@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import LambdaFuture
 
 import autosplit
 from autosplit import SplitError, Stage
 from autosplit.dynamo.pending_weights import backward_weight
+from autosplit.errors import BackendError
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.trainer.trainer import PipelineTrainer
@@ -286,3 +289,17 @@ def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) 
         )
     assert switched
     assert not any(switched)
+
+
+def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F, I and W are compiled although no kernel ever is; the first call names a kernel."""
+
+    def fail() -> Any:
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: LambdaFuture(fail))
+    stage = Stage(Residual(11), [torch.randn(5, 11, requires_grad=True)], backend="inductor")
+    stage.compile()
+    expected = r"cannot compile the kernel cpp_\w+ \(RuntimeError: no space left\)"
+    with pytest.raises(BackendError, match=expected):
+        stage.forward(0, [torch.randn(5, 11)])
