@@ -289,7 +289,7 @@ class StageModule(nn.Module):
                 raise PlanError(
                     f"stage {self._index}: input {position} has shape {list(tensor.shape)}, but "
                     f"the model was captured with {list(shape)}; cut the model again for "
-                    "microbatches of this size, or pad them"
+                    "microbatches of this size, pad them, or drop a smaller last batch"
                 )
         return program
 

@@ -170,13 +170,18 @@ class BatchSplitter:
             chunks.append(moved.chunk(count) if moved.dim() else [moved] * count)
         return [*map(list, zip(*chunks, strict=True))] or [[] for _ in range(count)]
 
-    def first_inputs(self, batch: Batch | MicrobatchList | None) -> list[Any]:
-        """Return the inputs of the first microbatch as stages take them, in order."""
+    def example_inputs(self, batch: Batch | MicrobatchList | None) -> list[list[Any]]:
+        """Return the inputs, as stages take them, in order, of a list's first microbatch; of a
+        batch's first and last, as the last may be smaller.
+        """
         inputs, _ = next(iter(_pairs(batch))) or (None, None)
         values = [] if inputs is None else self._arguments("inputs", inputs)
         if isinstance(batch, MicrobatchList):
-            return values
-        return [v.chunk(self._count)[0] if v is not None and v.dim() else v for v in values]
+            return [values]
+        return [
+            [v.chunk(self._count)[at] if v is not None and v.dim() else v for v in values]
+            for at in (0, -1)
+        ]
 
     def number_of(self, path: str) -> int:
         """Return the position of an input or target among all inputs or targets, from its path."""

@@ -106,7 +106,7 @@ class RankStages:
         self._arranged = False
         self._has_checked_aux = False
         self._sets: dict[Hashable, StageSet] = {}
-        self._evaluation_stages: dict[Kind, dict[int, ModuleStage]] = {}
+        self._evaluation_stages: dict[tuple[Kind, bool], dict[int, ModuleStage]] = {}
         self._evaluation_boundaries = CallCache[tuple[Kind, MicrobatchSizes], Boundaries]()
         self._evaluated: dict[Kind, tuple[torch.dtype, tuple[str, ...]]] = {}
         self.observer: Observer | None = None
@@ -249,12 +249,13 @@ class RankStages:
             or self._evaluation_boundaries.remember((key, sizes), Boundaries())
             for sizes in plan.microbatches
         ]
-        if key not in self._evaluation_stages:
+        stages = self._evaluation_stages.get((key, plan.listed))
+        if stages is None:
             # A stage of a whole model calls no module inside, whose hooks would gather its
             # parameters.
             gathered = partial(self._model.sharded.gathered, frees_all=False)
             communicates = self._shares_tensors or bool(self._model.sharded.indices)
-            self._evaluation_stages[key] = {
+            stages = self._evaluation_stages[key, plan.listed] = {
                 index: ModuleStage(
                     module,
                     index,
@@ -264,7 +265,7 @@ class RankStages:
                 )
                 for index, module in modules.items()
             }
-        return self._evaluation_stages[key]
+        return stages
 
     def refuse_misfits(self, plan: StepPlan) -> None:
         """Raise on all ranks if a stage could not take a microbatch of an evaluation; collective.
@@ -275,14 +276,14 @@ class RankStages:
         """
         errors = {
             (number, index): error
-            for index, stage in self._evaluation_stages[plan.kind].items()
+            for index, stage in self._evaluation_stages[plan.kind, plan.listed].items()
             for number, error in stage.refused.items()
         }
         if self._groups.everybody.all_reduce_and(0 if errors else -1) == [-1]:
             return
         texts = {place: describe_error(error) for place, error in errors.items()}
         of_ranks: list[dict[tuple[int, int], str]] = self._groups.everybody.gather(texts)
-        for stage in self._evaluation_stages[plan.kind].values():
+        for stage in self._evaluation_stages[plan.kind, plan.listed].values():
             stage.refused.clear()
         # The boundaries have shapes of stand-ins.
         for sizes in plan.microbatches:
@@ -301,7 +302,7 @@ class RankStages:
             PipelineError: the loss is not one scalar, or a part has another metric's name.
         """
         if plan.kind not in self._evaluated:
-            stages = self._evaluation_stages[plan.kind]
+            stages = self._evaluation_stages[plan.kind, plan.listed]
             names = stages[self._last].part_names or () if losses else ()
             for outputs in losses.values():
                 check_loss([TensorMeta(t.shape, t.dtype, True) for t in outputs], names)

@@ -162,6 +162,15 @@ def test_a_model_that_was_cut_for_other_batches() -> None:
         with pytest.raises(BatchError, match=message):
             engine.step(input=X[:4], target=Y[:4])
         assert result.shape == engine.step(({"input": X[:8]}, Y[:8])).shape
+        smaller_last = r"shape \[3, 6\], but the model was captured with \[4, 6\]"
+        engine.evaluate(input=X[:8], target=Y[:8])
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(BatchError, match=smaller_last):
+                call(input=X[:7], target=Y[:7])
+        microbatches = [({"input": X[:size]}, Y[:size]) for size in (4, 3)]
+        with pytest.raises(BatchError, match=f"microbatch 1 does not fit .*{smaller_last}"):
+            engine.evaluate(microbatches=microbatches)
+        assert result.shape == engine.evaluate(input=X[:8], target=Y[:8]).shape
 
 
 def scaled() -> nn.Module:
