@@ -299,7 +299,8 @@ class StageModule(nn.Module):
         Raises:
             PlanError: the model cannot be cut in this mode.
         """
-        if self._capture is None or self.training in self._programs:
+        # Graphs are guarded by what a forward reads here: nothing that a capture changes.
+        if self.training in self._programs or self._capture is None:
             return
         device = self._programs[not self.training].device  # moved with the stage
         self._programs[self.training] = self._capture().moved(device)

@@ -69,8 +69,17 @@ class RankReport(NamedTuple):
 
 
 def stages_text(modules: Iterable[tuple[int, nn.Module]]) -> str:
-    """The rank's stages as text: ``0 Decoder, 2 Decoder``."""
-    return ", ".join(f"{stage} {type(module).__name__}" for stage, module in modules)
+    """The rank's stages as text: ``0 Decoder, 2 Decoder``. Stages that were cut from a model are
+    named by the first block after a cut: ``0 before layers.2, 1 from layers.2``.
+    """
+    return ", ".join(f"{stage} {_stage_name(stage, module)}" for stage, module in modules)
+
+
+def _stage_name(stage: int, module: nn.Module) -> str:
+    cuts: Sequence[str] = getattr(module, "cuts", ())
+    if not cuts:
+        return type(module).__name__
+    return f"from {cuts[stage - 1]}" if stage else f"before {cuts[0]}"
 
 
 def parameter_rows(stage: int, module: nn.Module) -> Iterator[LargeTensor]:

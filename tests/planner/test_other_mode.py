@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import autosplit
+from autosplit import PipelineTrainer, StageOptions
 from autosplit.planner import WholeModel, captured_model, cut
 from tests.planner.whole_models import Case, run_modules
 
@@ -60,6 +61,26 @@ def test_evaluation_captures_once_for_all_stages(captures: list[bool], evaluated
         for module in modules:
             module.train()
     assert captures == [True, False]
+
+
+def test_training_goes_on_with_its_graphs_after_an_evaluation() -> None:
+    case = noisy()
+    inputs, targets = case.args[0], torch.zeros(6, 4)
+    with PipelineTrainer(
+        case.model,
+        nn.functional.mse_loss,
+        torch.optim.SGD,
+        stages=2,
+        ranks=1,
+        microbatches=2,
+        example=inputs[:3],
+        stage_options=StageOptions(planning={"costs": "estimate"}),
+    ) as trainer:
+        for _ in range(2):
+            trainer.step(inputs, target=targets)
+            trainer.evaluate(inputs, target=targets)
+        assert [len(stage.captured) for stage in trainer.stages.values()] == [1, 1]
+        assert "0 before 2, 1 from 2" in trainer.report()
 
 
 def test_evaluation_may_begin_in_inference_mode_and_under_autocast() -> None:
