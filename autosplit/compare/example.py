@@ -24,6 +24,8 @@ from autosplit.errors import AutosplitError, FactoryError, PipelineError, PlanEr
 from autosplit.text.figures import size_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
+_NOT_USERS = ("/torch/", "/importlib/", "/pkgutil.py", "/inspect.py", Path(__file__).as_posix())
+
 
 def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
     """Call the function that `spec` names, as in "examples.models:llama", and return its result.
@@ -76,20 +78,21 @@ def failures_of(code: str, kind: type[PipelineError] = PipelineError) -> Iterato
     except AutosplitError:
         raise
     except Exception as error:  # a user's code may raise anything
-        raise kind(
-            f"{code} raised {type(error).__name__}: {error} ({_user_line(error)})"
-        ) from error
+        raise kind(f"{code} raised {type(error).__name__}: {error}{_user_line(error)}") from error
 
 
 def _user_line(error: Exception) -> str:
-    """The user's line: the last one outside torch and Python's import machinery."""
+    """The user's line in parentheses: the last one outside torch and the search for the factory;
+    empty if there is none.
+    """
     if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
+        return f" ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     names = [(frame, Path(frame.filename).as_posix()) for frame in frames]
-    user_frames = [frame for frame, name in names if "/torch/" not in name and name[0] != "<"]
-    frame = (user_frames or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    user_frames = [
+        frame for frame, name in names if name[0] != "<" and not any(p in name for p in _NOT_USERS)
+    ]
+    return f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
 
 
 class Example(NamedTuple):

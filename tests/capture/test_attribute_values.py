@@ -113,7 +113,7 @@ def test_stages_set_them_in_each_forward() -> None:
 
 
 def test_stages_refuse_those_that_need_a_gradient() -> None:
-    with pytest.raises(PythonStateError, match=r"self\.aux_loss, which .*aux_losses="):
+    with pytest.raises(PythonStateError, match=r"state, self\.aux_loss, .*aux_losses="):
         autosplit.Stage(Routed(), torch.randn(6, 4))
 
 
