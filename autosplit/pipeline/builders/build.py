@@ -115,7 +115,7 @@ def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[
         need = "one stage" if least == 1 else f"{least} stages"
         raise ScheduleError(
             f"{stages} stages cannot fill {ranks} ranks: each rank needs at least {need} in "
-            f"{name!r}; use at most {stages // least} ranks or cut the model into more stages"
+            f"{name!r}; cut the model into at least {ranks * least} stages, or use fewer ranks"
         )
     if family.chunks is None and stages % ranks:
         raise ScheduleError(

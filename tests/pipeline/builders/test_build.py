@@ -171,17 +171,17 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 def test_more_ranks_than_stages() -> None:
     assert refusal(ranks=3) == (
-        "2 stages cannot fill 3 ranks: each rank needs at least one stage in '1f1b'; use at most "
-        "2 ranks or cut the model into more stages"
+        "2 stages cannot fill 3 ranks: each rank needs at least one stage in '1f1b'; cut the "
+        "model into at least 3 stages, or use fewer ranks"
     )
     for name in ("interleaved", "zb-v"):
         assert refusal(name=name, stages=5, ranks=3) == (
-            f"5 stages cannot fill 3 ranks: each rank needs at least 2 stages in {name!r}; use at "
-            "most 2 ranks or cut the model into more stages"
+            f"5 stages cannot fill 3 ranks: each rank needs at least 2 stages in {name!r}; cut "
+            "the model into at least 6 stages, or use fewer ranks"
         )
     assert refusal(name="zb-v", stages=1) == (
-        "1 stages cannot fill 1 ranks: each rank needs at least 2 stages in 'zb-v'; use at most "
-        "0 ranks or cut the model into more stages"
+        "1 stages cannot fill 1 ranks: each rank needs at least 2 stages in 'zb-v'; cut the "
+        "model into at least 2 stages, or use fewer ranks"
     )
 
 
