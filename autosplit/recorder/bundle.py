@@ -110,7 +110,8 @@ def read_parts(folder: Path) -> dict[int, BundlePart]:
         try:
             facts, tensors = json.loads((path / _RECORD).read_text()), {}
             if (path / _TENSORS).exists():
-                tensors = torch.load(path / _TENSORS, map_location="cpu", weights_only=True)
+                # Only tensors that a replay uses are read.
+                tensors = torch.load(path / _TENSORS, weights_only=True, mmap=True)
         except Exception as error:
             raise ReplayError(f"cannot read {path}: {type(error).__name__}: {error}") from error
         parts[facts["rank"]] = BundlePart(path, facts, tensors)

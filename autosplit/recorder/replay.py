@@ -75,7 +75,9 @@ class StepReplay:
                 places = self._places[action.stage]
                 places[action.microbatch] = len(places)
         self._programs: dict[tuple[int, int, str], Program] = {}
-        self._results: dict[Action, dict[tuple[str, str], Any]] = {}
+        self._results: dict[Action, dict[Role, Any]] = {}
+        self._updates: dict[Action, dict[str, Any]] = {}  # by F, the buffers that it wrote
+        self._state_faults: dict[int, str] = {}
         self._sums: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def actions(self, first: Action | None = None, last: Action | None = None) -> list[Action]:
@@ -147,14 +149,16 @@ class StepReplay:
     def findings(self, actions: Sequence[Action]) -> Iterator[tuple[Action, str]]:
         """Run each action again, and yield (action, text on its fault; empty if it has none).
 
-        The sum of a stage's weight gradients is compared if all actions that add to it are run, in
-        the order of the recorded run.
+        Results are kept until the next microbatch. The sum of a stage's weight gradients is
+        compared if all actions that add to it are run, in the order of the recorded run.
         """
         left = Counter(action.stage for action in actions)
         in_run = sorted(self._records, key=lambda a: self._records[a].get("start", 0.0))
         comparable = {s for s in left if _sum_order(actions, s) == _sum_order(in_run, s)}
         for action in actions:
             left[action.stage] -= 1
+            if any(a.microbatch != action.microbatch for a in self._results):
+                self._results.clear()
             text = self._fault_of(action)
             if not text and not left[action.stage] and action.stage in comparable:
                 text = self._sum_fault(action.stage)
@@ -189,7 +193,9 @@ class StepReplay:
     def _fault_of(self, action: Action) -> str:
         """Text on the fault of an action; empty if it has none."""
         stage, tangents = self._stage(action.stage), self._graphs(action)["tangents"]
-        if text := self._state_fault(action.stage) or self._message_fault(action):
+        if action.stage not in self._state_faults:
+            self._state_faults[action.stage] = self._state_fault(action.stage)
+        if text := self._state_faults[action.stage] or self._message_fault(action):
             return text
         self.program_arguments(action)  # an error of an earlier action is none of this one
         try:
@@ -203,8 +209,7 @@ class StepReplay:
             if is_checked and self._fault(value):
                 return self._origin(action, at)
             if kind == "parameter_grad":
-                name_of_dtype = stage["grad_dtype"] or str(value.dtype)[6:]
-                dtype = getattr(torch, name_of_dtype)
+                dtype = getattr(torch, stage["grad_dtype"] or str(value.dtype)[6:])
                 total = sums.get(name)
                 sums[name] = value.to(dtype, copy=True) if total is None else total.add_(value)
         pairs = zip(self._gave(action), self._records[action].get("gave", ()), strict=False)
@@ -327,6 +332,7 @@ class StepReplay:
             with self._as_in_run(action):
                 results = dict(zip(roles, program.run(arguments), strict=True))
             self._results[action] = results
+            self._updates[action] = {n: v for (kind, n), v in results.items() if kind == "update"}
         return self._results[action]
 
     @contextlib.contextmanager
@@ -353,8 +359,10 @@ class StepReplay:
             if name in self._stage(stage)["updates"]:
                 places = self._places[stage]
                 for microbatch in [*places][: places[action.microbatch]]:
-                    earlier = self._results_of(Action(stage, _F, microbatch))
-                    value = earlier.get(("update", name), value)
+                    earlier = Action(stage, _F, microbatch)
+                    if earlier not in self._updates:
+                        self._results_of(earlier)
+                    value = self._updates[earlier].get(name, value)
             return value
         if kind == "input":
             return self._took(forward)[facts["inputs"].index(name)]

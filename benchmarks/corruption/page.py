@@ -11,7 +11,7 @@ from typing import Any
 from ..kept_ranks import KeptRanks
 from ..page import Page, Part, option
 from ..results import Rows, Target, table
-from . import cost
+from . import cost, replayed
 from .faults import BITS, KINDS, faults
 from .judge import clean, judge
 
@@ -44,6 +44,7 @@ class Settings:
     select: str = option("", "only faults whose name matches this pattern")
     width: int = option(512, "of the layers whose steps are timed")
     rounds: int = option(60, "steps that are timed, with and without audits in turns")
+    layers: int = option(32, "of the Llama stage whose actions are replayed")
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -121,12 +122,47 @@ def render_cost(rows: Rows) -> str:
     return table([*heads, "audited actions", "period"], lines)
 
 
+REPLAY = Target("seconds", at_most=10.0, style=".1f")
+
+_REPLAY = """\
+`autosplit replay FOLDER --action ...` on a stage with the layers of a Llama, in a pipeline of three
+stages and four microbatches, in seconds: the whole command, of which reading the bundle and its
+programs, and running the action again with what it needs of earlier ones. The rest is the start of
+Python and torch. In one microbatch, an embedding is NaN, and the replay also looks for the operator
+and the sample. The bundle is in the cache of files. Medians of three."""
+
+
+def measure_replay(settings: Settings) -> Iterator[dict[str, Any]]:
+    """The rows of ``replayed.measure`` for a narrow and a wider stage."""
+    for width in (64, 512):
+        yield from replayed.measure(settings.layers, width)
+
+
+def render_replay(rows: Rows) -> str:
+    """The seconds of each command, and what the replay says."""
+    lines = [
+        [
+            row["name"],
+            row["layers"],
+            f"{row['bytes'] / 2**20:.0f}",
+            REPLAY.cell(row["command"]),
+            f"{row['reading']:.2f}",
+            f"{row['running']:.2f}",
+            row["text"].partition("\n")[0] or "no fault",
+        ]
+        for row in rows
+    ]
+    heads = ["action", "layers", "MiB", REPLAY.title, "reading", "running", "it says"]
+    return table(heads, lines)
+
+
 PAGE = Page(
     "corruption",
     TEMPLATE,
     {
         "corruption": Part("Found and named", _ABOUT, measure, render),
         "cost": Part("The cost of the recorder and of audits", _COST, measure_cost, render_cost),
+        "replay": Part("The replay of one action", _REPLAY, measure_replay, render_replay),
     },
     Settings,
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.corruption import replayed
 from benchmarks.corruption.faults import KINDS, Fault, faults
 from benchmarks.corruption.judge import clean, judge
-from benchmarks.corruption.page import render
+from benchmarks.corruption.page import render, render_replay
 from tests.kept_ranks import Ranks
 
 
@@ -27,3 +28,14 @@ def test_faults_are_of_all_kinds() -> None:
     tried = [*faults(38)]
     assert {fault.kind for fault in tried} == {*KINDS}
     assert len({fault.seed for fault in tried}) == 38
+
+
+@pytest.mark.filterwarnings("ignore:the flight recorder wrote")
+def test_actions_of_a_stage_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed, "ACTIONS", {"F with a NaN in a sample": "1F2"})
+    monkeypatch.setattr(replayed, "_TIMES", 1)
+    (row,) = replayed.measure(2, 16)
+    assert row["text"].startswith("1F2 on rank 0: NaN in aten.")
+    assert "samples   5 of the batch, in microbatch 2" in row["text"]
+    assert row["command"] > row["reading"] + row["running"]
+    assert "F with a NaN in a sample, 16 wide" in render_replay([row])

@@ -6,6 +6,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,9 @@ from autosplit.cli import main
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions, Schedule, StageOptions
 from autosplit.pipeline.schedule.schedule import Action
+from autosplit.recorder.bundle import read_parts
 from autosplit.recorder.program import Program
+from autosplit.recorder.replay import StepReplay
 from autosplit.stage import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:the flight recorder wrote")
@@ -135,6 +138,25 @@ def test_a_replay_has_the_threads_of_the_run(tmp_path: pathlib.Path) -> None:
     finally:
         torch.set_num_threads(threads)
     assert seen == {threads}
+
+
+def test_a_replay_drops_the_results_of_earlier_microbatches(tmp_path: pathlib.Path) -> None:
+    results: list[weakref.ref[Tensor]] = []
+    original = Program.run
+
+    def run(self: Program, arguments: Any) -> Any:
+        values = original(self, arguments)
+        results.extend(weakref.ref(value) for value in values if isinstance(value, Tensor))
+        return values
+
+    with trainer(tmp_path, alarms=[alarm]) as stages:
+        stages.step(*data())
+    (bundle,) = tmp_path.iterdir()
+    step = StepReplay(read_parts(bundle))
+    with mock.patch.object(Program, "run", run):
+        for _, text in step.findings(step.actions()):
+            assert not text
+    assert sum(ref() is not None for ref in results) < len(results) / 2  # of four microbatches
 
 
 class Overflow(nn.Module):
