@@ -127,8 +127,8 @@ def _block_sums(values: Tensor) -> Tensor:
     if size and not size % (8 * _BLOCKS):
         return values.reshape(_BLOCKS, -1).view(torch.int64).sum(1)
     words = values.reshape(-1).view(_WORDS[values.itemsize if size % 8 else 8])
-    length, left = divmod(len(words), _BLOCKS)
-    end = len(words) - left
+    length, left = divmod(words.numel(), _BLOCKS)
+    end = length * _BLOCKS
     sums = words[:end].view(_BLOCKS, length).sum(1, dtype=torch.int64)
     sums[:left].add_(words[end:])
     return sums
