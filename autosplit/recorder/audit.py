@@ -9,14 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autosplit.device import settle
-from autosplit.errors import AuditError
 from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.recorder.digests import Digest, PendingDigests
 from autosplit.stage import Stage
@@ -42,8 +41,9 @@ class ActionAudit:
         self._rank, self._device = rank, device
         self._arguments: list[list[Any]] = []
         self._snapshot = stage
-        self._leaves = bool(_FOLLOWERS[action.kind.value])
-        self._noted: list[tuple[list[str], PendingDigests]] = []
+        self._names: list[str] = []
+        self._digests = PendingDigests()
+        self._is_taken = False
 
     def wraps(self) -> Iterator[tuple[Action, Callable[..., Any]]]:
         """The functions around the action and the next one, see ``Executor.set_audits``."""
@@ -69,6 +69,7 @@ class ActionAudit:
     def _run_next(self, compute: Callable[..., Any], *arguments: list[Any]) -> Any:
         """Run the action that takes what this one has left on its stage."""
         self._note(_held_tensors(self._stage, self._action.microbatch))
+        self._is_taken = True
         return compute(*arguments)
 
     def _inputs(self) -> dict[str, Tensor | None]:
@@ -79,28 +80,26 @@ class ActionAudit:
         return {f"{_INPUT_PREFIX}{name}": tensor for name, tensor in state.items()}
 
     def _note(self, tensors: Mapping[str, Tensor | None]) -> None:
-        self._noted.append(([*tensors], PendingDigests(tensors.values())))
+        self._names += tensors
+        self._digests.add(tensors.values())
 
-    def run_again(self) -> None:
+    def run_again(self) -> str:
         """Run the action again, compare, and drop what was kept.
 
-        Raises:
-            AuditError: a tensor has other bits; names it, and says which of three runs differs, or
-                that memory has changed between two runs.
+        Returns:
+            Text that names the tensors with other bits, and says which of three runs differs, or
+            that memory has changed between two runs; empty without a difference.
         """
-        if self._leaves and len(self._noted) == 2:
+        if not self._is_taken:
             self._note(_held_tensors(self._stage, self._action.microbatch))
-        first, second = self._read(self._noted), self._run_copy()
+        first, second = self._read(self._names, self._digests), self._run_copy()
         names = [name for name, value in first.items() if second[name] != value]
-        if names:
-            raise AuditError(
-                f"rank {self._rank}: {self._action} had other bits when it ran again, in "
-                f"{few(names, 4)}; {self._verdict(names, first, second)}. No optimizer has used "
-                "the step. If its operators are deterministic "
-                "(torch.use_deterministic_algorithms), the rank's device or memory is faulty: "
-                "exclude it, and go on from a checkpoint"
-            )
+        text = names and (
+            f"rank {self._rank}: {self._action} had other bits when it ran again, in "
+            f"{few(names, 4)}; {self._verdict(names, first, second)}"
+        )
         self._arguments, self._snapshot = [], self._stage
+        return text or ""
 
     def _verdict(
         self,
@@ -128,13 +127,11 @@ class ActionAudit:
         microbatch, stage = self._action.microbatch, self._snapshot.copy_of(self._action.microbatch)
         results = self._call(stage, *([*tensors] for tensors in self._arguments))
         tensors = self._inputs() | _computed(results, stage) | _held_tensors(stage, microbatch)
-        return self._read([([*tensors], PendingDigests(tensors.values()))])
+        return self._read(tensors, PendingDigests(tensors.values()))
 
-    def _read(self, noted: list[tuple[list[str], PendingDigests]]) -> dict[str, Digest | None]:
+    def _read(self, names: Iterable[str], digests: PendingDigests) -> dict[str, Digest | None]:
         settle(self._device)
-        return {
-            n: d for names, digests in noted for n, d in zip(names, digests.read(), strict=True)
-        }
+        return dict(zip(names, digests.read(), strict=True))
 
 
 def _computed(results: list[Tensor | None] | None, stage: Stage) -> dict[str, Tensor | None]:

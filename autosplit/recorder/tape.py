@@ -38,7 +38,7 @@ class StepTape:
         step: the number of the step.
         stages: this rank's stages.
         modules: the stages' modules, which are used for stages without graphs.
-        batch: the tensors of the batch and gradients of losses, which the caller keeps alive.
+        batch: the tensors of the batch, which the caller keeps alive.
         keep: the most bytes of other tensors that the tape keeps.
         seeds: the seeds of the step.
         reduces: whether gradients are reduced over ranks or scaled after they were summed.
@@ -61,10 +61,8 @@ class StepTape:
         reduces: bool,
     ) -> None:
         self._step, self._stages, self._left, self._seeds = step, stages, keep, seeds
-        given = {id(tensor): tensor for tensor in batch if tensor is not None}
-        self._storages = {storage_of(tensor) for tensor in given.values()}
+        self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
         self._digests = PendingDigests()
-        self._batch = dict(zip(given, self._digests.add(given.values(), finite=False), strict=True))
         self._places: dict[Action, dict[str, Sequence[int]]] = {}
         self.kept: dict[Action, list[Tensor | None]] = {}
         self._functions: dict[tuple[int, int], Any] = {}
@@ -78,7 +76,7 @@ class StepTape:
 
     def note_arguments(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the arguments of an action, before it runs."""
-        self._places[action] = {"took": [*map(self._place_of, tensors)]}
+        self._places[action] = {"took": self._digests.add(tensors, finite=False)}
         self.kept[action] = [*map(self._keep, tensors)]
 
     def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
@@ -115,16 +113,9 @@ class StepTape:
         self._gradient_places = self._places_of(gradients, finite=nonfinite is None)
         self._nonfinite = {*map(id, nonfinite or ())}
 
-    def _place_of(self, tensor: Tensor | None) -> int:
-        """The place of the digest of an argument."""
-        place = self._batch.get(id(tensor))
-        return self._digests.add([tensor], finite=False).start if place is None else place
-
     def _keep(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor, or a copy in the host's memory; None if the copy is over the limit."""
-        if tensor is None or id(tensor) in self._batch:
-            return tensor
-        if is_plain(tensor) and storage_of(tensor) in self._storages:
+        if tensor is None or (is_plain(tensor) and storage_of(tensor) in self._batch):
             return tensor
         if tensor.dim() and tensor.nbytes > self._left:  # the loss's gradient cannot be computed
             return None

@@ -151,8 +151,10 @@ class RunOptions:
         audit: whether a rank that waits for others runs an action of the step again meanwhile, and
             compares the bits of what it computed, before any optimizer moves. The first three steps
             are measured; ``trainer.auditor`` then has the period in which every action is audited
-            once. A difference ends the trainer with an ``AuditError``. A rank keeps what an audited
-            action took until its audit: at most one more microbatch for each wait.
+            once. True: a difference ends the trainer with an ``AuditError``. ``"mark"``: all ranks
+            warn and train on; they then wait for one another at the end of a ``step_async``, too.
+            A rank keeps what an audited action took until its audit: at most one more microbatch
+            for each wait.
         shard_optimizer: divide the optimizer's state, and parameters between steps, among the
             replicas of the pipeline along "dp_replicate" (ZeRO-1).
         grad_scaler: a ``torch.amp.GradScaler`` of each rank, with equal options, which scales the
@@ -171,7 +173,7 @@ class RunOptions:
     store: str | os.PathLike[str] | None = None
     record: Record = False
     nonfinite: NonFinite = "raise"
-    audit: bool = False
+    audit: bool | Literal["mark"] = False
     shard_optimizer: bool = False
     grad_scaler: torch.amp.GradScaler | None = None
     recorder: Recorder | None = None
@@ -262,6 +264,8 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
 
 def _audit_refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
     """The errors of options with which actions cannot be audited."""
+    if o.run.audit not in (True, "mark"):
+        yield f"audit must be True, False or 'mark'; got {o.run.audit!r}"
     if o.memory_limit is not None or (schedule is not None and has_moves(schedule)):
         yield "audit=True keeps tensors that moves and memory_limit do not count: leave one out"
     if o.exchanges:

@@ -139,7 +139,8 @@ class Runner:
         self._tuner: Tuner | None = None
         if options.tunes:
             self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, model, self.limits)
-        self.auditor = Auditor(groups, device) if options.run.audit else None
+        audit = options.run.audit
+        self.auditor = Auditor(groups, device, goes_on=audit == "mark") if audit else None
         self.schedule = schedule
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
@@ -240,8 +241,8 @@ class Runner:
         recorder = self._recorder if is_timed else None
         if flight is not None:
             reduces = model.reduces or self._scales
-            taken = itertools.chain(_tensors(microbatches), *loss_grads)
-            flight.start_step(executor, self.stages, taken, self._recorder, reduces=reduces)
+            tensors = _tensors(microbatches)
+            flight.start_step(executor, self.stages, tensors, self._recorder, reduces=reduces)
         if auditor is not None:
             auditor.arrange_audits(executor, self.stages)
         memory.recorder = None
@@ -451,7 +452,7 @@ class Runner:
                 stages = {at: AutogradStage(m, at, self._grad_dtype) for at, m in modules}
             other = self._build_executor(plan, with_full_backwards(executor.schedule), stages)
             self._reporting = None
-            executor.set_audits((), {})
+            executor.set_audits((), ())
             for run, stages in ((other, stages), (executor, plan.stages)):  # noqa: B020
                 model.report_gradients(traced(stages), run.schedule)
                 with self._seeds.restoring(), model.preserving_state():

@@ -44,6 +44,7 @@ _NAMES = (
     "grad_norm",
     "skipped",
     "scale",
+    "marks",
     "lr",
     "idle",
     *_RATES,

@@ -86,7 +86,7 @@ class StepReports(RankSession):
 
     @property
     def auditor(self) -> Auditor | None:
-        """The period of audits, and the actions that have none; None without ``audit``."""
+        """The period of audits, the actions that have none, and marks; None without ``audit``."""
         return self._runner.auditor
 
     @property
@@ -137,6 +137,8 @@ class StepReports(RankSession):
             - ``"skipped"``: the number of steps that ``nonfinite="skip"`` or a ``grad_scaler`` has
               dropped so far.
             - ``"scale"``: the scale of the next step's losses; only with ``grad_scaler``.
+            - ``"marks"``: the number of differences that audits of all ranks have marked so far;
+              only with ``audit``.
             - ``"lr"``: the learning rate; ``"lr/0"``, ``"lr/1"`` ... where parameter groups differ.
             - ``"idle"``: the share of forward and backward in which this rank computed nothing,
               equal to ``timeline().bubble_ratio(rank)``; only with ``record``.
@@ -177,6 +179,8 @@ class StepReports(RankSession):
             metrics["grad_norm"] = figures.norm
         if self._drops_nonfinite:
             metrics["skipped"] = float(figures.skipped)
+        if self.auditor is not None:
+            metrics["marks"] = float(len(self.auditor.marks))
         if self.grad_scaler is not None:
             metrics["scale"] = self.grad_scaler.get_scale()
         metrics |= learning_rates(self.optimizer)
@@ -222,8 +226,8 @@ class StepReports(RankSession):
         """A page about the trainer and its last step; collective over the pipeline.
 
         The page has the stages of each rank; the bytes of parameters, gradients, optimizer, and of
-        a microbatch between F, I and W; the largest tensors by name; and, after a recorded step,
-        what each rank waited for.
+        a microbatch between F, I and W; the largest tensors by name; after a recorded step, what
+        each rank waited for; and the differences that audits have marked.
 
         Raises:
             PipelineError: there was no step yet.
@@ -245,7 +249,9 @@ class StepReports(RankSession):
         )
         with self._guard.during("gathering a report"):
             rows = self._groups.gather(row)
-        return page(self.schedule, self._runner.dataflow, rows, self._runner.limits)
+        marks = () if self.auditor is None else self.auditor.marks
+        text = page(self.schedule, self._runner.dataflow, rows, self._runner.limits)
+        return "\n\n".join([text, *marks])
 
     def timeline(self) -> Timeline:
         """The timeline of all ranks' actions in the last step; collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.errors import AuditError
 from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.recorder.audit import ActionAudit
 from autosplit.runtime.functions import SplitFunctions
@@ -90,7 +90,7 @@ def test_an_audit_changes_no_bit_and_finds_nothing(
     results, audit = run(engine, row, audited)
     state = torch.get_rng_state()
     assert audit is not None
-    audit.run_again()
+    assert audit.run_again() == ""
     assert len(flat(results)) == len(flat(expected))
     assert all(map(torch.equal, flat(results), flat(expected)))
     assert not [*engine.saved_tensors, *engine.deferred_tensors]
@@ -139,18 +139,16 @@ def test_a_wrong_bit_is_named(
             damage(patch, audited[1], {wrong if wrong == 1 else wrong + later}, tensor)
             _, audit = run(stage(), row, audited)
             assert audit is not None
-            text = rf"rank 7: {audited} had other bits when it ran again, in {name}.*; {verdict}\."
-            with pytest.raises(AuditError, match=text):
-                audit.run_again()
+            text = rf"rank 7: {audited} had other bits when it ran again, in {name}.*; {verdict}"
+            assert re.fullmatch(text, audit.run_again())
 
 
 def test_memory_that_changes_after_an_action_accuses_no_run() -> None:
     _, audit = run(stage(), SPLIT, "0F0")
     assert audit is not None
     flip(audit._arguments[0][0])
-    text = "in taken argument 0, .*; a tensor that it took has changed in memory since"
-    with pytest.raises(AuditError, match=text):
-        audit.run_again()
+    text = ".* in taken argument 0, .*; a tensor that it took has changed in memory since"
+    assert re.fullmatch(text, audit.run_again())
 
 
 def test_three_results_accuse_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +163,7 @@ def test_three_results_accuse_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch, "F", {1, 3, 4}, differing)
     _, audit = run(stage(), SPLIT, "0F0")
     assert audit is not None
-    with pytest.raises(AuditError, match="; all three runs differ"):
-        audit.run_again()
+    assert audit.run_again().endswith("; all three runs differ")
 
 
 @pytest.mark.parametrize("audited", ["0F0", "0I0"])
@@ -187,8 +184,7 @@ def test_a_bit_that_flips_while_the_stage_holds_a_tensor_is_named(audited: str) 
         _, audit = run(stage(), row, audited, damage_held)
         assert audit is not None
         text = f"rank 7: {audited} had other bits when it ran again, in held "
-        with pytest.raises(AuditError, match=text):
-            audit.run_again()
+        assert audit.run_again().startswith(text)
 
 
 def test_what_was_kept_is_dropped_after_the_second_run() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
+from autosplit.pipeline.simulation import audit_gaps
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.trainer import auditing
 from autosplit.trainer.trainer import PipelineTrainer
@@ -29,7 +30,7 @@ FUSED: dict[str, Any] = {"stage_factory": None, "split_backward": False, "audit"
 @contextmanager
 def fixed_times() -> Iterator[None]:
     """Measured steps in which backwards take 3 and 2 seconds, and forwards 1: plans are the same on
-    every machine.
+    every machine. Late audits are frequent.
     """
 
     def times(_: object) -> dict[tuple[int, ActionKind], float]:
@@ -39,8 +40,25 @@ def fixed_times() -> Iterator[None]:
             for kind in ActionKind
         }
 
-    with mock.patch.object(auditing, "median_durations", times):
+    with (
+        mock.patch.object(auditing, "median_durations", times),
+        mock.patch.object(audit_gaps, "_SHARE", 0.2),
+    ):
         yield
+
+
+@contextmanager
+def audited_actions() -> Iterator[list[Action]]:
+    """The actions that run again on this rank."""
+    actions: list[Action] = []
+    original = auditing.ActionAudit.run_again
+
+    def run_again(self: auditing.ActionAudit) -> str:
+        actions.append(self._action)
+        return original(self)
+
+    with mock.patch.object(auditing.ActionAudit, "run_again", run_again):
+        yield actions
 
 
 def drawing(index: int) -> nn.Module:
@@ -55,24 +73,26 @@ def weights(trainer: PipelineTrainer) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("options", "period"),
     [
-        ({}, 8),
-        ({"split_backward": True, "max_grad_norm": 0.1}, 9),
+        ({}, 12),
+        ({"split_backward": True, "max_grad_norm": 0.1}, 10),
         ({"schedule": "gpipe", "stages": 4, "grad_dtype": torch.float64}, 16),
     ],
 )
 def test_audits_change_no_bit(options: dict[str, Any], period: int) -> None:
-    """Of losses, weights and random numbers."""
+    """Of losses, weights and random numbers. In a period, each action runs again."""
     runs = []
     for audit in (False, True):
         torch.manual_seed(3)
         options = {"stages": 2, **FUSED, **options, "audit": audit}
         with fixed_times(), workers.trainer(drawing, **options) as trainer:
-            losses = [trainer.step(workers.data(8, seed=step)) for step in range(3 + period)]
+            losses = [trainer.step(workers.data(8, seed=step)) for step in range(3)]
+            with audited_actions() as audited:
+                losses += [trainer.step(workers.data(8, seed=step)) for step in range(period)]
             runs.append([*losses, *weights(trainer), torch.get_rng_state()])
             if audit:
                 assert trainer.auditor is not None
-                assert trainer.auditor.period == period
-                assert Action(0, FORWARD, 3) in trainer.auditor.never or options["stages"] == 4
+                assert (trainer.auditor.period, trainer.auditor.never) == (period, ())
+                assert {*audited} == {*trainer.schedule.ranks[dist.get_rank()]}
     assert all(map(torch.equal, *runs))
 
 
@@ -137,11 +157,36 @@ def test_a_rank_that_computes_wrongly_is_named_on_all_ranks_within_the_period(
 
 
 @ranks(2)
+def test_a_rank_is_marked_on_all_ranks_and_the_step_goes_on() -> None:
+    action, options = Action(1, BACKWARD, 2), FUSED | {"audit": "mark"}
+    with fixed_times(), workers.trainer(**options) as trainer:
+        assert trainer.auditor is not None
+        for step in range(3):
+            trainer.step(workers.data(8, seed=step))
+        before = weights(trainer)
+        text = (
+            "rank 1: 1B2 had other bits when it ran again, in gradient of module.0.weight; the "
+            "first of three runs was wrong"
+        )
+        with damage(trainer, action), mock.patch.object(auditing.warnings, "warn") as warn:
+            for step in range(8):
+                trainer.step_async(workers.data(8, seed=step)).wait()
+        trainer.step(workers.data(8))
+        warned = [call.args[0] for call in warn.call_args_list]
+        assert trainer.auditor.marks == [text]
+        (warning,) = [warning for warning in warned if text in warning]
+        assert "The step goes on (audit='mark')" in warning
+        assert trainer.metrics()["marks"] == 1
+        assert trainer.report().endswith(text)
+        assert not any(map(torch.equal, before, weights(trainer)))
+
+
+@ranks(2)
 def test_gradients_that_are_verified_are_not_audited() -> None:
     with fixed_times(), workers.trainer(**FUSED) as trainer:
         for step in range(4):
             trainer.step(workers.data(8, seed=step))
-        with mock.patch.object(auditing.ActionAudit, "run_again") as run_again:
+        with mock.patch.object(auditing.ActionAudit, "run_again", return_value="") as run_again:
             assert trainer.verify(workers.data(8)).bits_equal
             assert not run_again.called
             for step in range(4):
@@ -162,10 +207,11 @@ def test_steps_without_the_option_have_none() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"audit": "warn"}, "audit must be True, False or 'mark'; got 'warn'"),
         ({"memory_limit": "1GiB"}, "audit=True keeps tensors that moves and memory_limit do not"),
         ({"accumulation": "auto"}, "which needs accumulation='exact'; got 'auto'"),
     ],
 )
 def test_refusals(options: dict[str, Any], text: str) -> None:
     with pytest.raises(PipelineError, match=text):
-        workers.trainer(ranks=1, audit=True, stage_factory=None, **options)
+        workers.trainer(**{"ranks": 1, "audit": True, "stage_factory": None, **options})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -231,25 +231,25 @@ class Executor:
     def set_audits(
         self,
         wraps: Iterable[tuple[Action, Callable[..., Any]]],
-        waits: Mapping[Action | None, Callable[[], None]],
+        waits: Collection[tuple[Action | None, Callable[[], None]]],
     ) -> None:
         """Let the next steps call other functions around actions and in waits.
 
         Args:
             wraps: actions, each with a function that is called with the action's work and its
                 input instead of the work; of several, the last is the outermost.
-            waits: functions that are called where the rank would wait before an action; None: at
-                the end of the row.
+            waits: actions, each with a function that is called where the rank would wait before
+                it; None: at the end of the row.
         """
         row = [*self._bound]
-        if None in waits:
+        if waits:
             row.append(BoundAction(row[-1].action, _do_nothing))
         places: dict[Action | None, int] = {b.action: at for at, b in enumerate(self._bound)}
         places[None] = len(self._bound)
         for action, wrap in wraps:
             if (place := places.get(action)) is not None:
                 row[place] = row[place]._replace(compute=partial(wrap, row[place].compute))
-        for next_action, wait in waits.items():
+        for next_action, wait in waits:
             bound = row[place := places[next_action]]
             row[place] = bound._replace(waits=(*bound.waits, wait))
         self._row = row

@@ -5,11 +5,12 @@
     rank 0   0F0 0F1 <wait> 0I0 0W0 <wait> 0I1 0W1
     step 1   before 0I0: 0F0        before 0I1: 0I0
     step 2   before 0I0: 0F1        before 0I1: 0W0
-    never    0I1, 0W1: no wait follows them
+    late     0I1, 0W1: no wait follows them; in one of many steps, one runs again at the end
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from autosplit.pipeline.simulation.simulate import Durations, simulate
 
 _MARGIN = 1.25
 """The time of an audit over that of its action: it also reads the results."""
+_SHARE = 0.01
+"""The most by which late audits lengthen the mean step."""
 
 
 class AuditPlan(NamedTuple):
@@ -26,18 +29,22 @@ class AuditPlan(NamedTuple):
     Attributes:
         waits: by the action that a wait comes before, the actions that run again in the wait, one
             in each step; None: the wait at the step's end.
-        never: actions after which no wait is long enough.
+        late: actions after which no wait is long enough.
+        never: actions that cannot run again.
+        late_interval: a late action may run again, at the step's end, in one of so many steps.
     """
 
     waits: dict[Action | None, list[Action]]
+    late: list[Action]
     never: list[Action]
+    late_interval: int = 1
 
 
 def plan_audits(
     schedule: Schedule, rank: int, durations: Durations, is_auditable: Callable[[Action], bool]
 ) -> AuditPlan:
     """Plan the audits of a rank: a wait has at most one in a step, which is shorter than the wait,
-    so that the step is not longer.
+    so that the step is not longer. Steps with a late audit are longer, and the mean step by 1%.
 
     Args:
         schedule: a schedule without moves.
@@ -49,7 +56,7 @@ def plan_audits(
     spans = [span for span in timeline.spans if span.rank == rank]
     starts = [*(span.start for span in spans), timeline.window(rank)[1]]
     row = [*(span.action for span in spans), None]
-    plan = AuditPlan({}, [])
+    plan, longest = AuditPlan({}, [], []), 0.0
     for number, span in enumerate(spans):
         seconds = _MARGIN * (span.end - span.start)
         waits = [
@@ -57,9 +64,12 @@ def plan_audits(
             for place in range(number + 1, len(starts))
             if starts[place] - spans[place - 1].end >= seconds > 0
         ]
-        if waits and is_auditable(span.action):
+        if not is_auditable(span.action):
+            plan.never.append(span.action)
+        elif waits:
             wait = min(waits, key=lambda wait: len(plan.waits.get(wait, ())))
             plan.waits.setdefault(wait, []).append(span.action)
         else:
-            plan.never.append(span.action)
-    return plan
+            plan.late.append(span.action)
+            longest = max(longest, seconds)
+    return plan._replace(late_interval=math.ceil(longest / (_SHARE * timeline.makespan)))

@@ -7,6 +7,7 @@ import pytest
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.pipeline.simulation.audit_gaps import plan_audits
+from autosplit.pipeline.simulation.simulate import simulate
 
 
 def seconds(action: Action) -> float:
@@ -35,10 +36,11 @@ def test_actions_are_audited_in_a_later_wait_that_is_long_enough(
     name: str, options: dict[str, bool], expected: list[tuple[dict[str, str], str]]
 ) -> None:
     schedule = build(name, 2, 2, **options)  # type: ignore[arg-type]
-    for rank, (waits, never) in enumerate(expected):
+    for rank, (waits, late) in enumerate(expected):
         plan = plan_audits(schedule, rank, seconds, lambda _: True)
         assert {str(wait): texts(actions) for wait, actions in plan.waits.items()} == waits
-        assert texts(plan.never) == never
+        assert texts(plan.late) == late
+        assert not plan.never
 
 
 def test_waits_take_turns() -> None:
@@ -46,7 +48,20 @@ def test_waits_take_turns() -> None:
     plan = plan_audits(build("1f1b", 4, 4, split_backward=False), 2, seconds, lambda _: True)
     waits = {str(wait): texts(actions) for wait, actions in plan.waits.items()}
     assert waits == {"2B0": "2F0", "None": "2F1 2B0 2F2 2B1 2F3 2B2 2B3"}
+    assert not plan.late
     assert not plan.never
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_late_audits_make_the_mean_step_one_percent_longer(name: str, split_backward: bool) -> None:
+    """An audit takes a quarter more than its action."""
+    schedule = build(name, 2, 4, split_backward=split_backward)
+    step = simulate(schedule, seconds).makespan
+    for rank in range(2):
+        plan = plan_audits(schedule, rank, seconds, lambda _: True)
+        longest = 1.25 * max(map(seconds, plan.late))
+        assert longest / plan.late_interval <= 0.01 * step < longest / (plan.late_interval - 1)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-v"])
@@ -57,8 +72,8 @@ def test_audits_are_shorter_than_their_waits(name: str) -> None:
         plan = plan_audits(schedule, rank, seconds, lambda action: action.microbatch != 3)
         planned = [action for actions in plan.waits.values() for action in actions]
         assert len({*planned}) == len(planned)
-        assert {*planned, *plan.never} == {*row}
-        assert not [action for action in planned if action.microbatch == 3]
+        assert {*planned, *plan.late, *plan.never} == {*row}
+        assert {action for action in row if action.microbatch == 3} == {*plan.never}
         for wait, actions in plan.waits.items():
             place = len(row) if wait is None else row.index(wait)
             assert all(row.index(action) < place for action in actions)
