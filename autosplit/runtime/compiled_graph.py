@@ -266,7 +266,7 @@ class GradientGraph:
         computed: Sequence[Tensor] = results[len(self._results) :]
         del results[len(self._results) :]
         if gradients is not None:
-            if form == "returns":
+            if form == "returns" and computed:
                 add_together(gradients.tensors, computed)
             computed = gradients.tensors
         if checks_nan:

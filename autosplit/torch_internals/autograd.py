@@ -352,15 +352,16 @@ def add_gradients(
         add_gradient(parameter, home, grad, is_borrowed)
 
 
-def add_together(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Add each gradient to its sum, all in one call of torch."""
-    if sums:
-        torch._foreach_add_(list(sums), list(grads))
+add_together: Callable[..., None] = torch._foreach_add_
+"""Add each gradient to its sum, all in one call of torch; at least one."""
+
+zero_together: Callable[..., None] = torch._foreach_zero_
+"""Set all sums to zero in one call of torch; at least one."""
 
 
-def zero_together(sums: Sequence[Tensor]) -> None:
-    """Set all sums to zero in one call of torch."""
-    torch._foreach_zero_(list(sums))
+def norms_of(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The 2-norm of each tensor, computed by torch's operator for lists of tensors."""
+    return [*torch._foreach_norm(tensors, 2, dtype=dtype)] if tensors else []
 
 
 def scale_together(sums: Sequence[Tensor], factor: float) -> None:

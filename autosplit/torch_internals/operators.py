@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # Overloads that are the same as a function of torch, which parses its arguments in a third of the
 # time of the operator.
@@ -37,11 +36,6 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     for place, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
-
-
-def norms_of(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The 2-norm of each tensor, computed by torch's operator for lists of tensors."""
-    return [*torch._foreach_norm(tensors, 2, dtype=dtype)] if tensors else []
 
 
 class DirectOperators:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.torch_internals.autograd import norms_of
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.operators import norms_of
 
 
 class GradientNorms:
