@@ -223,7 +223,7 @@ class Stage:
     @property
     def deferred_bytes(self) -> int:
         """Bytes of distinct storage of ``deferred_tensors``."""
-        return self._weights.in_flight.bytes
+        return distinct_storage_bytes(self.deferred_tensors)
 
     @property
     def joins_weights(self) -> bool:
@@ -459,11 +459,10 @@ class Stage:
         if torch.is_grad_enabled() or is_autocast():
             with torch.no_grad(), without_autocast():
                 return Stage.backward_input(self, microbatch, output_grads)
-        state = self._take(microbatch)
-        if not state.functions.has_backward:
+        state, tangents = self._begin_backward(microbatch, output_grads)
+        if tangents is None:
             self._weights.in_flight[microbatch] = state
-            return self._no_gradients(output_grads)
-        tangents = self._output_grads(state.functions, output_grads)
+            return [None] * len(state.functions.capture.inputs)
         grads = self._weights.backward_input(microbatch, state, tangents)
         if self._sharded:
             self._accumulate_sharded()
@@ -512,13 +511,11 @@ class Stage:
         if torch.is_grad_enabled() or is_autocast():
             with torch.no_grad(), without_autocast():
                 return Stage.backward(self, microbatch, output_grads)
-        state = self._take(microbatch)
-        if not state.functions.has_backward:
-            if self._weights.last is not None:
-                self._report_end(microbatch)
-            return self._no_gradients(output_grads)
-        tangents = self._output_grads(state.functions, output_grads)
-        grads = self._weights.backward(microbatch, state, tangents)
+        state, tangents = self._begin_backward(microbatch, output_grads)
+        if tangents is None:
+            grads: list[Tensor | None] = [None] * len(state.functions.capture.inputs)
+        else:
+            grads = self._weights.backward(microbatch, state, tangents)
         if self._sharded:
             self._accumulate_sharded()
         if self._weights.last is not None:
@@ -579,24 +576,38 @@ class Stage:
         if (report := self._weights.report_of(microbatch)) is not None:
             report.report_all()
 
-    def _no_gradients(self, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """The result of a backward in which no input and no parameter needs a gradient: one None
-        per input.
-        """
-        output_grads.clear()
-        return [None] * len(self.functions.capture.inputs)
+    def _begin_backward(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> tuple[MicrobatchState, list[Tensor | None] | None]:
+        """Remove the state of a microbatch for its backward.
 
-    def _take(self, microbatch: int) -> MicrobatchState:
-        """Remove and return the state of a microbatch for its backward."""
+        Returns:
+            (the state; a new list with the gradient of each output, then None for each input into
+            which the module writes). None instead of the list if no input and no parameter needs a
+            gradient.
+        """
         if microbatch in self._inputs:
             raise SplitError(
                 f"stage {self.index}: microbatch {microbatch} kept its inputs only; call "
                 f"recompute({microbatch}) before its backward"
             )
-        state = self._saved.remove_state(microbatch)
-        if self._sharded and state.functions.has_backward:
+        state, names = self._saved.remove_state(microbatch), self._outputs
+        if not state.functions.has_backward:
+            output_grads.clear()
+            return state, None
+        if self._sharded:
             self.sharding.unshard()
-        return state
+        if not isinstance(output_grads, list):
+            raise _not_a_list(self.index, output_grads)
+        if len(output_grads) != len(names):
+            raise SplitError(
+                f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients: "
+                "pass one for each output, None if it gets none"
+            )
+        updated = len(state.functions.output_names) - len(names)
+        tangents = [*output_grads, *[None] * updated]
+        output_grads.clear()
+        return state, tangents
 
     def _accumulate_sharded(self) -> None:
         """Add the stage's gradient sums of sharded parameters to FSDP's sums. Needed only if FSDP's
@@ -605,25 +616,6 @@ class Stage:
         if any(group.converts_gradients for group in self.sharding.groups):
             self._weights.sums.add_to_parameters()
             self.sharding.accumulate()
-
-    def _output_grads(
-        self, functions: SplitFunctions, output_grads: list[Tensor | None]
-    ) -> list[Tensor | None]:
-        """A new list: the gradient of each output, then None for each input into which the module
-        writes.
-        """
-        names = self._outputs
-        if not isinstance(output_grads, list):
-            raise _not_a_list(self.index, output_grads)
-        if len(output_grads) != len(names):
-            raise SplitError(
-                f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients: "
-                "pass one for each output, None if it gets none"
-            )
-        updated = len(functions.output_names) - len(names)
-        tangents = [*output_grads, *[None] * updated]
-        output_grads.clear()
-        return tangents
 
 
 def _not_a_list(index: int, tensors: object) -> SplitError:

@@ -476,7 +476,7 @@ class PendingQueue:
             slot.computing = False
             if failure is not None:
                 slot.failure = failure
-        GradientSlot.resolve(s for s in slots if s.failure is None and s.key not in waiting)
+        GradientSlot.resolve([s for s in slots if s.failure is None and s.key not in waiting])
         if not self.microbatches:
             self._release()
 

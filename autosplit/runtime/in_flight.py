@@ -26,7 +26,6 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import checks_nan, has_tensor_hooks, without_autocast
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .residuals import (
     BoundaryLayout,
@@ -98,11 +97,6 @@ class InFlightMicrobatches(dict[int, MicrobatchState]):
         buffers.
         """
         return [t for state in self.values() for t in state.residuals.tensors]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of distinct storage of ``tensors``."""
-        return distinct_storage_bytes(self.tensors)
 
     def remove_state(self, microbatch: int) -> MicrobatchState:
         """Remove and return a microbatch's state.
