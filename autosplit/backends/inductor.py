@@ -7,13 +7,14 @@ equal.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
-from autosplit.passes.analysis.operators import SUMS
+from autosplit.passes.analysis.operators import OPERATORS, SUMS
 from autosplit.passes.graph import (
     STATE,
     SUBGRAPH,
@@ -23,6 +24,7 @@ from autosplit.passes.graph import (
     inputs,
     outputs,
     placeholders,
+    source_line,
 )
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.forms import Strides, is_donated, with_strides
@@ -30,6 +32,9 @@ from autosplit.passes.subgraph import Subgraph, operands, outline, subgraphs
 from autosplit.text.progress import working
 
 from .backend import Backend, Boxed, Code, Eager, collecting_new_objects_only
+
+if TYPE_CHECKING:
+    from autosplit.torch_internals.inductor import LoweringError
 
 aten = torch.ops.aten
 
@@ -90,24 +95,29 @@ class Inductor(Backend):
     def _compile_whole(self, name: str, is_backward: bool, module: fx.GraphModule) -> Code:
         from autosplit.torch_internals import inductor
 
-        returned = outputs(module.graph)
         if not any(calls(module.graph)):
-            values = [(role, getattr(value, "meta", {}).get("val")) for role, value in returned]
-            strides = [v.stride() if isinstance(v, Tensor) else None for _, v in values]
-            return Code(Eager().compile(name, module).call, _chosen_strides(returned, strides))
+            return _compile_eagerly(name, module)
+        returned = outputs(module.graph)
         copy, constants = _for_inductor(module)
         computed = [at for at, (_, value) in enumerate(returned) if isinstance(value, fx.Node)]
         results = [returned[at] for at in computed]
         input_nodes = inputs(module.graph)
         roles = list(input_nodes)
-        with collecting_new_objects_only(), working(f"compiling {name} by Inductor"):
-            compiled = inductor.compile_module(
-                copy,
-                is_backward=is_backward,
-                static=[at for at, role in enumerate(roles) if role.kind in STATE],
-                visible=[at for at, (role, _) in enumerate(results) if role.kind not in _CROSSING],
-                donated=[at for at, node in enumerate(input_nodes.values()) if is_donated(node)],
-            )
+        try:
+            with collecting_new_objects_only(), working(f"compiling {name} by Inductor"):
+                compiled = inductor.compile_module(
+                    copy,
+                    is_backward=is_backward,
+                    static=[at for at, role in enumerate(roles) if role.kind in STATE],
+                    visible=[at for at, (r, _) in enumerate(results) if r.kind not in _CROSSING],
+                    donated=[at for at, n in enumerate(input_nodes.values()) if is_donated(n)],
+                )
+        except inductor.LoweringError as error:
+            if any(node.target in OPERATORS["addresses"] for node in module.graph.nodes):
+                raise  # an earlier graph may have chosen other strides than these operators expect
+            _warn_of_operator(name, module, error)
+            code = _compile_eagerly(name, module)
+            return code._replace(call=_with_strides(code.call, _traced_strides(returned)))
         self.generated[name] = compiled.source
         fixed_outputs = {
             at: value for at, (_, value) in enumerate(returned) if at not in set(computed)
@@ -118,6 +128,46 @@ class Inductor(Backend):
             _with_contiguous_sums(call, sums) if sums else call,
             _chosen_strides(results, compiled.strides),
         )
+
+
+def _compile_eagerly(name: str, module: fx.GraphModule) -> Code:
+    """Compile a graph as Python; its results have the traced strides."""
+    returned = outputs(module.graph)
+    call = Eager().compile(name, module).call
+    return Code(call, _chosen_strides(returned, _traced_strides(returned)))
+
+
+def _traced_strides(returned: Sequence[tuple[Role, Any]]) -> list[Strides | None]:
+    values = [getattr(value, "meta", {}).get("val") for _, value in returned]
+    return [value.stride() if isinstance(value, Tensor) else None for value in values]
+
+
+def _with_strides(call: Boxed, strides: Sequence[Strides | None]) -> Boxed:
+    """Wrap a call: results with other strides than the next graph expects are copied, as operators
+    pass on the strides of inputs. Symbolic strides are not compared.
+    """
+    fixed = [s if s and all(isinstance(n, int) for n in s) else None for s in strides]
+
+    def run(args: list[Any]) -> list[Any]:
+        results = call(args)
+        for at, expected in enumerate(fixed):
+            value = results[at]
+            if expected is not None and value.stride() != expected:
+                results[at] = value.new_empty_strided(value.shape, expected).copy_(value)
+        return results
+
+    return run
+
+
+def _warn_of_operator(name: str, module: fx.GraphModule, error: LoweringError) -> None:
+    """Warn that a graph runs operator by operator, and name the user's line of the operator."""
+    lines = [source_line(n) for n in module.graph.nodes if str(n.target) == error.operator]
+    line = f" of {lines[0]}" if any(lines) else ""
+    warnings.warn(
+        f"Inductor cannot compile {error.operator}{line} ({error.reason}). The {name} graph runs "
+        "operator by operator; other graphs are compiled",
+        stacklevel=2,
+    )
 
 
 def _chosen_strides(

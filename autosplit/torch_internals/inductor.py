@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch._inductor import async_compile
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import LoweringException
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,6 +44,21 @@ class Compiled:
     call: Callable[[list[Any]], Sequence[Any]]
     strides: list[tuple[int | torch.SymInt, ...] | None]
     source: str
+
+
+class LoweringError(Exception):
+    """Inductor cannot compile an operator.
+
+    Attributes:
+        operator: the name of the operator and its overload.
+        reason: type and first line of Inductor's error.
+    """
+
+    def __init__(self, error: LoweringException) -> None:
+        super().__init__(str(error))
+        self.reason = str(error).partition("\n")[0]
+        target = re.search(r"target: (\S+)", str(error))
+        self.operator = target[1] if target else ""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -101,6 +118,9 @@ def compile_module(
         donated: positions of inputs whose memory a backward may overwrite. A donated input must
             have a name that no other input has in any graph, because Inductor's cache compares
             graphs by text.
+
+    Raises:
+        LoweringError: Inductor cannot compile an operator of the graph.
     """
     mode = _fake_mode(module.graph)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -113,9 +133,15 @@ def compile_module(
     eager_launch = torch._inductor.config.patch({"triton.cudagraphs": False})
     deferred = patched(AsyncCompile, "wait", _await_other_kernels)
     with compile_lock, V.set_fake_mode(mode), tracing(context), eager_launch, deferred:
-        compiled: Any = compile_fx_inner(
-            module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
-        )
+        try:
+            compiled: Any = compile_fx_inner(
+                module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
+            )
+        except Exception as error:
+            cause = getattr(error, "inner_exception", error)
+            if isinstance(cause, LoweringException):
+                raise LoweringError(cause) from error
+            raise
     strides = [_strides(expressions, mode) for expressions in compiled.output_strides]
     return Compiled(compiled, strides, compiled.source_code)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import LambdaFuture
+from torch._inductor.lowering import lowerings
 
 import autosplit
 from autosplit import SplitError, Stage
@@ -303,3 +304,58 @@ def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.Mon
     expected = r"cannot compile the kernel cpp_\w+ \(RuntimeError: no space left\)"
     with pytest.raises(BackendError, match=expected):
         stage.forward(0, [torch.randn(5, 11)])
+
+
+class Odd(torch.autograd.Function):
+    """Its backward has an operator that Inductor cannot compile in the test below."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.lgamma(grad.abs() + 1)
+
+
+class Image(nn.Module):
+    """Convolutions, for which Inductor changes strides; the last two blocks call ``Odd``."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.norm, self.is_odd = nn.BatchNorm2d(8), index > 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.norm(self.enter(x)).relu()
+        return x + self.leave(Odd.apply(between) if self.is_odd else between.cos())
+
+
+def test_a_graph_that_inductor_cannot_compile_runs_alone_operator_by_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(x: Any) -> Any:
+        raise NotImplementedError("no kernel\nfor this")
+
+    monkeypatch.setitem(lowerings, torch.ops.aten.lgamma.default, fail)
+    model = nn.Sequential(*map(Image, range(4)))
+    exact = copy.deepcopy(model).double()
+    batches = [torch.randn(2, 4, 6, 6) for _ in range(2)]
+    stage = Stage(model, [batches[0].clone().requires_grad_()], backend="inductor")
+    grads = [torch.randn(2, 4, 6, 6) for _ in batches]
+    line = r"compile aten\.lgamma\.default of .*test_inductor\.py:\d+ return torch\.lgamma.*"
+    reason = r"\(NotImplementedError: no kernel\). The backward_input_Image_1_backward_input graph"
+    with pytest.warns(UserWarning, match=line + reason) as issued:
+        results = drive(stage, batches, grads)
+    assert len(issued) == 1
+    names = {*stage.functions.generated}
+    assert {n for n in names if n.startswith("backward_input")} == {
+        "backward_input_Image_0_backward_input"
+    }
+    assert {"forward_Image_1_forward", "backward_weight_Image_1_backward_weight"} <= names
+    for (_, result), x, grad in zip(results, batches, grads, strict=True):
+        leaf = x.double().requires_grad_()
+        exact(leaf).backward(grad.double())
+        torch.testing.assert_close(result.double(), leaf.grad, rtol=1e-3, atol=1e-4)
+    for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
