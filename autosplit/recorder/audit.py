@@ -81,7 +81,7 @@ class ActionAudit:
 
     def _note(self, tensors: Mapping[str, Tensor | None]) -> None:
         self._names += tensors
-        self._digests.add(tensors.values())
+        self._digests.queue(tensors.values())
 
     def run_again(self) -> str:
         """Run the action again, compare, and drop what was kept.

@@ -48,20 +48,20 @@ class Digest(NamedTuple):
 class PendingDigests:
     """Digests whose numbers are on their way to the host.
 
-    ``add`` queues the computation on the tensors' device, and only ``read`` makes the host wait.
-    After ``add``, the tensors may be freed or overwritten.
+    ``queue`` starts the computation on the tensors' device, and only ``read`` makes the host wait.
+    After ``queue``, the tensors may be freed or overwritten.
 
     Args:
-        tensors: the first tensors to ``add``.
+        tensors: the first tensors to ``queue``.
     """
 
     def __init__(self, tensors: Iterable[Tensor | None] = ()) -> None:
         self._forms: list[tuple[torch.Size, torch.dtype, slice | None] | None] = []
         self._sums: list[Tensor] = []
         self._extremes: list[Tensor] = []
-        self.add(tensors)
+        self.queue(tensors)
 
-    def add(self, tensors: Iterable[Tensor | None], *, finite: bool = True) -> range:
+    def queue(self, tensors: Iterable[Tensor | None], *, finite: bool = True) -> range:
         """Start the digests of tensors, and return their places in the result of ``read``.
 
         Args:

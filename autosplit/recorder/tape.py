@@ -76,12 +76,12 @@ class StepTape:
 
     def note_arguments(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the arguments of an action, before it runs."""
-        self._places[action] = {"took": self._digests.add(tensors, finite=False)}
+        self._places[action] = {"took": self._digests.queue(tensors, finite=False)}
         self.kept[action] = [*map(self._keep, tensors)]
 
     def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the results of an action."""
-        self._places[action]["gave"] = self._digests.add(tensors)
+        self._places[action]["gave"] = self._digests.queue(tensors)
         if action.kind is ActionKind.FORWARD:
             functions = getattr(self._stages[action.stage], "functions", None)
             self._functions[action.stage, action.microbatch] = functions
@@ -190,9 +190,9 @@ class StepTape:
         self, tensors: Mapping[int, Mapping[str, Tensor]], *, finite: bool
     ) -> dict[int, dict[str, int]]:
         """The places of the digests of tensors, by stage and name."""
-        add = self._digests.add
+        queue = self._digests.queue
         return {
-            index: dict(zip(named, add(named.values(), finite=finite), strict=True))
+            index: dict(zip(named, queue(named.values(), finite=finite), strict=True))
             for index, named in tensors.items()
         }
 

@@ -18,6 +18,7 @@ from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.transport import Mailbox
 from autosplit.pipeline.schedule.schedule import METHODS, Action
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.residuals import Residuals
 
 BITS = {
     "output": "F",
@@ -99,24 +100,28 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
         yield
         return
 
-    def around(original: Callable[..., Any], parts: Callable[[Any], list[Any]]) -> Any:
+    parameters = [p for module in trainer.modules.values() for p in module.parameters()]
+
+    def around(original: Callable[..., Any], parts: Callable[[Any, set[int]], list[Any]]) -> Any:
         def call(*args: Any) -> Any:
+            saved = args[1].tensors if isinstance(args[1], Residuals) else ()
+            others = {t.untyped_storage().data_ptr() for t in (*parameters, *saved)}
             results = original(*args)
             if activity.action == action and not activity.waiting:
-                flip(parts(results), dice)
+                flip(parts(results, others), dice)
             return results
 
         return call
 
-    def results_of(kind: str) -> Callable[[Any], list[Any]]:
+    def results_of(kind: str) -> Callable[[Any, set[int]], list[Any]]:
         if kind == "output":
-            return lambda results: results.outputs[:1]
+            return lambda results, _: results.outputs[:1]
         if kind == "saved":
-            return lambda results: _free(results.saved, trainer)
+            return lambda results, others: _free(results.saved, others)
         if kind == "deferred":
-            return lambda results: _free(results[1], trainer)
+            return lambda results, others: _free(results[1], others)
         at = 0 if kind == "input gradient" else 1
-        return lambda results: results[at] if isinstance(results, tuple) else results
+        return lambda results, _: results[at] if isinstance(results, tuple) else results
 
     if fault.kind == "message":
         with mock.patch.dict(FLIPPING, action=action, activity=activity, dice=dice):
@@ -139,7 +144,7 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
         after = mock.patch.object(
             SplitFunctions,
             "forward",
-            around(SplitFunctions.forward, lambda _: [*stages.parameters()]),
+            around(SplitFunctions.forward, lambda *_: [*stages.parameters()]),
         )
         with after:
             yield
@@ -150,15 +155,13 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
             yield
 
 
-def _free(residuals: Any, trainer: PipelineTrainer) -> list[Tensor]:
-    """The residuals that are no memory of parameters and of the batch."""
+def _free(residuals: Any, others: set[int]) -> list[Tensor]:
+    """The residuals that are whole storages, except for storages at other addresses: those of
+    parameters, and for an I those that F has saved.
+    """
     return [
         tensor
         for tensor in residuals.tensors
         if tensor.untyped_storage().nbytes() == tensor.nbytes
-        and all(
-            tensor.untyped_storage().data_ptr() != p.untyped_storage().data_ptr()
-            for module in trainer.modules.values()
-            for p in module.parameters()
-        )
+        and tensor.untyped_storage().data_ptr() not in others
     ]

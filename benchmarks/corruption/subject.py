@@ -24,6 +24,8 @@ from .faults import BITS, Fault, happening, messages_flipped
 
 WIDTH, ROWS, MICROBATCHES = 16, 32, 4
 _MARKED = 200.0
+_STEPS = 8
+"""The steps with a fault that no audit finds."""
 
 
 class Block(nn.Module):
@@ -90,7 +92,8 @@ def run(fault: Fault | None, folder: str, ranks: int, steps: int) -> Outcome:
         fault: the fault; None for clean steps.
         folder: where the recorder writes.
         ranks: the number of ranks.
-        steps: the most steps after those that are measured; 0: the period of the audits.
+        steps: the most steps after those that are measured; 0: the period of the audits if they
+            find the fault, else a few.
     """
     kind, dice = fault.kind if fault else "", random.Random(fault.seed if fault else 0)
     _asked.now = False  # type: ignore[attr-defined]
@@ -142,7 +145,7 @@ def run(fault: Fault | None, folder: str, ranks: int, steps: int) -> Outcome:
         if fault is not None and kind not in ("NaN", "target"):
             stack.enter_context(happening(fault, trainer, action))
         try:
-            for step in range(steps or max(period, 1)):
+            for step in range(steps or (period if kind in BITS else _STEPS)):
                 outcome.steps += 1
                 inputs, targets = _batch(3 + step)
                 if kind == "NaN":

@@ -63,7 +63,7 @@ def test_a_sparse_tensor_has_a_digest_of_its_values():
 def test_digests_do_not_depend_on_the_tensors_beside_them():
     tensors = [torch.randn(3, 50), torch.tensor(2.5), None, torch.arange(6), torch.randn(128, 4)]
     pending = PendingDigests(tensors[:2])
-    places = pending.add(tensors[2:], finite=False)
+    places = pending.queue(tensors[2:], finite=False)
     digests = pending.read()
     assert digests[:2] == [digest(tensors[0]), digest(tensors[1])]
     for place, tensor in zip(places, tensors[2:], strict=True):
