@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -174,13 +175,14 @@ class StepReduction:
         values[self._batches + layout.index] = batch
         if nonfinite is not None:
             values[self._stages + groups.everybody.rank] = nonfinite + 1
-        numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
-        self._unreduced = numbers
         self._has_all_losses = len(losses) == sum(counts)
-        self._reduced: Tensor | None = None  # once this rank has waited for it
-        self._numbers: Callable[[], Tensor] = lambda: numbers
+        # Lists: a user may log every step, and an operator of torch takes longer than such a sum.
+        self._unreduced = values
+        self._reduced: list[float] | None = None  # once this rank has waited for it
+        self._sum: Callable[[], Tensor] | None = None
         if groups.everybody.ranks > 1:
-            self._numbers = groups.everybody.start_sum(numbers.clone())
+            numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
+            self._sum = groups.everybody.start_sum(numbers)
 
     def wait(self) -> Tensor:
         """Wait until all ranks have run the step, and return its losses.
@@ -195,12 +197,20 @@ class StepReduction:
         """
         with self._guard.during("the end of a step"):
             numbers = self._receive()
-            losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
-            if len(losses) > 1:
-                self._check_shared(losses, numbers[self._batches : self._stages].tolist())
+            if len(self._layout.pipelines) > 1:
+                self._check_shared(
+                    torch.tensor(self._by_pipeline(numbers), dtype=torch.float64, device="cpu"),
+                    numbers[self._batches : self._stages],
+                )
             self._check_finite(numbers)
         index = self._layout.index
-        return losses[index, : self._counts[index]].to(self._dtype)
+        losses = self._by_pipeline(numbers)[index][: self._counts[index]]
+        return torch.tensor(losses, dtype=self._dtype, device="cpu")
+
+    def _by_pipeline(self, numbers: list[float]) -> list[list[float]]:
+        """The losses of each pipeline, with zeros for microbatches that only others have."""
+        count = max(self._counts)
+        return [numbers[at : at + count] for at in range(0, self._losses, count)]
 
     def means(self) -> dict[str, float]:
         """Return the mean ``"loss"`` and the means of its named parts over the microbatches of all
@@ -208,19 +218,16 @@ class StepReduction:
         weighted. Waits as ``wait`` does.
         """
         numbers, count, total = self._await_reduced(), self._losses, sum(self._counts)
-        # As few calls as possible: a user may log every step.
+        if self._batches == count and not self._aux_names:  # neither weights nor parts
+            return {"loss": sum(numbers[:count]) / total}
+        rows = [numbers[at : at + count] for at in range(0, self._batches, count)]
         if self._weighted:
-            rows = numbers[: self._batches].view(-1, count)
-            means = ((rows[:-1] * rows[-1]).sum(1) / rows[-1].sum()).tolist()
+            weights = rows.pop()
+            products = [map(operator.mul, row, weights) for row in rows]
+            means = [sum(row) / sum(weights) for row in products]
         else:
-            losses = numbers[:count]
-            is_whole = total == count
-            mean = losses.to(self._dtype).mean() if is_whole else losses.sum() / total
-            means = [mean.item()]
-            if self._part_names:
-                means += (numbers[count : self._batches].view(-1, count).sum(1) / total).tolist()
-        if self._aux_names:
-            means += (numbers[self._aux : self._squares] / total).tolist()
+            means = [sum(row) / total for row in rows]
+        means += [number / total for number in numbers[self._aux : self._squares]]
         return dict(zip(("loss", *self._part_names, *self._aux_names), means, strict=True))
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
@@ -256,14 +263,15 @@ class StepReduction:
 
         Both are zero if nothing was recorded. Waits as ``wait`` does.
         """
-        rows = self._await_reduced()[self._windows :].view(-1, 2).tolist()
-        windows = [rows[rank] for rank in self._layout.pipeline if rows[rank] != [0.0, 0.0]]
+        numbers = self._await_reduced()[self._windows :]
+        rows = [*zip(numbers[::2], numbers[1::2], strict=True)]
+        windows = [rows[rank] for rank in self._layout.pipeline if rows[rank] != (0.0, 0.0)]
         starts, ends = zip(*windows, strict=True) if windows else ([0.0], [0.0])
         return min(starts), max(ends)
 
     def norm(self) -> float:
         """Return the norm of the model's gradient; waits as ``wait`` does."""
-        return math.sqrt(self._await_reduced()[self._squares].item())
+        return math.sqrt(self._await_reduced()[self._squares])
 
     def check_local(self) -> None:
         """Check that this rank's gradients are finite, without waiting for other ranks.
@@ -277,25 +285,26 @@ class StepReduction:
     @property
     def finite(self) -> bool:
         """Whether all gradients of the step are finite, on all ranks; waits as ``wait`` does."""
-        return not any(self._await_reduced()[self._stages : self._aux].tolist())
+        return not any(self._await_reduced()[self._stages : self._aux])
 
-    def _await_reduced(self) -> Tensor:
+    def _await_reduced(self) -> list[float]:
         """Return the reduced vector. Only the first call waits for the other ranks."""
         if self._reduced is None:
             with self._guard.during("the end of a step"):
                 return self._receive()
         return self._reduced
 
-    def _receive(self) -> Tensor:
+    def _receive(self) -> list[float]:
         """Wait for the reduced vector, and drop the collective's handle. The handle keeps
         connections open, so other ranks could not see that this rank has closed its trainer.
         """
-        numbers = self._reduced = self._numbers()
-        self._numbers = lambda: numbers
-        return numbers
+        if self._reduced is None:
+            self._reduced = self._unreduced if self._sum is None else self._sum().tolist()
+            self._sum = None
+        return self._reduced
 
-    def _check_finite(self, numbers: Tensor) -> None:
-        codes = numbers[self._stages : self._aux].tolist()
+    def _check_finite(self, numbers: list[float]) -> None:
+        codes = numbers[self._stages : self._aux]
         if not self._raises or not any(codes):
             return
         nonfinite = sorted(
@@ -309,7 +318,7 @@ class StepReduction:
             "step and continues with the next; 'ignore' lets optimizers use them"
         )
 
-    def _causes(self, numbers: Tensor) -> str:
+    def _causes(self, numbers: list[float]) -> str:
         """Return a clause for the error about gradients that are not finite. It names the losses
         that are infinite or NaN, or says that all losses are finite. Empty if this rank knows only
         some losses and they are finite.
@@ -318,11 +327,13 @@ class StepReduction:
             numbers: the vector of the step, reduced or this rank's, as ``StepReduction`` describes
                 it.
         """
-        losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
         bad_losses = [
-            f"{losses[row, microbatch].item()} for microbatch {microbatch} "
-            f"(rank {self._layout.pipelines[row][self._end]})"
-            for row, microbatch in (~losses.isfinite()).nonzero().tolist()
+            f"{loss} for microbatch {microbatch} (rank {ranks[self._end]})"
+            for ranks, losses in zip(
+                self._layout.pipelines, self._by_pipeline(numbers), strict=True
+            )
+            for microbatch, loss in enumerate(losses)
+            if not math.isfinite(loss)
         ]
         is_known = numbers is not self._unreduced or self._has_all_losses
         if not (bad_losses or is_known):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import data_sheet
 from autosplit.pipeline.engine.boundaries import TensorMeta
+from autosplit.trainer.agreement import StepReduction
 from autosplit.trainer.batch_agreement import Metas, by_microbatch
 
 
@@ -20,18 +21,16 @@ class StepFigures:
     """The figures of a trainer's last step.
 
     Attributes:
-        means: a function that returns the mean ``"loss"`` and the means of its parts, by name. None
-            before the first step, and after a step that did not wait for losses.
+        reduction: the step's all-reduce, which has the means of losses and the window of recorded
+            actions. None before the first step, and after a step that did not wait for losses.
         norm: the norm of the model's gradient; None if it is not computed.
         seconds: the time of the step.
-        bounds: (first start, last end) of the actions that the pipeline recorded, in seconds.
         skipped: the number of steps whose gradients were dropped so far.
     """
 
-    means: Callable[[], dict[str, float]] | None = None
+    reduction: StepReduction | None = None
     norm: float | None = None
     seconds: float = 0.0
-    bounds: tuple[float, float] = (0.0, 0.0)
     skipped: int = 0
 
 
@@ -126,10 +125,8 @@ def learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
 
 def device_peak(device: torch.device) -> dict[str, float]:
     """The metric ``"device_peak_memory"``, the most bytes that an accelerator's allocator has held;
-    empty on the CPU.
+    empty if it does not count them.
     """
-    if device.type == "cpu":
-        return {}
     statistic = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     return {} if statistic is None else {"device_peak_memory": float(statistic(device))}
 

@@ -163,13 +163,13 @@ class StepReports(RankSession):
         """Compute the metrics of this rank."""
         step, peak = self._runner.last_step, self._runner.memory.recorded_peak
         figures, seconds = self._figures, self._figures.seconds
-        if figures.means is None or step is None:
+        if figures.reduction is None or step is None:
             raise PipelineError(
                 "there are no metrics of the last step: call step(...) first. step_async(...) has "
                 "them with max_grad_norm or nonfinite='skip' only; else use its wait(), which "
                 "returns the losses"
             )
-        metrics = figures.means() | {"seconds": seconds}
+        metrics = figures.reduction.means() | {"seconds": seconds}
         counts = step.counts if tokens is None else step.counts | {"tokens": tokens}
         for name, count in counts.items():
             metrics[f"{name}_per_s"] = count / seconds
@@ -186,11 +186,13 @@ class StepReports(RankSession):
         metrics |= learning_rates(self.optimizer)
         if self._runner.spans:
             spans = tuple(self._runner.spans)
-            timeline = Timeline(self._groups.ranks, spans, bounds=figures.bounds)
+            timeline = Timeline(self._groups.ranks, spans, bounds=figures.reduction.bounds())
             metrics["idle"] = timeline.bubble_ratio(self.rank)
         if peak is not None:
             metrics["peak_memory"] = float(peak)
-        return metrics | device_peak(self.device)
+        if self.device.type != "cpu":
+            metrics |= device_peak(self.device)
+        return metrics
 
     def progress(self, batches: Iterable[T], work: str = "training") -> Iterator[T]:
         """Yield batches, and show steps, loss, rate and time left on rank 0: in a bar on a
@@ -214,13 +216,14 @@ class StepReports(RankSession):
         out.
         """
         step = self._runner.last_step
-        if self._figures.means is None or step is None:
+        reduction, seconds = self._figures.reduction, self._figures.seconds
+        if reduction is None or step is None:
             return ""
-        text, counts = f"loss {self._figures.means()['loss']:.4g}", step.counts
+        text, counts = f"loss {reduction.means()['loss']:.4g}", step.counts
         unit = next((name for name in ("tokens", "samples") if name in counts), None)
         if unit is None:
             return text
-        return f"{text}, {counts[unit] / self._figures.seconds:,.0f} {unit}/s"
+        return f"{text}, {counts[unit] / seconds:,.0f} {unit}/s"
 
     def report(self) -> str:
         """A page about the trainer and its last step; collective over the pipeline.

@@ -356,7 +356,7 @@ class PipelineTrainer(StepReports):
         start = perf_counter()
         with self._around_step():
             with self._guard.during("the forward and backward of step_async"):
-                self._figures.means = None
+                self._figures.reduction = None
                 agreement = self._runner.train(
                     paired(batch, target, named, microbatches), weight, waits=False
                 )
@@ -399,7 +399,7 @@ class PipelineTrainer(StepReports):
         optimizers may move.
         """
         figures, losses = self._figures, agreement.wait()
-        figures.means = agreement.means
+        figures.reduction = agreement
         if self._max_norm is not None:
             figures.norm = agreement.norm()
         self._optimizer_moves = agreement.finite
@@ -409,7 +409,6 @@ class PipelineTrainer(StepReports):
             self._model.drop_gradients()
             figures.skipped += 1
         self._runner.losses.update_scale(finite=self._optimizer_moves)
-        figures.bounds = agreement.bounds()
         return losses
 
     def verify(
