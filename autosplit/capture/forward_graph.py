@@ -11,12 +11,14 @@ gets the switches that it needs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -25,7 +27,9 @@ from torch.utils.flop_counter import flop_registry
 
 from autosplit.capture.diagnosis import user_errors
 from autosplit.capture.export import export
+from autosplit.capture.forward_sizes import ForwardSizes
 from autosplit.capture.guards import unobserved
+from autosplit.capture.input_sizes import is_open
 from autosplit.capture.roles import canonical_names
 from autosplit.capture.workarounds.operators import (
     refuse_traced_otherwise,
@@ -33,6 +37,7 @@ from autosplit.capture.workarounds.operators import (
 )
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.distributed import refuse_sharded
+from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.operators import written_arguments
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
 
@@ -64,16 +69,22 @@ class Effect:
     costly: bool = False
 
 
-def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
+def examine(module: fx.GraphModule, sizes: ForwardSizes | None = None) -> dict[fx.Node, Effect]:
     """Run the graph on fake tensors and record the effect of every node.
+
+    Args:
+        module: the graph.
+        sizes: its symbolic sizes; None: all sizes are numbers, or depend on data.
 
     Raises:
         Exception: an operator failed; the operator's error.
     """
     mode = module.meta["fake_mode"]
-    run = _EffectInterpreter(module)
+    run = _EffectInterpreter(module, sizes)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with mode, torch.enable_grad(), without_fused_recurrence(module):
+    # Torch's reference implementations of operators need it for symbolic sizes.
+    symbolic = enable_python_dispatcher() if sizes is not None else contextlib.nullcontext()
+    with mode, symbolic, torch.enable_grad(), without_fused_recurrence(module):
         run.boxed_run(inputs)
     return run.effects
 
@@ -81,9 +92,10 @@ def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
 class _EffectInterpreter(fx.Interpreter):
     """Interpreter that keeps every value alive, so that no two storages get the same number."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, sizes: ForwardSizes | None) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.effects: dict[fx.Node, Effect] = {}
+        self._sizes = sizes
         self._kept: list[Any] = []
 
     def boxed_run(self, inputs: list[Any]) -> Any:
@@ -94,7 +106,7 @@ class _EffectInterpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         effect = self.effects[n] = Effect()
-        with EffectRecorder(effect, self._kept):
+        with EffectRecorder(effect, self._kept, self._sizes):
             effect.value = super().run_node(n)
         effect.storages = frozenset(_storages(effect.value))
         return effect.value
@@ -118,12 +130,14 @@ class EffectRecorder(TorchDispatchMode):
     Args:
         effect: the record to write into.
         kept: keeps the written tensors alive, so that no other storage gets their number.
+        sizes: the symbolic sizes of the graph; None: all sizes are numbers, or depend on data.
     """
 
-    def __init__(self, effect: Effect, kept: list[Any]) -> None:
+    def __init__(self, effect: Effect, kept: list[Any], sizes: ForwardSizes | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._effect = effect
         self._kept = kept
+        self._sizes = sizes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -139,20 +153,23 @@ class EffectRecorder(TorchDispatchMode):
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             effect.heavy = True
-            effect.costly |= _is_costly(count, args, kwargs, result)
+            effect.costly |= self._is_costly(count(*args, **kwargs, out_val=result), result)
         return result
+
+    def _is_costly(self, count: Any, result: Any) -> bool:
+        """Whether an operator with ``count`` FLOPs computes much for each element of its result."""
+        size = sum(t.numel() for t in tree_flatten(result)[0] if isinstance(t, Tensor))
+        if self._sizes is not None:  # a comparison of symbols would become a guard
+            count, size = self._sizes.number(count), self._sizes.number(size)
+            return None in (count, size) or count > _CHEAP * size
+        # Sizes may depend on data, as the number of tokens of an expert does: then True.
+        return bool(guard_or_true(count > _CHEAP * size))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     yield from written_arguments(func, args, kwargs)
     if func._overloadpacket.__name__ in _BATCH_NORMS and args[_TRAINING]:
         yield from args[_STATISTICS]
-
-
-def _is_costly(count: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
-    size = sum(t.numel() for t in tree_flatten(result)[0] if isinstance(t, Tensor))
-    # Sizes may depend on data, as the number of tokens of an expert does: then True.
-    return bool(guard_or_true(count(*args, **kwargs, out_val=result) > _CHEAP * size))
 
 
 def _storages(tree: Any) -> Iterator[int]:
@@ -247,6 +264,7 @@ class CapturedForward:
         effects: effect of every node.
         leaves: leaves of the result: nodes, or values that are not tensors.
         spec: structure of the result.
+        sizes: the symbolic sizes of the graph; None if no size was left open.
     """
 
     module: fx.GraphModule
@@ -257,13 +275,31 @@ class CapturedForward:
     effects: dict[fx.Node, Effect]
     leaves: tuple[Any, ...]
     spec: TreeSpec
+    sizes: ForwardSizes | None = None
+
+    @cached_property
+    def size_nodes(self) -> frozenset[fx.Node]:
+        """The nodes whose values are numbers that follow from the sizes of the inputs."""
+        if self.sizes is None:
+            return frozenset()
+        return frozenset(
+            n for n, effect in self.effects.items() if self.sizes.is_size(effect.value)
+        )
+
+    def concrete(self, value: Tensor) -> Tensor | None:
+        """A tensor with the sizes and strides of a value, as numbers; None if they depend on data.
+        Open sizes have the values of the capture's inputs.
+        """
+        if not any(isinstance(size, torch.SymInt) for size in value.shape):
+            return value
+        return None if self.sizes is None else self.sizes.concrete(value)
 
 
 def capture_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CapturedForward:
     """Trace ``module(*args, **kwargs)`` without running it on real data. All inputs must be
-    different tensors.
+    different tensors. Sizes that ``leave_open`` has marked may become symbols.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
@@ -276,8 +312,9 @@ def capture_forward(
         codegen: Any = exported.graph._codegen
         values = (*args, *kwargs.values())
         input_values = codegen.dynamo_bytecode_flatten(*values)
-        effects = examine(exported)
         tensors = dict(zip(exported.graph.find_nodes(op="placeholder"), input_values, strict=True))
+        sizes = _open_sizes(exported, (args, kwargs), tensors) if is_open(args, kwargs) else None
+        effects = examine(exported, sizes)
         for node in exported.graph.find_nodes(op="get_attr"):
             if isinstance(effects[node].value, Tensor):
                 tensors[node] = effects[node].value
@@ -289,12 +326,29 @@ def capture_forward(
         _add_returned(
             module, exported, [x for x in leaves if id(x) not in result_nodes], tensors, effects
         )
+    if sizes is not None and any(map(sizes.is_size, leaves)):
+        raise CaptureError(
+            f"{type(module).__name__} returns a number that depends on the sizes of its inputs, "
+            "which vary: return tensors, and read sizes from them"
+        )
     nodes = {id(tensor): node for node, tensor in tensors.items()} | result_nodes
     result_leaves = tuple(nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     parameters = frozenset(name for name, _ in module.named_parameters())
-    forward = CapturedForward(exported, {}, {}, parameters, {}, effects, result_leaves, spec)
+    forward = CapturedForward(exported, {}, {}, parameters, {}, effects, result_leaves, spec, sizes)
     _name(forward, module, (args, kwargs), tensors)
     return forward
+
+
+def _open_sizes(exported: fx.GraphModule, inputs: Any, tensors: dict[fx.Node, Any]) -> ForwardSizes:
+    """The symbolic sizes of a graph that was exported with these inputs."""
+    examples = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    positions = {id(leaf): position for position, leaf in enumerate(examples)}
+    traced = {
+        positions[id(tensor)]: traced_value(node)
+        for node, tensor in tensors.items()
+        if id(tensor) in positions
+    }
+    return ForwardSizes(exported.meta["fake_mode"].shape_env, traced, examples)
 
 
 def _add_returned(

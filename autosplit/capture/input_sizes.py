@@ -112,6 +112,16 @@ class InputSizes:
                 open_dimensions.setdefault(leaf, []).append(at)
         return open_dimensions
 
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The symbols whose values a call's inputs have."""
+        return {*self._places}
+
+    @property
+    def size_places(self) -> dict[sympy.Symbol, tuple[int, int]]:
+        """Symbol -> the input leaf and the dimension whose size it is."""
+        return {n: (leaf, at) for n, (leaf, kind, at) in self._places.items() if kind == "size"}
+
     def size_key(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """A key for a call's inputs: calls with equal keys have equal sizes."""
         return tuple(self._read(leaves).values())
@@ -149,11 +159,7 @@ class InputSizes:
         ]
         for at, traced in self._tensors.items():
             inputs[at] = tuple(map(text, traced.shape))
-        places = tuple(
-            (str(symbol), leaf, at)
-            for symbol, (leaf, kind, at) in self._places.items()
-            if kind == "size"
-        )
+        places = tuple((str(symbol), *place) for symbol, place in self.size_places.items())
         bounds = [
             relation(symbol, bound)
             for symbol in self._places

@@ -14,6 +14,10 @@ from typing import Any, TypeAlias
 Leaf: TypeAlias = "tuple[int, ...] | str"
 """The sizes of an input that is a tensor, or the text of a number."""
 
+SizeFunction: TypeAlias = "Callable[[Sequence[Leaf]], tuple[tuple[int, ...], ...] | None]"
+"""The sizes of a graph's inputs -> those of its outputs; None if the graph is not valid for them.
+"""
+
 
 def leaf_text(leaf: object) -> str:
     """The text of an input that is no tensor: of a number or a string, its value; of another
@@ -45,12 +49,14 @@ class SizeRule:
         texts = tuple(leaf if isinstance(leaf, str) else tuple(map(str, leaf)) for leaf in inputs)
         return cls((), texts, (), tuple(tuple(map(str, shape)) for shape in outputs))
 
-    @cached_property
-    def _evaluate(self) -> Callable[..., Any]:
-        """The compiled rule: a function of the inputs and the symbols that returns None if a
-        condition of the rule is not met.
-        """
+    def as_function(self) -> SizeFunction:
+        """The rule as a function from the sizes of the inputs to those of the outputs."""
         names = ", ".join(name for name, *_ in self.places)
+        values = ", ".join(f"inputs[{at}][{dimension}]" for _, at, dimension in self.places)
+        misfits = [f"len(inputs) != {len(self.inputs)}"] + [
+            f"isinstance(inputs[{at}], str) or len(inputs[{at}]) <= {dimension}"
+            for _, at, dimension in self.places
+        ]
         checks = [
             f"inputs[{at}] == {leaf!r}"
             if isinstance(leaf, str)
@@ -60,26 +66,22 @@ class SizeRule:
         ]
         checks += [f"({condition})" for condition in self.conditions]
         outputs = _row([_row(shape) for shape in self.outputs])
-        text = f"lambda inputs, {names}: {outputs} if {' and '.join(checks) or True} else None"
-        evaluate: Callable[..., Any] = eval(text, {"math": __import__("math")})
+        rule = f"lambda {names}: {outputs} if {' and '.join(checks) or True} else None"
+        text = f"lambda inputs: None if {' or '.join(misfits)} else ({rule})({values})"
+        evaluate: SizeFunction = eval(text, {"math": __import__("math")})
         return evaluate
+
+    @cached_property
+    def _compiled(self) -> SizeFunction:
+        return self.as_function()
 
     def output_sizes(self, inputs: Sequence[Leaf]) -> tuple[tuple[int, ...], ...] | None:
         """The sizes of each output; None if the graph is not valid for these inputs."""
-        if len(inputs) != len(self.inputs):
-            return None
-        values = []
-        for _, at, dimension in self.places:
-            leaf = inputs[at]
-            if isinstance(leaf, str) or dimension >= len(leaf):
-                return None
-            values.append(leaf[dimension])
-        sizes: tuple[tuple[int, ...], ...] | None = self._evaluate(inputs, *values)
-        return sizes
+        return self._compiled(inputs)
 
     def __getstate__(self) -> dict[str, Any]:
         """The rule without its compiled function, which cannot be pickled."""
-        return {key: value for key, value in vars(self).items() if key != "_evaluate"}
+        return {key: value for key, value in vars(self).items() if key != "_compiled"}
 
 
 def _row(texts: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.capture.diagnosis import named_module
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
+from autosplit.capture.input_sizes import leave_open
 from autosplit.capture.module_paths import name_modules, stack
 from autosplit.capture.workarounds.custom_functions import make_traceable
 from autosplit.capture.workarounds.dynamo import forget_traced_values
@@ -169,6 +170,12 @@ class WholeModel:
             precision=self.precision,
         )
 
+    @property
+    def input_tensors(self) -> list[Tensor]:
+        """The example's input tensors, in the order of the stages' wiring."""
+        leaves = tree_flatten((self.args, self.kwargs))[0]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
     @cached_property
     def crossing(self) -> tuple[tuple[Tensor, ...], ...]:
         """For each cut between two blocks, the tensors that cross it, without data."""
@@ -183,21 +190,58 @@ class WholeModel:
         """The operations of the model in the mode, training or evaluation, in which it was not
         captured. They are captured at the first use; the value is the error if that fails.
         """
+        try:
+            return self._captured_again(not self.training, self.args, self.kwargs, "its other mode")
+        except AutosplitError as error:
+            return error
+
+    def recaptured(
+        self,
+        training: bool,
+        shapes: Sequence[Sequence[int]],
+        varying: Sequence[Collection[int]],
+    ) -> tuple[list[Tensor], OperationSequence]:
+        """Capture the model for inputs of other sizes.
+
+        Args:
+            training: the mode, training or evaluation.
+            shapes: the shape of each input tensor.
+            varying: for each input tensor, the dimensions whose sizes become symbols.
+
+        Returns:
+            (input tensors of these shapes, operations of the model).
+
+        Raises:
+            CaptureError: the model cannot be captured for these sizes.
+        """
+        tensors = [
+            tensor.new_zeros(shape).requires_grad_(tensor.requires_grad)
+            for tensor, shape in zip(self.input_tensors, shapes, strict=True)
+        ]
+        for tensor, dimensions in zip(tensors, varying, strict=True):
+            leave_open(tensor, dimensions)
+        leaves, spec = tree_flatten((self.args, self.kwargs))
+        replacements = iter(tensors)
+        resized = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(resized, spec)
+        return tensors, self._captured_again(training, args, kwargs, "other sizes")
+
+    def _captured_again(
+        self, training: bool, args: Any, kwargs: Any, purpose: str
+    ) -> OperationSequence:
+        """Capture the model once more, in training or evaluation mode."""
         device = self.line.device
         autocasts = torch.amp.is_autocast_available(device.type)
         with (
             preserve_modes([self.model]),
-            working(f"capturing {type(named_module(self.model)).__name__} in its other mode"),
+            working(f"capturing {type(named_module(self.model)).__name__} for {purpose}"),
             # The first evaluation may begin inside either.
             torch.inference_mode(False),
             torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext(),
         ):
-            if self.model.training is self.training:
-                self.model.train(not self.training)
-            try:
-                return _capture(self.model, self.args, self.kwargs, self.precision, device)
-            except AutosplitError as error:
-                return error
+            if self.model.training is not training:
+                self.model.train(training)
+            return _capture(self.model, args, kwargs, self.precision, device)
 
     def divided(self, cut_at: Sequence[str]) -> tuple[WholeModel, list[int]]:
         """Return (model with a block that starts at each named module, indices of these blocks).

@@ -6,28 +6,27 @@ schedule, with the same result on all ranks.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from autosplit.capture.module_paths import common, inside, stack
+from autosplit.capture.module_paths import common, stack
 from autosplit.capture.roles import canonical_names
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.build import ScheduleRequest
-from autosplit.pipeline.engine.boundaries import Boundary, TensorMeta
+from autosplit.pipeline.engine.boundaries import Boundary
 from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
 from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.planner.meta_model import Values, initial_values, materialise_stage
-from autosplit.planner.operation_sequence import OperationSequence
+from autosplit.planner.other_sizes import OtherSizes, Sizes, matching_layout
 from autosplit.planner.precision import OWN_DTYPES, MixedPrecision
 from autosplit.planner.stage_module import StageGraph, StageLayout, StageModule
 from autosplit.ranks.default_group import gather
@@ -37,45 +36,6 @@ Names = Mapping[str, Mapping[int, Sequence[str]]]
 """The names of every parameter and buffer, by its first name in the model and by stage. Each name
 is in one stage or more.
 """
-
-
-def _keys(line: OperationSequence) -> list[list[Any]]:
-    """Keys of each operation that are equal in every capture of a model. A key is the operation's
-    modules, its target, and how often both occurred before. A checkpointed region has the keys of
-    the operations in the region, because a model may checkpoint it in one mode only.
-    """
-    seen: Counter[Any] = Counter()
-    keys_of_nodes = []
-    for node in line.body:
-        keys = []
-        for part in inside(node) or [node]:
-            key = (stack(part), str(part.target))
-            seen[key] += 1
-            keys.append((key, seen[key]))
-        keys_of_nodes.append(keys)
-    return keys_of_nodes
-
-
-def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
-    """Find the positions at which a second capture of the model (``line``) has the cuts of
-    ``layout``.
-
-    Raises:
-        PlanError: the model cannot be cut there.
-    """
-    keys = _keys(layout.line)
-    places = {key: index for index, keys in enumerate(_keys(line)) for key in keys}
-    result: list[int] = []
-    for place in layout.places:
-        match = next((places[key] for key in keys[place] if key in places), None)
-        if match is None or match in line.forbidden or match in (0, *result):
-            raise PlanError(
-                f"a stage begins at {layout.line.body[place].name}, which the model computes in "
-                "only one of the modes training and evaluation, or at another place: cut at a "
-                "module that both modes call, with cut_at="
-            )
-        result.append(match)
-    return result
 
 
 def _names(whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> Names:
@@ -169,6 +129,7 @@ class Partition:
         self._layout = layout
         self._names = _names(whole, layout.nodes)
         self._values: Values | None = None
+        self._other_sizes: dict[bool, OtherSizes] = {}
         trained = whole.line.forward.parameters
         holders = [
             tuple((stage, names[0]) for stage, names in sorted(by_stage.items()))
@@ -182,16 +143,14 @@ class Partition:
         """The number of stages."""
         return len(self.cuts) + 1
 
-    @property
-    def boundaries(self) -> list[Boundary]:
-        """Per stage except the last, the tensors that it sends for a microbatch of the sizes of the
-        capture.
+    def boundaries(self, sizes: Sizes) -> list[Boundary]:
+        """Per stage except the last, the tensors that it sends for a microbatch of these sizes in
+        the mode of the capture; empty if the model is not captured for them.
+
+        Args:
+            sizes: the sizes of the model's inputs.
         """
-        sent = (map(self.whole.line.sent, nodes) for nodes in self._layout.sent)
-        return [
-            tuple([TensorMeta(value.shape, value.dtype, value.requires_grad) for value in values])
-            for values in sent
-        ]
+        return self._sizes_in(self.whole.training).boundaries(sizes)
 
     def initialise(self, *, seed: int = 0) -> None:
         """Give initial values to the stages that are built from now on.
@@ -209,9 +168,9 @@ class Partition:
         meta device are created on the CPU, with the values of ``initialise``.
 
         The module has a forward for training and one for evaluation, and is in the model's present
-        mode. The model was captured in one mode. The other mode is captured from the model when a
-        stage is first put into that mode or called in it; until then the stages keep the whole
-        model alive.
+        mode. The model was captured in one mode, for the sizes of the example. The other mode is
+        captured from the model when a stage is first put into that mode or called in it; other
+        sizes when a trainer first gets them. So the stages keep the whole model alive.
 
         Raises:
             PlanError: the stage does not exist, or a tensor on the meta device has no values.
@@ -222,7 +181,11 @@ class Partition:
         names = [name for by_stage in self._names.values() for name in by_stage.get(index, ())]
         # A copy of a stage copies no function, and so no whole model.
         module = StageModule(
-            index, programs, self.whole.model, names, lambda: self._in_other_mode(index)
+            index,
+            programs,
+            self.whole.model,
+            names,
+            lambda training, rows, skip: self._graphs(index, training, rows, skip),
         )
         module.cuts = self.cuts
         module.tied_elsewhere = tuple(
@@ -246,41 +209,62 @@ class Partition:
                 )
         return replace(program, state=tuple(self._names[f][index][0] for f in program.state))
 
-    def _in_other_mode(self, index: int) -> StageGraph:
-        """The graph of a stage in the mode in which the model was not captured.
+    def _graphs(
+        self, index: int, training: bool, rows: Sequence[Sizes], skip: int
+    ) -> list[StageGraph]:
+        """The graphs of a stage, see ``GraphsOf``."""
+        sizes = self._sizes_in(training)
+        sizes.capture_missing(rows)
+        return [graphs[index] for graphs in sizes.stage_graphs[skip:]]
+
+    def _sizes_in(self, training: bool) -> OtherSizes:
+        """The stages' graphs in a mode, training or evaluation.
+
+        Raises:
+            PlanError: the model cannot be cut at these places in this mode.
+        """
+        if training not in self._other_sizes:
+            layout = self._layout_in(training)
+            self._other_sizes[training] = OtherSizes(
+                self.whole, training, layout, self._stage_graphs
+            )
+        return self._other_sizes[training]
+
+    def _layout_in(self, training: bool) -> StageLayout:
+        """The stages' operations in a mode, training or evaluation, for the sizes of the example.
 
         Raises:
             PlanError: the model cannot be captured in that mode, or cannot be cut at these places.
         """
-        sources = self.wiring.inputs[index]
+        if training is self.whole.training:
+            return self._layout
+        line = self.whole.other_mode
         try:
-            layout = self._other_layout
-            nodes = {layout.argument_source(node): node for node in layout.received[index]}
-            if not nodes.keys() <= {*sources}:
-                raise PlanError(
-                    f"stage {index} would need tensors that it does not receive: cut elsewhere "
-                    "(cut_at=)"
-                )
-            return self._renamed(index, layout.program(index, [*map(nodes.get, sources)]))
+            if isinstance(line, AutosplitError):
+                raise line
+            return matching_layout(self._layout, line)
         except AutosplitError as error:
-            mode = "evaluation" if self.whole.training else "training"
+            mode = "training" if training else "evaluation"
             raise PlanError(
                 f"the model cannot be cut for {mode} at the present cuts: {error}"
             ) from error
 
-    @cached_property
-    def _other_layout(self) -> StageLayout:
-        line = self.whole.other_mode
-        if isinstance(line, AutosplitError):
-            raise line
-        layout = StageLayout(line, _places(self._layout, line))
-        if layout.sent_specs() != self._layout.sent_specs():
-            raise PlanError(
-                "in training and in evaluation mode the stages would send each other different "
-                "tensors. Let the forward return the same results in both modes; if only one "
-                "returns a cache, turn it off (transformers: config.use_cache = False)"
-            )
-        return layout
+    def _stage_graphs(self, layout: StageLayout) -> list[StageGraph]:
+        """The graphs of all stages in a capture of the model.
+
+        Raises:
+            PlanError: a stage would read tensors that it does not receive or hold.
+        """
+        graphs = []
+        for index, sources in enumerate(self.wiring.inputs):
+            if not {*map(layout.argument_source, layout.received[index])} <= {*sources}:
+                raise PlanError(
+                    f"stage {index} would need tensors that it does not receive: cut elsewhere "
+                    "(cut_at=)"
+                )
+            program = layout.program(index, [*map(layout.node_of, sources)])
+            graphs.append(self._renamed(index, program))
+        return graphs
 
 
 # --- cut for a schedule ---------------------------------------------------------------------------

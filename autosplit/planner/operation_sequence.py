@@ -2,7 +2,8 @@
 
 Replicated operations are not in the sequence. They are cheap and depend only on the batch, buffers
 and constants: masks, position ids, rotary tables. They run in every stage that reads them, which
-costs less than a message.
+costs less than a message. Nodes that compute sizes are not in it either: each stage reads sizes
+from its own arguments.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class OperationSequence:
         self.settings: dict[fx.Node, Setting] = {
             n: s for n, s in node_settings.items() if s is not None
         }
-        calls = [n for n in graph.nodes if n.op.startswith("call_") and n in self.settings]
+        calls = [
+            n
+            for n in graph.nodes
+            if n.op.startswith("call_") and n in self.settings and n not in forward.size_nodes
+        ]
         calls = _alive(calls, self)
         self.writers = _writers(calls, self)
         self.replicated = _replicated(calls, self)
@@ -115,7 +120,8 @@ class OperationSequence:
         value = self.value(node)
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
-        if value.is_contiguous() or any(isinstance(n, torch.SymInt) for n in value.shape):
+        value = self.forward.concrete(value)
+        if value is None or value.is_contiguous():
             return None
         strides, sizes = tuple(value.stride()), tuple(value.shape)
         order = sorted(range(value.dim()), key=lambda at: (-strides[at], -sizes[at]))
@@ -168,7 +174,7 @@ def _writers(calls: list[fx.Node], line: OperationSequence) -> dict[int, list[fx
 def _replicated(calls: list[fx.Node], line: OperationSequence) -> set[fx.Node]:
     """Operations that every stage can run with the same result."""
     forward, effects, writers = line.forward, line.effects, line.writers
-    sources = [*forward.inputs, *forward.constants]
+    sources = [*forward.inputs, *forward.constants, *forward.size_nodes]
     sources += [node for node in forward.state if not line.value(node).requires_grad]
     state = {s for node in [*forward.state, *sources] for s in effects[node].storages}
     banned = {storage for storage in state if storage in writers}
@@ -223,7 +229,7 @@ def _unsendable(line: OperationSequence) -> _Together:
         if not isinstance(value, Tensor):
             why = "has a result that is not a tensor and is read later"
             yield index, last, f"{node.name} {why}"
-        elif any(isinstance(size, torch.SymInt) for size in value.shape):
+        elif line.forward.concrete(value) is None:
             yield index, last, f"{node.name} has a result whose size depends on the data"
 
 

@@ -170,18 +170,13 @@ class BatchSplitter:
             chunks.append(moved.chunk(count) if moved.dim() else [moved] * count)
         return [*map(list, zip(*chunks, strict=True))] or [[] for _ in range(count)]
 
-    def example_inputs(self, batch: Batch | MicrobatchList | None) -> list[list[Any]]:
-        """Return the inputs, as stages take them, in order, of a list's first microbatch; of a
-        batch's first and last, as the last may be smaller.
-        """
+    def first_inputs(self, batch: Batch | MicrobatchList | None) -> list[Any]:
+        """Return the inputs of the first microbatch as stages take them, in order."""
         inputs, _ = next(iter(_pairs(batch))) or (None, None)
         values = [] if inputs is None else self._arguments("inputs", inputs)
         if isinstance(batch, MicrobatchList):
-            return [values]
-        return [
-            [v.chunk(self._count)[at] if v is not None and v.dim() else v for v in values]
-            for at in (0, -1)
-        ]
+            return values
+        return [v.chunk(self._count)[0] if v is not None and v.dim() else v for v in values]
 
     def number_of(self, path: str) -> int:
         """Return the position of an input or target among all inputs or targets, from its path."""

@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from autosplit.capture.size_rule import Leaf
 from autosplit.device import generators_kept
-from autosplit.errors import BatchError, CaptureError, PipelineError
+from autosplit.errors import BatchError, CaptureError, PipelineError, PlanError
 from autosplit.pipeline.engine.autocast import WithAutocast
-from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
+from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, TensorMeta
 from autosplit.pipeline.engine.evaluation import ModuleStage
 from autosplit.pipeline.engine.stage_builder import (
     MicrobatchExample,
@@ -100,11 +101,12 @@ class RankStages:
         self._shares_tensors = groups.layout.tensor_ranks > 1
         self._last, self._is_cut = schedule.stages - 1, stages.wiring is not None
         # Autocast around stages changes the dtypes of their outputs.
-        self._expected = () if self._autocast is not None else stages.boundaries
+        self._predicted = stages.boundaries
         self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._reusable_stages: dict[nn.Module, Any] = {}
         self._arranged = False
         self._has_checked_aux = False
+        self._captured_sizes: dict[bool, set[tuple[Leaf, ...]]] = {False: set(), True: set()}
         self._sets: dict[Hashable, StageSet] = {}
         self._evaluation_stages: dict[tuple[Kind, bool], dict[int, ModuleStage]] = {}
         self._evaluation_boundaries = CallCache[tuple[Kind, MicrobatchSizes], Boundaries]()
@@ -115,6 +117,10 @@ class RankStages:
         """Whether this rank knows, without a message, that all stages have graphs for a plan's
         microbatches. The result is the same on all ranks of the pipeline.
         """
+        if self._is_cut:
+            captured = self._captured_sizes[plan.evaluates]
+            if not captured.issuperset(sizes.inputs for sizes in plan.microbatches):
+                return False
         if plan.evaluates:
             return plan.kind in self._evaluated
         built = self._sets.get(_set_key(plan))
@@ -144,6 +150,7 @@ class RankStages:
         Raises:
             BatchError: a stage cannot take a microbatch; names it.
         """
+        self._take_sizes(plan)
         key, modules = _set_key(plan), self.complete(batch)
         plan.aux = self._with_aux_losses(modules)
         built = self._sets.get(key)
@@ -204,7 +211,7 @@ class RankStages:
                         largest_first,
                         refuses=plan.listed or not is_new,
                         device=self._device,
-                        expected=self._expected if is_new else (),
+                        expected=self._expected(largest_first) if is_new else (),
                     )
         except BatchError as error:
             refusal = str(error)
@@ -213,6 +220,13 @@ class RankStages:
             refusal = refusal or next(filter(None, refusals), "")
         if refusal:
             raise BatchError(refusal)
+
+    def _expected(self, rows: Sequence[MicrobatchExample]) -> Sequence[Boundary]:
+        """The outputs that new stages will have, if they are known before the stages are built."""
+        # Autocast around stages changes the dtypes of their outputs.
+        if self._autocast is not None or len(rows) > 1:
+            return ()
+        return self._predicted(rows[0].sizes.inputs)
 
     def _arrange_buckets(self, plan: StepPlan, schedule: Schedule) -> None:
         """Arrange the buckets of new stages for the replicas' reductions."""
@@ -241,7 +255,12 @@ class RankStages:
         Args:
             plan: the plan, in which the boundaries and the stages with auxiliary losses are set.
             batch: this rank's batch; None on a rank whose stages use none of it.
+
+        Raises:
+            BatchError: a stage of a cut model cannot take a microbatch.
         """
+        self._take_sizes(plan)
+        plan.is_built = True
         key, modules = plan.kind, self.complete(batch, evaluates=True)
         plan.aux = self._with_aux_losses(modules)
         plan.boundaries = [
@@ -266,6 +285,30 @@ class RankStages:
                 for index, module in modules.items()
             }
         return stages
+
+    def _take_sizes(self, plan: StepPlan) -> None:
+        """Capture the stages of a cut model for microbatches of new sizes; collective unless
+        ``plan.is_built``.
+
+        Raises:
+            BatchError: on all ranks: the model cannot be captured, or cut, for these sizes.
+        """
+        if not self._is_cut or plan.is_built:
+            return
+        rows, refusal = dict.fromkeys(sizes.inputs for sizes in plan.microbatches), ""
+        with self._groups.activity.during("capturing the model for other sizes", announced=True):
+            for module in self._model.modules.values():
+                training = module.training and not plan.evaluates
+                take_sizes: Any = getattr(module, "take_sizes", None)  # other modules take any
+                try:
+                    if take_sizes is not None:
+                        take_sizes([*rows], training=training)
+                except (CaptureError, PlanError) as error:
+                    refusal = refusal or str(error)
+        refusals = self._groups.everybody.gather(refusal)
+        if any(refusals):
+            raise BatchError(next(filter(None, refusals)))
+        self._captured_sizes[plan.evaluates].update(rows)
 
     def refuse_misfits(self, plan: StepPlan) -> None:
         """Raise on all ranks if a stage could not take a microbatch of an evaluation; collective.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.capture.diagnosis import Wrapper, is_library_file
+from autosplit.capture.size_rule import Leaf
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.autocast import WithAutocast
 from autosplit.pipeline.engine.boundaries import Boundary, NamedLoss, TensorMeta
@@ -59,6 +60,11 @@ class Partitioned(Protocol):
         ...
 
 
+def _unknown(sizes: Sequence[Leaf]) -> Sequence[Boundary]:
+    """No boundaries, for stages whose outputs are known only after they are built."""
+    return ()
+
+
 @dataclass(frozen=True)
 class StageSource:
     """The stages of a trainer, before any of them is built.
@@ -74,8 +80,8 @@ class StageSource:
         groups: names of modules that are parameter groups of ``fully_shard``, inner ones first;
             None: groups are chosen for each stage.
         model: the whole model that the trainer has cut; None if the user has passed stages.
-        boundaries: per stage except the last, the tensors that it sends for a microbatch of the
-            sizes for which the model was cut; empty if they are not known before stages are built.
+        boundaries: a function from the sizes of a microbatch's inputs to the tensors that each
+            stage but the last sends; empty if they are not known before stages are built.
     """
 
     count: int
@@ -86,7 +92,7 @@ class StageSource:
     planning: Mapping[str, Any] | None = None
     groups: tuple[str, ...] | None = None
     model: nn.Module | None = None
-    boundaries: Sequence[Boundary] = ()
+    boundaries: Callable[[Sequence[Leaf]], Sequence[Boundary]] = _unknown
 
     @property
     def cut(self) -> bool:
@@ -113,7 +119,7 @@ class StageSource:
 
 def _stages_of(model: Any, count: int | None) -> StageSource:
     if isinstance(model, Partitioned):
-        boundaries = getattr(model, "boundaries", ())
+        boundaries = getattr(model, "boundaries", _unknown)
         return StageSource(
             model.stages, model.build, model.wiring, model.shared, boundaries=boundaries
         )

@@ -301,8 +301,8 @@ class StepPlans:
             leaves = self._splitter.check_batch(batch)
             if not evaluates:
                 grad_slots = [*self._splitter.requiring_grad(batch)]
-            for inputs in self._splitter.example_inputs(batch):
-                check_inputs(self._modules, self._dataflow, inputs)
+            inputs = self._splitter.first_inputs(batch)
+            check_inputs(self._modules, self._dataflow, inputs)
         except (PipelineError, PlanError) as error:
             refusal = refusal or str(error)
         length = None if batch is None else 0

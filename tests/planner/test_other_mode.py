@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -104,16 +102,6 @@ def test_evaluation_begins_where_the_stage_has_moved() -> None:
     _, modules = halves_of(case)
     modules[0].to("meta").eval()  # in place of an accelerator
     assert modules[0].check_inputs(case.args).device == torch.device("meta")
-
-
-def test_stages_keep_the_model_until_both_modes_are_captured() -> None:
-    case = noisy()
-    split, modules = halves_of(case)
-    model = weakref.ref(case.model)
-    run_modules(split, [module.eval() for module in modules], case.tensors())
-    del split, case
-    gc.collect()
-    assert model() is None
 
 
 def test_a_stage_is_split_in_the_mode_that_was_not_captured() -> None:

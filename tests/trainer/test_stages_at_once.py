@@ -16,31 +16,25 @@ from autosplit.ranks.groups import Groups
 from tests.kept_ranks import ranks
 from tests.planner.planned_models import loss, net, tokens
 
-_BOUNDARIES = Partition.boundaries.fget  # type: ignore[attr-defined]
+as_cut = Partition.boundaries
 
 
-def as_cut(partition: Partition) -> list[Boundary]:
-    """The boundaries of the capture."""
-    boundaries: list[Boundary] = _BOUNDARIES(partition)
-    return boundaries
-
-
-def without_gradient(partition: Partition) -> list[Boundary]:
+def without_gradient(partition: Partition, sizes: Any) -> list[Boundary]:
     """Boundaries in which no tensor needs a gradient, which is wrong."""
-    return [
-        tuple(replace(meta, requires_grad=False) for meta in metas) for metas in as_cut(partition)
-    ]
+    boundaries = as_cut(partition, sizes)
+    return [tuple(replace(meta, requires_grad=False) for meta in metas) for metas in boundaries]
 
 
-def of_other_shapes(partition: Partition) -> list[Boundary]:
+def of_other_shapes(partition: Partition, sizes: Any) -> list[Boundary]:
     """Boundaries of another shape, for which no stage can be built."""
     return [(TensorMeta(torch.Size([1]), torch.float32, True),)]
 
 
+@pytest.mark.parametrize("samples", [4, 6])
 @pytest.mark.parametrize("predicted", [as_cut, without_gradient, of_other_shapes])
 @ranks(2)
 def test_gradients_are_those_of_autograd_whether_the_boundaries_are_predicted_right(
-    predicted: Any,
+    predicted: Any, samples: int
 ) -> None:
     waits: list[str] = []
     gather = Groups.gather
@@ -49,9 +43,9 @@ def test_gradients_are_those_of_autograd_whether_the_boundaries_are_predicted_ri
         waits.extend(awaited)
         return gather(groups, value, *awaited)
 
-    inputs, targets = tokens(4), tokens(4, seed=1)
+    inputs, targets = tokens(samples), tokens(samples, seed=1)
     with (
-        mock.patch.object(Partition, "boundaries", property(predicted)),
+        mock.patch.object(Partition, "boundaries", predicted),
         mock.patch.object(Groups, "gather", recorded),
         PipelineTrainer(
             net(),

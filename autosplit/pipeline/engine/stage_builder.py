@@ -116,30 +116,19 @@ def traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage]:
 def check_inputs(
     modules: Mapping[int, nn.Module], dataflow: StageDataflow, inputs: Sequence[Tensor | None]
 ) -> None:
-    """Check a microbatch's inputs before stages are traced: tracing with wrong inputs would raise
-    a capture error instead.
+    """Check the number of a microbatch's inputs before stages are traced: tracing with another
+    number would raise a capture error instead.
 
     Args:
-        modules: this rank's modules by stage. Submodules may have a method ``check_inputs``, which
-            is called.
+        modules: this rank's modules by stage.
         dataflow: the dataflow between stages.
         inputs: the inputs of one microbatch.
 
     Raises:
-        PlanError: the batch size differs from the one for which the model was cut.
         PipelineError: the first stage takes another number of inputs.
     """
-    if dataflow.wiring is None:
-        if 0 in modules and (text := misfit(modules[0], inputs)):
-            raise PipelineError(f"stage 0 {text}; the batch has {len(inputs)} input(s)")
-        return
-    for index, module in modules.items():
-        sources = dataflow.wiring.inputs[index]
-        args = [inputs[source.position] if source.stage is None else None for source in sources]
-        for part in module.modules():
-            check: Any = getattr(part, "check_inputs", None)
-            if check is not None:
-                check(args)  # None for outputs of other stages
+    if dataflow.wiring is None and 0 in modules and (text := misfit(modules[0], inputs)):
+        raise PipelineError(f"stage 0 {text}; the batch has {len(inputs)} input(s)")
 
 
 @dataclass

@@ -1,0 +1,232 @@
+"""Microbatches of other sizes than the example's, in a model that the trainer has cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autosplit.errors import BatchError
+from autosplit.pipeline import StageOptions
+from autosplit.trainer.trainer import PipelineTrainer
+from tests.kept_ranks import ranks
+from tests.pipeline.trainer_options import grouped
+from tests.planner.whole_models import llama
+
+VOCABULARY = 16
+LENGTHS = [[5, 9, 7], [3, 4], [8, 8, 8, 8], [12, 3, 8, 10, 11]]
+"""The lengths of the microbatches of each step; the model is cut for a length of 8."""
+
+
+class Attending(nn.Module):
+    """Attention over tokens; reads sizes, drops in training, and branches on long texts."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, VOCABULARY)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        samples, length = tokens.shape
+        x = self.embedding(tokens) + torch.arange(length, device=tokens.device)[:, None] / 8
+        for layer in self.layers:
+            heads = layer(x).view(samples, length, 2, 4).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            x = x + self.drop(attended.transpose(1, 2).reshape(samples, length, 8))
+            if length > 11:
+                x = x / 2
+        return self.head(x)
+
+
+def model(drop: float = 0.0) -> Attending:
+    torch.manual_seed(0)
+    return Attending(drop)
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def tokens(samples: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    return torch.randint(VOCABULARY, (samples, length), generator=generator)
+
+
+def listed(lengths: list[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    return [(tokens(2, n, seed), tokens(2, n, seed + 1)) for n in lengths]
+
+
+def trainer(drop: float = 0.0, **options: Any) -> PipelineTrainer:
+    return PipelineTrainer(
+        model(drop),
+        loss_fn,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        **grouped(
+            stages=2,
+            example=tokens(2, 8),
+            microbatches=4,
+            timeout=60.0,
+            stage_options=StageOptions(planning={"costs": "estimate", "cut_at": ["layers.2"]}),
+            **options,
+        ),
+    )
+
+
+def assert_parameters(engine: PipelineTrainer, whole: nn.Module) -> None:
+    for module in engine.modules.values():
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(name)), name
+
+
+def captures(engine: PipelineTrainer) -> list[int]:
+    stages: Any = engine.stages.values()
+    return [len(stage.captured) for stage in stages]
+
+
+def losses_of(whole: nn.Module, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.stack([loss_fn(whole(x), y) for x, y in pairs])
+
+
+@ranks(2)
+def test_lists_of_other_lengths_have_the_bits_of_plain_autograd() -> None:
+    whole = model()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05)
+    with trainer() as engine:
+        for step, lengths in enumerate(LENGTHS):
+            pairs = listed(lengths, step)
+            losses = losses_of(whole, pairs)
+            for loss in losses:
+                (loss / len(pairs)).backward(retain_graph=True)
+            if step % 2:
+                assert torch.equal(engine.evaluate(microbatches=pairs), losses.detach())
+            assert torch.equal(engine.step(microbatches=pairs), losses.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_parameters(engine, whole)
+        # For the example's length, for short texts, and for those on which the model branches.
+        assert captures(engine) == [3]
+
+
+@ranks(2)
+def test_dropout_is_that_of_one_process_at_every_length() -> None:
+    with trainer(drop=0.5) as engine, trainer(drop=0.5, ranks=1) as alone:
+        for step, lengths in enumerate(LENGTHS):
+            pairs = listed(lengths, step)
+            torch.manual_seed(step)
+            expected = alone.step(microbatches=pairs)
+            torch.manual_seed(step)
+            assert torch.equal(engine.step(microbatches=pairs), expected)
+
+
+@ranks(2)
+def test_a_smaller_last_batch_and_other_microbatch_sizes_are_trained() -> None:
+    whole = model()
+    with trainer() as engine:
+        for samples, sizes in ((8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (12, [3, 3, 3, 3])):
+            x, y = tokens(samples, 8), tokens(samples, 8, 1)
+            pairs = [*zip(x.split(sizes), y.split(sizes), strict=True)]
+            expected = losses_of(whole, pairs)
+            assert torch.equal(engine.evaluate((x, y)), expected.detach())
+            assert torch.equal(engine.forward_backward((x, y)), expected.detach())
+            expected.mean().backward()
+            for gradients in engine.gradients().values():
+                for name, gradient in gradients.items():
+                    torch.testing.assert_close(gradient, whole.get_parameter(name).grad)
+            whole.zero_grad()
+            for module in engine.modules.values():
+                module.zero_grad()
+
+
+@ranks(2)
+def test_a_batch_that_the_model_cannot_take_is_refused_and_the_next_is_trained() -> None:
+    good, wrong = listed([5, 9]), (tokens(2, 8)[None], tokens(2, 8))
+    with trainer() as engine:
+        for call in (engine.step, engine.evaluate, engine.step):
+            with pytest.raises(BatchError, match="number of dimensions must be the same"):
+                call(microbatches=[wrong])
+            assert torch.equal(engine.evaluate(microbatches=good), engine.step(microbatches=good))
+
+
+@ranks(2)
+def test_replicas_take_lists_of_different_lengths() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    share, whole = mesh["dp_replicate"].get_local_rank(), model()
+    lists = [[[8, 8], [5, 9, 7]], [[8], [4, 6]], [[11, 3], [8]], [[5, 4], [4, 8, 5]]]
+    with trainer(mesh=mesh) as engine:
+        for evaluates in (True, False):
+            for step, lengths in enumerate(lists):
+                pairs = [listed(each, 2 * step + at) for at, each in enumerate(lengths)]
+                losses = losses_of(whole, pairs[0] + pairs[1]).detach()
+                of_rank = losses[share * len(pairs[0]) :][: len(pairs[share])]
+                call = engine.evaluate if evaluates else engine.forward_backward
+                assert torch.equal(call(microbatches=pairs[share]), of_rank)
+
+
+class Pooled(nn.Module):
+    """Pools over positions; the head scales by a number that depends on the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(self.embedding(tokens))).mean(1)
+        return self.head(x) * (2 if tokens.shape[1] > 11 else 3)
+
+
+def pooled_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets[:, 0])
+
+
+def test_a_stage_that_cannot_see_which_branch_was_taken_is_refused() -> None:
+    whole = Pooled()
+    with PipelineTrainer(
+        whole,
+        pooled_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        stages=2,
+        ranks=1,
+        example=tokens(2, 8),
+        microbatches=4,
+        stage_options=StageOptions(planning={"costs": "estimate", "cut_at": ["head"]}),
+    ) as engine:
+        for lengths in ([8, 8], [5, 9]):
+            pairs = listed(lengths)
+            expected = torch.stack([pooled_loss(whole(x), y) for x, y in pairs])
+            assert torch.equal(engine.step(microbatches=pairs), expected.detach())
+        with pytest.raises(BatchError, match="stage 1 computes other operations"):
+            engine.step(microbatches=listed([12, 8]))
+        assert torch.equal(engine.step(microbatches=pairs), expected.detach())
+
+
+def test_a_causal_language_model_is_called_by_keywords_at_every_length() -> None:
+    case = llama()
+    whole = case.model
+
+    def batch(samples: int, length: int) -> dict[str, Tensor]:
+        ids = torch.randint(50, (samples, length))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+    with PipelineTrainer(
+        whole,
+        lambda output, _: output.loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        stages=2,
+        ranks=1,
+        example=case.kwargs,
+        microbatches=2,
+        stage_options=StageOptions(planning={"costs": "estimate"}),
+    ) as engine:
+        for shapes in ([(2, 8)], [(2, 5), (3, 11)], [(1, 6), (2, 9), (2, 30)]):
+            inputs = [batch(*shape) for shape in shapes]
+            expected = torch.stack([whole(**each).loss for each in inputs]).detach()
+            pairs = [(each, torch.zeros(len(each["labels"]))) for each in inputs]
+            assert torch.equal(engine.step(microbatches=pairs), expected)
+            assert torch.equal(engine.evaluate(microbatches=pairs), expected)
