@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from hashlib import sha256
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from autosplit.torch_internals.dtensor import local_tensor
+from autosplit.torch_internals.dtensor import local_tensor, real_numbers
 
 _BLOCKS = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,7 +61,7 @@ class PendingDigests:
         self._extremes: list[Tensor] = []
         self.queue(tensors)
 
-    def queue(self, tensors: Iterable[Tensor | None], *, finite: bool = True) -> range:
+    def queue(self, tensors: Iterable[Tensor | None], *, finite: bool = True) -> slice:
         """Start the digests of tensors, and return their places in the result of ``read``.
 
         Args:
@@ -74,14 +74,14 @@ class PendingDigests:
                 self._forms.append(None)
                 continue
             tensor = local_tensor(tensor)
-            values, place = _real_numbers(tensor), None
+            values, place = real_numbers(tensor), None
             if finite:
                 first = len(extremes)
                 extremes += _extremes(values)
                 place = slice(first, len(extremes))
             self._sums.append(_block_sums(values) if values.dim() else values.clone())
             self._forms.append((tensor.shape, tensor.dtype, place))
-        return range(start, len(self._forms))
+        return slice(start, len(self._forms))
 
     def read(self) -> list[Digest | None]:
         """The digests in the order of the tensors. Call it when the device has finished its queued
@@ -106,17 +106,6 @@ class PendingDigests:
 def digest(tensor: Tensor) -> Digest:
     """The digest of a tensor; waits for its device."""
     return cast(Digest, PendingDigests([tensor]).read()[0])
-
-
-def _real_numbers(tensor: Tensor) -> Tensor:
-    """The real numbers of a tensor, in its shape; for a sparse tensor, its values."""
-    values: Any = tensor.detach() if tensor.requires_grad else tensor
-    if values.layout is not torch.strided:
-        values = values.coalesce().values()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    real: Tensor = values.resolve_neg()
-    return real
 
 
 def _block_sums(values: Tensor) -> Tensor:

@@ -122,13 +122,13 @@ class FlightRecorder:
             self._step, stages, self._modules, batch, keep, seeds, reduces=reduces
         )
 
-    def end_actions(self, spans: Sequence[Span], nonfinite: Iterable[Tensor] | None) -> None:
+    def end_actions(self, spans: Sequence[Span], *, are_finite: bool) -> None:
         """Record the times of the step's actions, and the gradients; see
         ``StepTape.note_gradients``.
         """
         self._spans = [*spans]
         if self._tape is not None:
-            self._tape.note_gradients(nonfinite)
+            self._tape.note_gradients(are_finite=are_finite)
 
     @contextlib.contextmanager
     def recording(self, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:

@@ -63,13 +63,15 @@ class StepTape:
         self._step, self._stages, self._left, self._seeds = step, stages, keep, seeds
         self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
         self._digests = PendingDigests()
-        self._places: dict[Action, dict[str, Sequence[int]]] = {}
+        self._places: dict[Action, dict[str, slice]] = {}
         self.kept: dict[Action, list[Tensor | None]] = {}
         self._functions: dict[tuple[int, int], Any] = {}
         self.state = {index: _state_of(stage, modules[index]) for index, stage in stages.items()}
-        self._state_places = self._places_of(self.state, finite=False)
-        self._gradient_places: dict[int, dict[str, int]] = {}
-        self._nonfinite: set[int] = set()
+        self._state = {
+            index: ([*named], self._digests.queue(named.values(), finite=False))
+            for index, named in self.state.items()
+        }
+        self._gradients: dict[int, tuple[list[str], slice]] = {}
         self._versions = {index: versions(state.values()) for index, state in self.state.items()}
         tensors = (tensor for state in self.state.values() for tensor in state.values())
         self._comparable = not reduces and all(tensor.grad is None for tensor in tensors)
@@ -99,19 +101,16 @@ class StepTape:
             if action.stage == index and action.kind is ActionKind.FORWARD
         }
 
-    def note_gradients(self, nonfinite: Iterable[Tensor] | None = None) -> None:
+    def note_gradients(self, *, are_finite: bool = False) -> None:
         """Record the sums of gradients, when they are complete.
 
         Args:
-            nonfinite: the parameters whose gradient has a number that is not finite; None if that
-                is unknown.
+            are_finite: whether it is known that all their numbers are finite.
         """
-        gradients = {
-            index: {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
-            for index, state in self.state.items()
-        }
-        self._gradient_places = self._places_of(gradients, finite=nonfinite is None)
-        self._nonfinite = {*map(id, nonfinite or ())}
+        for index, state in self.state.items():
+            named = {name: t.grad for name, t in state.items() if t.grad is not None}
+            places = self._digests.queue(named.values(), finite=not are_finite)
+            self._gradients[index] = [*named], places
 
     def _keep(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor, or a copy in the host's memory; None if the copy is over the limit."""
@@ -132,15 +131,13 @@ class StepTape:
             spans: the times of actions.
             device: the device of the stages; the call waits for it.
         """
-        if not self._gradient_places:
+        if not self._gradients:
             self.note_gradients()
         settle(device)
         digests = self._digests.read()
         actions: dict[str, Record] = {}
         for action, parts in self._places.items():
-            row = actions[str(action)] = {
-                n: [digests[p] for p in part] for n, part in parts.items()
-            }
+            row = actions[str(action)] = {name: digests[part] for name, part in parts.items()}
             if action.kind is ActionKind.FORWARD:
                 row["seed"] = self._seeds.seed_of(action.stage, action.microbatch)
         for span in spans:
@@ -148,9 +145,9 @@ class StepTape:
         return {
             "step": self._step,
             "actions": actions,
-            "state": _named(self._state_places, digests),
+            "state": _named(self._state, digests),
             "versions": self._versions,
-            "gradients": _named(self._gradient_places, digests),
+            "gradients": _named(self._gradients, digests),
             "comparable": self._comparable,
         }
 
@@ -173,7 +170,7 @@ class StepTape:
                     return f"result {at} of {action}"
         for index, named in record["gradients"].items() if gradients else ():
             for name, digest in named.items():
-                if digest.finite is False or id(self.state[index][name]) in self._nonfinite:
+                if digest.finite is False:
                     return f"the gradient of {name} in stage {index}"
         return ""
 
@@ -183,18 +180,8 @@ class StepTape:
         """
         backwards = (a for a in self._places if a.stage == index and a.kind in BACKWARDS)
         digests = self._digests.read()
-        places = next((self._places[action]["took"] for action in backwards), ())
-        return [digests[place] is not None for place in places]
-
-    def _places_of(
-        self, tensors: Mapping[int, Mapping[str, Tensor]], *, finite: bool
-    ) -> dict[int, dict[str, int]]:
-        """The places of the digests of tensors, by stage and name."""
-        queue = self._digests.queue
-        return {
-            index: dict(zip(named, queue(named.values(), finite=finite), strict=True))
-            for index, named in tensors.items()
-        }
+        took = next((digests[self._places[action]["took"]] for action in backwards), [])
+        return [digest is not None for digest in took]
 
 
 def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
@@ -209,9 +196,9 @@ def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
 
 
 def _named(
-    places: Mapping[int, Mapping[str, int]], digests: Sequence[Digest | None]
+    places: Mapping[int, tuple[Sequence[str], slice]], digests: Sequence[Digest | None]
 ) -> dict[int, dict[str, Digest | None]]:
     return {
-        index: {name: digests[place] for name, place in named.items()}
-        for index, named in places.items()
+        index: dict(zip(names, digests[part], strict=True))
+        for index, (names, part) in places.items()
     }

@@ -45,6 +45,21 @@ def local_tensor(tensor: Any) -> Tensor:
     return complete
 
 
+def real_numbers(tensor: Any) -> Tensor:
+    """The numbers of a tensor as real numbers without history: of a DTensor, this rank's part; of a
+    sparse tensor, its values.
+    """
+    is_special = tensor.is_sparse or tensor.is_complex() or tensor.requires_grad or tensor.is_neg()
+    if type(tensor) is Tensor and not is_special:  # nearly all are, and this is a step's path
+        return tensor
+    values = local_tensor(tensor).detach()
+    if values.is_sparse:  # of an embedding
+        values = values.coalesce().values()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return values.resolve_neg()
+
+
 @dataclass(frozen=True)
 class Sharding:
     """The sharding of a DTensor over ranks.

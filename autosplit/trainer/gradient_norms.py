@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.torch_internals.autograd import norms_of
-from autosplit.torch_internals.dtensor import local_tensor
+from autosplit.torch_internals.dtensor import real_numbers
 
 
 class GradientNorms:
@@ -28,7 +27,7 @@ class GradientNorms:
     def __init__(self, parameters: Iterable[nn.Parameter], *, squares: bool) -> None:
         self._parameters = [p for p in parameters if p.grad is not None]
         self._exact = squares
-        gradients = [*map(_real_numbers, self._parameters)]
+        gradients = [real_numbers(p.grad) for p in self._parameters]
         norms = norms_of(gradients, torch.float64 if squares else None)
         total = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
         self._norms = total.to("cpu", non_blocking=total.is_cuda)
@@ -46,16 +45,4 @@ class GradientNorms:
             p for p, is_finite in zip(self._parameters, finite, strict=True) if not is_finite
         ]
         # In a narrow dtype, squares of finite numbers may overflow: look at the numbers.
-        return [p for p in suspects if self._exact or not _real_numbers(p).isfinite().all()]
-
-
-def _real_numbers(parameter: nn.Parameter) -> Tensor:
-    """Return a gradient as real numbers; for a sharded gradient, this rank's part."""
-    gradient: Any = parameter.grad
-    is_special = gradient.is_sparse or gradient.is_complex() or gradient.requires_grad
-    if type(gradient) is Tensor and not is_special:  # nearly all are, and this is a step's path
-        return gradient
-    values = local_tensor(gradient).detach()
-    if values.is_sparse:  # of an embedding
-        values = values.coalesce().values()
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        return [p for p in suspects if self._exact or not real_numbers(p.grad).isfinite().all()]

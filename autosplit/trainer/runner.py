@@ -272,8 +272,8 @@ class Runner:
         reduction = self._start_reduction(plan, losses, microbatches, weights, norms)
         if flight is not None:  # the digests of gradients are computed while ranks reduce
             # Norms for clipping leave parameters of other ranks out.
-            is_complete = norms is not None and not self.clips
-            flight.end_actions(self.spans, norms.nonfinite() if norms and is_complete else None)
+            are_finite = norms is not None and not self.clips and not norms.nonfinite()
+            flight.end_actions(self.spans, are_finite=are_finite)
         return reduction
 
     def _run_actions(
