@@ -55,12 +55,14 @@ class Backend:
             arguments.
         generated: generated source of each compiled graph, by the graph's name.
         gathering: gathers the sharded parameters that graphs read; None if no parameter is sharded.
+        mode: one of ``MODES``.
     """
 
     decompositions: dict[Any, Callable[..., Any]] | None = None
     compiles = False
     generated: Mapping[str, str] = {}
     gathering: Gathering | None = None
+    mode = "default"
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         """Prepare a joint graph, in place, before it is split."""
@@ -177,17 +179,38 @@ def _inductor() -> Backend:
 BACKENDS: Mapping[str, Callable[[], Backend]] = {"eager": Eager, "inductor": _inductor}
 
 
-def backend_named(name: str) -> Backend:
-    """Create a backend of ``BACKENDS``, for one traced module."""
-    return BACKENDS[name]()
+MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes of ``torch.compile`` in which graphs can be compiled."""
 
 
-def check_backend(name: str) -> None:
-    """Check the name of a backend.
+def backend_named(name: str, mode: str = "default") -> Backend:
+    """Create a backend of ``BACKENDS``, for one traced module, with a mode of ``MODES``."""
+    backend = BACKENDS[name]()
+    backend.mode = mode
+    return backend
+
+
+def check_backend(name: str, mode: str = "default") -> None:
+    """Check the name of a backend, and its mode.
 
     Raises:
-        SplitError: the backend is unknown; the message lists the known ones.
+        SplitError: the backend or the mode is unknown, and the message lists the known ones; or the
+            backend has no modes.
     """
     if name not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
         raise SplitError(f"unknown backend {name!r}; known backends: {names}")
+    if mode == "reduce-overhead":
+        raise SplitError(
+            "mode='reduce-overhead' is refused, because it only adds CUDA graphs: a CPU has none, "
+            "and on a GPU they would write over results of microbatches whose backward is still to "
+            "come. Leave it out, or use mode='max-autotune'"
+        )
+    if mode not in MODES:
+        names = ", ".join(map(repr, MODES))
+        raise SplitError(f"unknown mode {mode!r} of torch.compile; known modes: {names}")
+    if mode != "default" and name == "eager":
+        raise SplitError(
+            f"mode={mode!r} has no effect with backend='eager', which compiles nothing: "
+            "use backend='inductor'"
+        )

@@ -63,7 +63,7 @@ class Inductor(Backend):
         from autosplit.capture.roles import note_origins
         from autosplit.torch_internals import inductor
 
-        inductor.rewrite_joint(joint)
+        inductor.rewrite_joint(joint, self.mode)
         note_origins(joint.graph)
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
@@ -107,6 +107,7 @@ class Inductor(Backend):
             with collecting_new_objects_only(), working(f"compiling {name} by Inductor"):
                 compiled = inductor.compile_module(
                     copy,
+                    mode=self.mode,
                     is_backward=is_backward,
                     static=[at for at, role in enumerate(roles) if role.kind in STATE],
                     visible=[at for at, (r, _) in enumerate(results) if r.kind not in _CROSSING],

@@ -234,7 +234,7 @@ def _functions(
     Raises:
         CaptureError, PassError: the graph cannot be split.
     """
-    backend = backend_named(options.backend)
+    backend = backend_named(options.backend, options.mode)
     traced = capture_graph(module, example_inputs, roles, backend.decompositions)
     functions_class = DTensorGraphFunctions if traced.shardings else GraphFunctions
     graphs = split_capture(traced, backend, options, dump_folder(module))
@@ -286,7 +286,7 @@ class SplitCall:
         return [outputs[at] for at in self._order]
 
 
-_OPTIONS = ("backend", "passes", "max_pending")
+_OPTIONS = ("backend", "mode", "passes", "max_pending")
 
 
 class SplittingBackend:
@@ -328,20 +328,24 @@ def backend(
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, Any] | None = None,
+    mode: str = "default",
 ) -> Callable[..., Any]:
     """The backend that is registered in torch as ``"autosplit"``.
 
     Args:
         module: the graph.
         example_inputs: the inputs of the graph's first call.
-        options: ``{"backend": name, "passes": tuple, "max_pending": number}``, all optional:
-            fields of ``autosplit.SplitOptions``, and the limit for pending microbatches of each
-            graph, see ``autosplit.split``.
+        options: ``{"backend": name, "mode": name, "passes": tuple, "max_pending": number}``, all
+            optional: fields of ``autosplit.SplitOptions``, and the limit for pending microbatches
+            of each graph, see ``autosplit.split``.
+
+        mode: the mode of ``torch.compile``, which accepts either ``mode`` or ``options``.
 
     Raises:
-        SplitError: an option or a backend is unknown; the message lists the known ones.
+        SplitError: an option or a backend is unknown, and the message lists the known ones; or the
+            backend has no such mode.
     """
-    chosen = dict(options or {})
+    chosen = {"mode": mode, **(options or {})}
     if unknown := chosen.keys() - set(_OPTIONS):
         names = ", ".join(map(repr, _OPTIONS))
         raise SplitError(f"unknown option {min(unknown)!r}; known options: {names}")

@@ -113,7 +113,7 @@ def trace(
     """
     refuse_sharded(module)
     refuse_unsupported_shardings(module)
-    compiler = backend_named(options.backend)
+    compiler = backend_named(options.backend, options.mode)
     compiler.gathering = gathering
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = dump_folder(module)

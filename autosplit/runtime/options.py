@@ -31,6 +31,10 @@ class SplitOptions:
             bit for bit where the same kernels run. ``"inductor"`` compiles graphs as
             ``torch.compile`` does: faster, with other rounding, and other random numbers for the
             same seed. Compiled code is cached on disk by torch.
+        mode: the mode of ``torch.compile`` in which ``"inductor"`` compiles: ``"default"``, or
+            ``"max-autotune"``, which tries several kernels for each product. Both run without CUDA
+            graphs, which would write over results of pending microbatches; ``"reduce-overhead"`` is
+            therefore refused.
         memory: memory per microbatch, traded for time:
 
             - ``"fast"``: no operator runs twice.
@@ -68,12 +72,13 @@ class SplitOptions:
             passes of your own, such as ``(*PASSES, mine)``. Must be equal on all ranks.
 
     Raises:
-        SplitError: an unknown backend, memory or accumulation setting (lists the known ones), a
-            ``grad_dtype`` that is not floating-point, or ``passes`` that are not a tuple of
+        SplitError: an unknown backend, mode, memory or accumulation setting (lists the known ones),
+            a ``grad_dtype`` that is not floating-point, or ``passes`` that are not a tuple of
             ``Pass``.
     """
 
     backend: str = "eager"
+    mode: str = "default"
     memory: str | int = "balanced"
     grad_dtype: torch.dtype | None = None
     defer_whole_backward: bool | None = None
@@ -82,7 +87,7 @@ class SplitOptions:
     passes: tuple[Pass, ...] = PASSES
 
     def __post_init__(self) -> None:
-        check_backend(self.backend)
+        check_backend(self.backend, self.mode)
         dtype = self.grad_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise SplitError(
@@ -128,6 +133,7 @@ class SplitArguments(TypedDict, total=False):
     """
 
     backend: str
+    mode: str
     memory: str | int
     grad_dtype: torch.dtype | None
     defer_whole_backward: bool | None

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import types
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -68,17 +69,17 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(select_decomp_table())
 
 
-def rewrite_joint(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph by Inductor's passes before partitioning.
+def rewrite_joint(joint: fx.GraphModule, mode: str) -> None:
+    """Rewrite a joint graph by Inductor's passes before partitioning, in a mode of torch.compile.
 
     The passes fuse attention and other patterns, fold constants, and replace random operators by
     functions of seeds.
     """
-    mode = _fake_mode(joint.graph)
+    fakes = _fake_mode(joint.graph)
     joint.graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's expects the traced signature
     roles = joint.graph.output_node().meta["roles"]
     drawn_in = _draws(joint.graph)
-    with compile_lock, V.set_fake_mode(mode), tracing(TracingContext(mode)):
+    with compile_lock, V.set_fake_mode(fakes), tracing(TracingContext(fakes)), _settings(mode):
         joint_graph_passes(joint, _device(joint.graph))
     joint.graph.output_node().meta["roles"] = roles
     for node in joint.graph.nodes:
@@ -102,6 +103,7 @@ def _draws(graph: fx.Graph) -> str:
 def compile_module(
     module: fx.GraphModule,
     *,
+    mode: str,
     is_backward: bool,
     static: Collection[int],
     visible: Collection[int],
@@ -112,6 +114,7 @@ def compile_module(
     Args:
         module: the graph. It returns nodes only, and its placeholders' ``meta["val"]`` are fake
             tensors for its inputs.
+        mode: the mode of torch.compile.
         is_backward: whether Inductor compiles the graph as ``torch.compile`` compiles a backward.
         static: positions of inputs that keep their address, mostly parameters.
         visible: positions of outputs that must have the traced strides.
@@ -122,17 +125,14 @@ def compile_module(
     Raises:
         LoweringError: Inductor cannot compile an operator of the graph.
     """
-    mode = _fake_mode(module.graph)
+    fakes = _fake_mode(module.graph)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     module.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
-    context = TracingContext(mode)
+    context = TracingContext(fakes)
     # Inductor reads only this attribute of AOTAutograd's metadata.
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated))  # type: ignore[assignment]
-    # Inductor's CUDA graphs write results over those of the last call, but the next microbatch runs
-    # before the last one's results are consumed.
-    eager_launch = torch._inductor.config.patch({"triton.cudagraphs": False})
     deferred = patched(AsyncCompile, "wait", _await_other_kernels)
-    with compile_lock, V.set_fake_mode(mode), tracing(context), eager_launch, deferred:
+    with compile_lock, V.set_fake_mode(fakes), tracing(context), _settings(mode), deferred:
         try:
             compiled: Any = compile_fx_inner(
                 module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
@@ -142,8 +142,17 @@ def compile_module(
             if isinstance(cause, LoweringException):
                 raise LoweringError(cause) from error
             raise
-    strides = [_strides(expressions, mode) for expressions in compiled.output_strides]
+    strides = [_strides(expressions, fakes) for expressions in compiled.output_strides]
     return Compiled(compiled, strides, compiled.source_code)
+
+
+def _settings(mode: str) -> AbstractContextManager[Any]:
+    """Context with Inductor's settings for a mode of torch.compile."""
+    # Inductor's CUDA graphs write results over those of the last call, but the next microbatch runs
+    # before the last one's results are consumed.
+    settings = {**torch._inductor.list_mode_options(mode), "triton.cudagraphs": False}
+    context: AbstractContextManager[Any] = torch._inductor.config.patch(settings)
+    return context
 
 
 _await_kernels = AsyncCompile.wait

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import LambdaFuture
@@ -277,19 +278,30 @@ def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) 
     from autosplit.torch_internals import inductor  # which takes seconds to import
 
     switched: list[bool] = []
+    tuned: list[bool] = []
     compile_fx_inner: Any = inductor.compile_fx_inner
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         switched.append(torch._inductor.config.triton.cudagraphs)
+        tuned.append(torch._inductor.config.max_autotune)
         return compile_fx_inner(*args, **kwargs)
 
     monkeypatch.setattr(inductor, "compile_fx_inner", spy)
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
-        autosplit.split(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), backend="inductor").capture(
-            torch.randn(2, 3)
-        )
-    assert switched
+        for mode in ("default", "max-autotune"):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+            x = torch.randn(2, 3)
+            split = autosplit.split(model, backend="inductor", mode=mode)
+            split.capture(x)
+            torch.testing.assert_close(split(x), model(x))
     assert not any(switched)
+    assert tuned == [False] * 3 + [True] * 3
+
+
+def test_torch_compile_passes_its_mode_on() -> None:
+    compiled = torch.compile(nn.Linear(3, 3), backend="autosplit", mode="reduce-overhead")
+    with pytest.raises(BackendCompilerFailed, match="'reduce-overhead' is refused"):
+        compiled(torch.randn(2, 3))
 
 
 def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

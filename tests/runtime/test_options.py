@@ -90,6 +90,12 @@ def test_an_unknown_option_is_refused_with_the_known(face: Callable[..., Any]) -
     ("option", "text"),
     [
         ({"backend": "tpu"}, "unknown backend 'tpu'; known backends: 'eager', 'inductor'"),
+        ({"mode": "max"}, "unknown mode 'max' of torch.compile; known modes: 'default', 'max-auto"),
+        ({"mode": "max-autotune"}, "no effect with backend='eager'.*use backend='inductor'"),
+        (
+            {"backend": "inductor", "mode": "reduce-overhead"},
+            "refused, because it only adds CUDA graphs: a CPU has none",
+        ),
         ({"memory": -1}, "memory must be 'fast', 'balanced', 'lean', or .*; got -1"),
         ({"grad_dtype": torch.int8}, "grad_dtype must be a floating-point dtype .*int8"),
         ({"passes": [*PASSES]}, "passes must be a tuple of autosplit.passes.Pass, such as"),
