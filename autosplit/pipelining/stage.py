@@ -354,8 +354,10 @@ class SplitPipelineStage(RuntimeStage):
         Returns:
             Parameters with accumulate hooks to be called.
         """
-        owner, divisor = self.sharding.owner, self._step.divisor
-        hooked = self._weights.sums.add_to_parameters(lambda p: divisor if owner(p) is p else 1)
+        owner, divisor, sums = self.sharding.owner, self._step.divisor, self._weights.sums
+        if divisor != 1:
+            sums.divide(divisor, lambda parameter: owner(parameter) is parameter)
+        hooked = sums.add_to_parameters()
         self.sharding.accumulate()
         return hooked
 

@@ -607,13 +607,13 @@ class SplitFunctions:
             state: parameters and buffers by name.
             leaves: the flattened ``(args, kwargs)``; emptied.
         """
-        read = [*map(state.__getitem__, self._read_state)]
+        read = tuple(map(state.__getitem__, self._read_state))
         pool = [*map(state.__getitem__, self.forward_state), *leaves]
         leaves.clear()
         results = self._forward(pool)
         outputs = len(self.output_names)
         end = outputs + len(self.updated_state)
-        saved = self.residuals(self._saves, results[end:], tuple(read))
+        saved = self.residuals(self._saves, results[end:], read)
         return ForwardResult(results[:outputs], results[outputs:end], saved)
 
     def backward_input(

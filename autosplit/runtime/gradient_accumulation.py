@@ -11,9 +11,11 @@ from torch import Tensor
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
     UncachedLeaves,
+    divide_together,
     has_tensor_hooks,
     waits_for_gradient,
 )
+from autosplit.torch_internals.dtensor import local_tensor
 
 from .compiled_graph import Accumulators
 
@@ -119,14 +121,18 @@ class GradientSums:
             else:
                 self.tensors[name] = self._as_sum(parameter, gradient, copied)
 
-    def add_to_parameters(self, divisor: Callable[[Tensor], int] | None = None) -> list[Tensor]:
+    def divide(self, divisor: int, is_divided: Callable[[Tensor], bool]) -> None:
+        """Divide the sums of the parameters for which ``is_divided`` is true, all in one call."""
+        pairs = [(self._parameters[name], total) for name, total in self.tensors.items()]
+        totals = [local_tensor(total) for parameter, total in pairs if is_divided(parameter)]
+        if totals:
+            divide_together(totals, divisor)
+
+    def add_to_parameters(self) -> list[Tensor]:
         """Add the sums to the parameters' ``.grad``, and drop the sums.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``, which is the
         parameter's dtype unless the user set it.
-
-        Args:
-            divisor: returns the number by which a parameter's sum is divided; None: 1.
 
         Returns:
             the parameters that have hooks of ``register_post_accumulate_grad_hook`` or on their
@@ -135,8 +141,6 @@ class GradientSums:
         published = [self._parameters[name] for name in self.tensors]
         for name in [*self.tensors]:
             total, parameter = self.tensors.pop(name), self._parameters[name]
-            if divisor is not None and (by := divisor(parameter)) != 1:
-                total.div_(by)
             if parameter.grad is None:
                 parameter.grad = self._as_grad(parameter, total)
             else:

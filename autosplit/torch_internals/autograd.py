@@ -355,6 +355,9 @@ def add_gradients(
 add_together: Callable[..., None] = torch._foreach_add_
 """Add each gradient to its sum, all in one call of torch; at least one."""
 
+divide_together: Callable[..., None] = torch._foreach_div_
+"""Divide all sums by a number, in one call of torch; at least one."""
+
 zero_together: Callable[..., None] = torch._foreach_zero_
 """Set all sums to zero in one call of torch; at least one."""
 

@@ -246,11 +246,10 @@ class Runner:
         if auditor is not None:
             auditor.arrange_audits(executor, self.stages)
         memory.recorder = None
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._seeds.restoring())
-            if self.record == MEMORY:
-                tensors = _tensors(microbatches)
-                recorder = stack.enter_context(memory.recording(plan, tensors, self._recorder))
+        recording: Any = contextlib.nullcontext(recorder)
+        if self.record == MEMORY:
+            recording = memory.recording(plan, _tensors(microbatches), self._recorder)
+        with self._seeds.restoring(), recording as recorder:
             losses, hooked = self._run_actions(
                 plan, executor, self.stages, inputs, targets, loss_grads, recorder
             )
