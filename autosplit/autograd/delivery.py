@@ -12,6 +12,7 @@ from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from autosplit.torch_internals.autograd import (
@@ -21,7 +22,6 @@ from autosplit.torch_internals.autograd import (
     checks_nan,
     visit_leaves,
     without_autocast,
-    without_grad,
 )
 
 from .lazy_gradient import _SLOT_LOCK, GradientSlot
@@ -59,7 +59,7 @@ class Delivery:
             SplitError: a deferred tensor was written in place since I.
         """
         run: list[Sequence[PendingWork]] = []
-        with without_grad(), without_autocast():
+        with torch.no_grad(), without_autocast():
             for works in microbatches:
                 if run and not self._sums_together(run[0], works):
                     self._add_run(run, slots)

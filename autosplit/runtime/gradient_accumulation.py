@@ -123,10 +123,9 @@ class GradientSums:
 
     def divide(self, divisor: int, is_divided: Callable[[Tensor], bool]) -> None:
         """Divide the sums of the parameters for which ``is_divided`` is true, all in one call."""
-        pairs = [(self._parameters[name], total) for name, total in self.tensors.items()]
-        totals = [local_tensor(total) for parameter, total in pairs if is_divided(parameter)]
-        if totals:
-            divide_together(totals, divisor)
+        names = [name for name in self.tensors if is_divided(self._parameters[name])]
+        if names:
+            divide_together([local_tensor(self.tensors[name]) for name in names], divisor)
 
     def add_to_parameters(self) -> list[Tensor]:
         """Add the sums to the parameters' ``.grad``, and drop the sums.

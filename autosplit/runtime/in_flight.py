@@ -123,10 +123,6 @@ class InFlightMicrobatches(dict[int, MicrobatchState]):
             message = with_code(message, wrong=wrong, right=right)
         raise SplitError(message)
 
-    def all_except(self, microbatch: int) -> list[MicrobatchState]:
-        """The states of all microbatches except this one."""
-        return [state for number, state in self.items() if number != microbatch]
-
 
 class StageBackward:
     """I, W and B of a stage's microbatches, with the sums of their weight gradients.
@@ -185,7 +181,7 @@ class StageBackward:
         functions, saved, module_state, _, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.parameter_names, self.sums
-        into = self.sums.into(names, module_state, skipped)
+        into = sums.into(names, module_state, skipped)
         if into is not None and self.last is not None:
             into = into._replace(report=self.report_of(microbatch))
         input_grads, gradients = functions.backward(saved, grads, into, sums.dtype)
@@ -371,9 +367,8 @@ class OffloadableStorages:
                 "neither between F and its backward nor between I and W. Call held() after "
                 "forward() or backward_input()"
             )
-        return phase[microbatch], [
-            state for phase in phases for state in phase.all_except(microbatch)
-        ]
+        states = [*self._saved.items(), *self._deferred.items()]
+        return phase[microbatch], [state for number, state in states if number != microbatch]
 
     def _exclusive(
         self,

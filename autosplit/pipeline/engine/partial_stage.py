@@ -31,7 +31,6 @@ from autosplit.torch_internals.autograd import (
     UncachedLeaves,
     call_accumulate_hooks,
     without_autocast,
-    without_grad,
     without_hooks,
 )
 from autosplit.torch_internals.state import versions
@@ -222,7 +221,7 @@ class PartialStage:
         """
         works, addends = self._take(self._deferred, microbatch, "backward_input")
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        with without_grad(), without_autocast():
+        with torch.no_grad(), without_autocast():
             weights = {names[at]: grad for at, (_, grad, _) in microbatch_gradients(works).items()}
             self._add(weights | {name: weights[name] + grad for name, grad in addends.items()})
 
@@ -292,7 +291,7 @@ class PartialStage:
         """Add gradients of one microbatch to the sums."""
         names = [*gradients]
         self._sums.set_parameters(names, [*map(self._module.get_parameter, names)])
-        with without_grad():
+        with torch.no_grad():
             self._sums.add_gradients(names, [*gradients.values()], borrowed=names)
 
     def _take(self, microbatches: dict[int, T], microbatch: int, call: str) -> T:
