@@ -30,14 +30,14 @@ class ActionAudit:
     """The audit of one action in one step.
 
     Args:
-        action: an F, I, W or B.
+        action: an F, I, W or B; also an attribute.
         stage: its stage.
         rank: the rank, for messages.
         device: the device of the stage.
     """
 
     def __init__(self, action: Action, stage: Stage, rank: int, device: torch.device) -> None:
-        self._action, self._stage = action, stage
+        self.action, self._stage = action, stage
         self._rank, self._device = rank, device
         self._arguments: list[list[Any]] = []
         self._snapshot = stage
@@ -47,14 +47,14 @@ class ActionAudit:
 
     def wraps(self) -> Iterator[tuple[Action, Callable[..., Any]]]:
         """The functions around the action and the next one, see ``Executor.set_audits``."""
-        stage, kind, microbatch = self._action.stage, self._action.kind, self._action.microbatch
-        yield self._action, self._run
+        stage, kind, microbatch = self.action.stage, self.action.kind, self.action.microbatch
+        yield self.action, self._run
         for follower in _FOLLOWERS[kind.value]:
             yield Action(stage, ActionKind(follower), microbatch), self._run_next
 
     def _run(self, _: Callable[..., Any], *arguments: list[Any]) -> Any:
         """Run the action on a copy of its stage, and keep what it takes."""
-        microbatch, stage = self._action.microbatch, self._stage
+        microbatch, stage = self.action.microbatch, self._stage
         self._arguments = [[*tensors] for tensors in arguments]
         self._snapshot, copy = stage.copy_of(microbatch), stage.copy_of(microbatch)
         self._note(self._inputs())
@@ -64,18 +64,18 @@ class ActionAudit:
         return results
 
     def _call(self, stage: Stage, *arguments: list[Any]) -> Any:
-        return getattr(stage, METHODS[self._action.kind])(self._action.microbatch, *arguments)
+        return getattr(stage, METHODS[self.action.kind])(self.action.microbatch, *arguments)
 
     def _run_next(self, compute: Callable[..., Any], *arguments: list[Any]) -> Any:
         """Run the action that takes what this one has left on its stage."""
-        self._note(_held_tensors(self._stage, self._action.microbatch))
+        self._note(_held_tensors(self._stage, self.action.microbatch))
         self._is_taken = True
         return compute(*arguments)
 
     def _inputs(self) -> dict[str, Tensor | None]:
         """The tensors that the action takes, which another run must find unchanged."""
         tensors = [tensor for row in self._arguments for tensor in row]
-        state = _held_tensors(self._snapshot, self._action.microbatch)
+        state = _held_tensors(self._snapshot, self.action.microbatch)
         state |= {f"argument {place}": tensor for place, tensor in enumerate(tensors)}
         return {f"{_INPUT_PREFIX}{name}": tensor for name, tensor in state.items()}
 
@@ -91,11 +91,11 @@ class ActionAudit:
             that memory has changed between two runs; empty without a difference.
         """
         if not self._is_taken:
-            self._note(_held_tensors(self._stage, self._action.microbatch))
+            self._note(_held_tensors(self._stage, self.action.microbatch))
         first, second = self._read(self._names, self._digests), self._run_copy()
         names = [name for name, value in first.items() if second[name] != value]
         text = names and (
-            f"rank {self._rank}: {self._action} had other bits when it ran again, in "
+            f"rank {self._rank}: {self.action} had other bits when it ran again, in "
             f"{few(names, 4)}; {self._verdict(names, first, second)}"
         )
         self._arguments, self._snapshot = [], self._stage
@@ -124,7 +124,7 @@ class ActionAudit:
 
     def _run_copy(self) -> dict[str, Digest | None]:
         """The digests of another run, by name."""
-        microbatch, stage = self._action.microbatch, self._snapshot.copy_of(self._action.microbatch)
+        microbatch, stage = self.action.microbatch, self._snapshot.copy_of(self.action.microbatch)
         results = self._call(stage, *([*tensors] for tensors in self._arguments))
         tensors = self._inputs() | _computed(results, stage) | _held_tensors(stage, microbatch)
         return self._read(tensors, PendingDigests(tensors.values()))

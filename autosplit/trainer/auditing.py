@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Auditor:
             before enough steps are measured.
         never: the actions that are not audited, of all ranks of the pipeline.
         marks: texts on the differences of all ranks so far, if the ranks train on.
+        spans: when actions ran again in the last step, on this rank.
     """
 
     period: int | None = None
@@ -54,6 +56,7 @@ class Auditor:
     def __init__(self, groups: Groups, device: torch.device, *, goes_on: bool) -> None:
         self._groups, self._device, self._goes_on = groups, device, goes_on
         self.marks: list[str] = []
+        self.spans: list[Span] = []
         self._texts: list[str] = []
         self._measured: list[list[Span]] = []
         self._plan = AuditPlan({}, [], [])
@@ -65,6 +68,7 @@ class Auditor:
         """Set the audits of the next step; none if it runs another schedule than the planned one,
         as for another number of microbatches.
         """
+        self.spans = []
         if executor.schedule != self._schedule:
             executor.set_audits((), ())
             return
@@ -91,7 +95,9 @@ class Auditor:
         Raises:
             AuditError: a tensor has other bits.
         """
+        start = perf_counter()
         text = audit.run_again()
+        self.spans.append(Span(self._groups.rank, audit.action, start, perf_counter()))
         if text and not self._goes_on:
             raise AuditError(f"{text}. No optimizer has used the step. {_ADVICE}")
         self._texts += [text] if text else []

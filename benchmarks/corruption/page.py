@@ -11,7 +11,7 @@ from typing import Any
 from ..kept_ranks import KeptRanks
 from ..page import Page, Part, option
 from ..results import Rows, Target, table
-from . import cost, replayed
+from . import cost, replayed, timeline
 from .faults import BITS, KINDS, faults
 from .judge import clean, judge
 
@@ -156,12 +156,36 @@ def render_replay(rows: Rows) -> str:
     return table(heads, lines)
 
 
+_TIMELINE = """\
+A step of four ranks with `RunOptions(audit="mark", record=True)`. F and B also sleep, so that four
+ranks run on any two cores. A bit of a weight gradient flips in one backward of one rank. When this
+rank has nothing else to do, it runs the action again, and then a third time, to know which run was
+wrong. All ranks warn, and go on."""
+
+
+def measure_timeline(_: Settings) -> Iterator[dict[str, Any]]:
+    """The rows of ``timeline.measure``."""
+    launched = KeptRanks()
+    try:
+        yield from timeline.measure(launched)
+    finally:
+        launched.end()
+
+
+def render_timeline(rows: Rows) -> str:
+    """The picture, and the warning of all ranks."""
+    return f"![the timeline of a step with audits](timeline.png)\n\n    {rows[0]['text']}"
+
+
 PAGE = Page(
     "corruption",
     TEMPLATE,
     {
         "corruption": Part("Found and named", _ABOUT, measure, render),
         "cost": Part("The cost of the recorder and of audits", _COST, measure_cost, render_cost),
+        "timeline": Part(
+            "A step with a fault and audits", _TIMELINE, measure_timeline, render_timeline
+        ),
         "replay": Part("The replay of one action", _REPLAY, measure_replay, render_replay),
     },
     Settings,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.corruption import replayed
+from benchmarks.corruption import replayed, timeline
 from benchmarks.corruption.faults import KINDS, Fault, faults
 from benchmarks.corruption.judge import clean, judge
 from benchmarks.corruption.page import render, render_replay
@@ -39,3 +41,11 @@ def test_actions_of_a_stage_are_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "samples   5 of the batch, in microbatch 2" in row["text"]
     assert row["command"] > row["reading"] + row["running"]
     assert "F with a NaN in a sample, 16 wide" in render_replay([row])
+
+
+def test_a_fault_is_framed_where_it_ran_and_where_it_ran_again(tmp_path: Path) -> None:
+    rows = [{"ran": [(f"{rank}B2", rank, rank + 1)], "again": []} for rank in range(4)]
+    rows[2]["again"] = [("2B2", 3, 4), ("2B1", 4, 5)]
+    timeline.draw(rows, tmp_path / "step.svg")
+    frame = "stroke: #ff0000; stroke-width: 2.5"
+    assert (tmp_path / "step.svg").read_text().count(frame) == 3  # and in the legend

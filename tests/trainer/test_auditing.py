@@ -54,7 +54,7 @@ def audited_actions() -> Iterator[list[Action]]:
     original = auditing.ActionAudit.run_again
 
     def run_again(self: auditing.ActionAudit) -> str:
-        actions.append(self._action)
+        actions.append(self.action)
         return original(self)
 
     with mock.patch.object(auditing.ActionAudit, "run_again", run_again):
@@ -174,6 +174,8 @@ def test_a_rank_is_marked_on_all_ranks_and_the_step_goes_on() -> None:
         trainer.step(workers.data(8))
         warned = [call.args[0] for call in warn.call_args_list]
         assert trainer.auditor.marks == [text]
+        assert all(span.start < span.end for span in trainer.auditor.spans)
+        assert {span.rank for span in trainer.auditor.spans} == {dist.get_rank()}
         (warning,) = [warning for warning in warned if text in warning]
         assert "The step goes on (audit='mark')" in warning
         assert trainer.metrics()["marks"] == 1
