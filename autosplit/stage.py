@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.autograd.module_proxy import refuse_proxies
+from autosplit.autograd.module_proxy import refuse_split
 from autosplit.capture.size_rule import SizeRule
 from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
@@ -130,7 +130,7 @@ class Stage:
         self.index = index
         self.module = module
         owner = f"stage {index}"
-        _refuse_split(owner, module)
+        refuse_split(owner, module)
         options = split_options(options, changes, ["index", "varying"])
         self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
@@ -624,13 +624,3 @@ def _not_a_list(index: int, tensors: object) -> SplitError:
         f"stage {index}: expected a list of tensors, which the call empties, such as [x]; got "
         f"a {type(tensors).__name__}"
     )
-
-
-def _refuse_split(owner: str, module: nn.Module) -> None:
-    """Refuse a module whose forward is split or compiled already."""
-    if hasattr(module, "_orig_mod"):
-        raise SplitError(
-            f"{owner}: the module is compiled by torch.compile, which hides its graph. Pass the "
-            "module itself, which is ._orig_mod of this one, and backend='inductor' to compile it"
-        )
-    refuse_proxies(owner, module)

@@ -238,3 +238,17 @@ def refuse_proxies(owner: str, module: nn.Module) -> None:
             raise SplitError(
                 f"{owner}: {subject} is split already; pass its .unsplit, the unsplit module"
             )
+
+
+def refuse_split(owner: str, module: nn.Module) -> None:
+    """Refuse a module whose forward is split or compiled already.
+
+    Raises:
+        SplitError: as ``refuse_proxies``; or the module is of torch.compile.
+    """
+    if hasattr(module, "_orig_mod"):
+        raise SplitError(
+            f"{owner}: the module is compiled by torch.compile, which hides its graph. Pass the "
+            "module itself, which is ._orig_mod of this one, and backend='inductor' to compile it"
+        )
+    refuse_proxies(owner, module)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.autograd.module_proxy import refuse_split
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.capture.diagnosis import named_module
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
@@ -67,6 +68,9 @@ def _capture(
     if not line.body:
         raise PlanError(
             f"{type(model).__name__} computes nothing: it has no operators to cut into stages"
+            if any(parameter.requires_grad for parameter in model.parameters())
+            else f"no parameter of {type(model).__name__} requires a gradient: there is nothing "
+            "to train"
         )
     return line
 
@@ -142,12 +146,14 @@ class WholeModel:
         Raises:
             CaptureError: the model cannot be captured in one graph; names the user's line.
             PlanError: the model computes nothing, or the inputs are invalid.
+            SplitError: the model is split or compiled already.
         """
         if not isinstance(model, nn.Module):
             raise PlanError(
                 f"expected one nn.Module to cut, got a {type(model).__name__}: give "
                 "PipelineTrainer existing stages as a list"
             )
+        refuse_split("a model to cut", model)
         args, named = _apart(_inputs(args, kwargs))
         with working(f"capturing {type(named_module(model)).__name__} whole"):
             line = _capture(model, args, named, precision)

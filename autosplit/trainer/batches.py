@@ -292,12 +292,11 @@ class BatchSplitter:
                         f"{name} on this rank"
                     )
                 continue
-            leaves = self._by_path(name, part)
-            self._check_complete(leaves, used or ())
-            values = self._top_values(name, part)
+            leaves, values = self._by_path(name, part), self._top_values(name, part)
             for path, value in values.items():
                 if cuts and (value is not None or name == "targets" or used is None):
                     self._check_tensor(name, path, value)
+            self._check_complete(leaves, used or ())
             for path, leaf in leaves.items():
                 if isinstance(leaf, Tensor):
                     _check_has_data(path, leaf, self._device)

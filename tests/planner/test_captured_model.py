@@ -4,11 +4,15 @@ holds what torch makes trouble with.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import CaptureError
+import autosplit
+from autosplit.errors import AutosplitError, CaptureError
 from autosplit.planner import WholeModel, meta_model
 from autosplit.planner.cutting import cut
 from tests.planner.whole_models import run_modules
@@ -62,6 +66,27 @@ def test_state_that_every_call_changes_is_refused_after_one_call() -> None:
     with pytest.raises(CaptureError, match="changes Python state, self"):
         WholeModel.capture(model, torch.randn(4, 8))
     assert model.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("prepare", "text"),
+    [
+        (
+            torch.compile,
+            r"a model to cut: .* compiled by torch.compile, .*\._orig_mod of this one",
+        ),
+        (autosplit.split, r"a model to cut: the module is split already; pass its \.unsplit"),
+        (nn.Module.requires_grad_, None),
+        (lambda model: model.requires_grad_(False), "no parameter of Linear requires a gradient"),
+    ],
+    ids=["compiled", "split", "trained", "frozen"],
+)
+def test_a_model_that_cannot_be_trained_is_refused_by_its_cause(
+    prepare: Callable[[nn.Module], nn.Module], text: str | None
+) -> None:
+    model = prepare(nn.Linear(8, 8))
+    with contextlib.nullcontext() if text is None else pytest.raises(AutosplitError, match=text):
+        WholeModel.capture(model, torch.randn(4, 8))
 
 
 def test_without_values_there_is_no_first_call() -> None:

@@ -135,6 +135,15 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (lambda: trainer(schedule="1F1B"), "torch's 1F1B is '1f1b' here"),
         (
+            lambda: trainer(
+                model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+                stages=2,
+                example=X[:2],
+                planning={"costs": "estimate"},
+            ).step((X.cpu().numpy(), Y)),
+            "got a ndarray: torch.from_numpy",
+        ),
+        (
             lambda: trainer(model=[nn.Linear(8, 8), nn.Linear(4, 4)]).step((X, Y)),
             r"stage 1 cannot take its inputs, .*float32\[2, 8\].*: Linear cannot run "
             r"on these inputs\.\n  at .*linear\.py:\d+\n  because linear fails: .*\n  Pass inputs",
@@ -221,6 +230,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         "optimizer",
         "torch's class",
         "torch's name",
+        "an array for a model to cut",
         "widths",
         "a loss that notes",
         "a loss that adds",
