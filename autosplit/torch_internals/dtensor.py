@@ -49,8 +49,9 @@ def real_numbers(tensor: Any) -> Tensor:
     """The numbers of a tensor as real numbers without history: of a DTensor, this rank's part; of a
     sparse tensor, its values.
     """
-    is_special = tensor.is_sparse or tensor.is_complex() or tensor.requires_grad or tensor.is_neg()
-    if type(tensor) is Tensor and not is_special:  # nearly all are, and this is a step's path
+    if type(tensor) is Tensor and not (
+        tensor.is_sparse or tensor.is_complex() or tensor.requires_grad or tensor.is_neg()
+    ):  # as nearly all are, and this is a step's path
         return tensor
     values = local_tensor(tensor).detach()
     if values.is_sparse:  # of an embedding

@@ -72,4 +72,5 @@ def plan_audits(
         else:
             plan.late.append(span.action)
             longest = max(longest, seconds)
-    return plan._replace(late_interval=math.ceil(longest / (_SHARE * timeline.makespan)))
+    interval = math.ceil(longest / (_SHARE * timeline.makespan))
+    return plan._replace(late_interval=max(1, interval))

@@ -64,6 +64,11 @@ def test_late_audits_make_the_mean_step_one_percent_longer(name: str, split_back
         assert longest / plan.late_interval <= 0.01 * step < longest / (plan.late_interval - 1)
 
 
+def test_without_actions_that_can_run_again_nothing_is_planned() -> None:
+    plan = plan_audits(build("1f1b", 2, 2), 0, seconds, lambda _: False)
+    assert (plan.waits, plan.late, plan.late_interval) == ({}, [], 1)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-v"])
 def test_audits_are_shorter_than_their_waits(name: str) -> None:
     """Waits are shared evenly, and actions that cannot run again are never audited."""
