@@ -32,6 +32,7 @@ from autosplit.recorder.bundle import BundlePart
 from autosplit.recorder.digests import digest
 from autosplit.recorder.program import Program
 from autosplit.text.figures import few
+from autosplit.torch_internals.pytree import tree_map
 
 _F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
 Role = tuple[str, str]
@@ -414,11 +415,11 @@ class StepReplay:
             action: the action.
             tensors: whether the file has the values of tensors; else they are zeros.
         """
-        program, arguments = self.program(action), self.program_arguments(action)
+        program, file = self.program(action), io.BytesIO()
+        saved = [self.program_arguments(action), dict(program.constants)]
         if not tensors:
-            arguments = [torch.zeros_like(a) if isinstance(a, Tensor) else a for a in arguments]
-        file = io.BytesIO()
-        torch.save([arguments, dict(program.constants), self._records[action].get("seed", 0)], file)
+            saved = tree_map(lambda v: torch.zeros_like(v) if isinstance(v, Tensor) else v, saved)
+        torch.save([*saved, self._records[action].get("seed", 0)], file)
         text = base64.b64encode(file.getvalue()).decode()
         return _REPRODUCER.format(program.source, text, METHODS[action.kind])
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import pathlib
+import runpy
 import subprocess
 import sys
 import weakref
@@ -323,6 +326,28 @@ def test_one_file_reproduces_an_action(tmp_path: pathlib.Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=True)
         assert result.stdout.startswith(f"0 {shown}")
     assert "0., 0., 0." in result.stdout
+
+
+class Scaled(nn.Module):
+    """A stage with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(WIDTH, WIDTH), torch.full((WIDTH,), 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale
+
+
+@pytest.mark.parametrize("value", [1.5, 0.0])
+def test_a_file_without_tensors_has_no_constants(value: float, tmp_path: pathlib.Path) -> None:
+    with trainer(tmp_path, block=Scaled, alarms=[alarm]) as stages:
+        stages.step(*data())
+    file = tmp_path / "action.py"
+    replay(tmp_path, "--action", "1F1", "--python", file, *["--no-tensors"] * (value == 0.0))
+    saved = base64.b64decode(runpy.run_path(str(file))["SAVED"])
+    _, constants, _ = torch.load(io.BytesIO(saved))
+    assert [*map(torch.unique, constants.values())] == [torch.tensor([value])]
 
 
 def test_a_bundle_without_tensors_holds_digests_only(tmp_path: pathlib.Path) -> None:
