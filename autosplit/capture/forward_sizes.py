@@ -4,19 +4,27 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from autosplit.capture.input_sizes import InputSizes
+from autosplit.capture.input_sizes import InputSizes, assumptions
 from autosplit.capture.size_rule import SizeRule
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def holds_size(value: Any) -> bool:
+    """Whether a value is a symbolic size, or a tuple of numbers with one."""
+    numbers = value if isinstance(value, tuple) else [value]
+    return any(isinstance(number, _SYMBOLIC) for number in numbers)
 
 
 class ForwardSizes:
@@ -49,9 +57,11 @@ class ForwardSizes:
         """The value of a size for inputs of certain sizes; None if the size depends on data.
 
         Args:
-            size: a number, or a symbolic one.
+            size: a number, or a symbolic one; or a tuple of them.
             inputs: the input tensors; None: those of the capture.
         """
+        if isinstance(size, tuple | list):
+            return tuple(self.number(number, inputs) for number in size)
         if not isinstance(size, _SYMBOLIC):
             return size
         if not self._follows(size):
@@ -93,7 +103,10 @@ class ForwardSizes:
 
 
 class ArgumentSizes:
-    """The sizes of a forward as a part of its graph computes them from its own arguments.
+    """The sizes of a forward, as a part of its graph computes them from its own arguments.
+
+    A size of an argument is a symbol, follows from the symbols of all arguments, or is taken for a
+    symbol of its own: after a pooling, ``s // 2`` if no argument has the size ``s``.
 
     Args:
         env: the shape environment of the symbols.
@@ -102,19 +115,60 @@ class ArgumentSizes:
 
     def __init__(self, env: Any, arguments: Mapping[int, Tensor]) -> None:
         self._env = env
-        self._sizes = InputSizes(env, arguments)
+        self._shapes = {
+            at: [*map(self._expression, value.shape)] for at, value in arguments.items()
+        }
+        self._places: dict[Any, tuple[int, int]] = {}
+        self._symbols: dict[Any, Any] = {}
+        sizes = [(n, (at, d)) for at, shape in self._shapes.items() for d, n in enumerate(shape)]
+        for size, place in sizes:
+            if size.is_Symbol:
+                self._places.setdefault(size, place)
+        for size, (at, dimension) in sizes:
+            if self._is_unknown(size):
+                self._symbols[size] = sympy.Symbol(f"size_{at}_{dimension}", integer=True)
+                self._places[self._symbols[size]] = (at, dimension)
+        self._computed: dict[Any, tuple[fx.Node, int]] = {}
         self._written: dict[Any, Any] = {}
 
     def rule(self, count: int) -> SizeRule:
         """The sizes of ``count`` arguments for which the part is valid."""
-        return self._sizes.rule([None] * count, ())
+        shapes = (self._shapes.get(at) for at in range(count))
+        inputs = [None if shape is None else tuple(map(self._text, shape)) for shape in shapes]
+        symbols = [symbol for symbol in self._places if symbol not in self._symbols.values()]
+        conditions = [
+            self._text(condition)
+            for condition in assumptions(self._env, symbols)
+            if condition is not sympy.true and not self._is_unknown(condition)
+        ]
+        places = tuple((str(symbol), *place) for symbol, place in self._places.items())
+        return SizeRule(places, tuple(inputs), tuple(dict.fromkeys(conditions)), ())
 
-    def write(self, value: Any, read: Callable[[int, int], fx.Proxy]) -> Any:
+    def use_computed(self, node: fx.Node, value: Any) -> None:
+        """Let sizes that follow from no argument be read from a tensor that the part computes.
+
+        Args:
+            node: the node that computes the tensor in the part's graph.
+            value: the tensor in the forward's graph.
+        """
+        shape = value.shape if isinstance(value, Tensor) else ()
+        for dimension, size in enumerate(map(self._expression, shape)):
+            if self._is_unknown(size):
+                symbol = sympy.Symbol(f"size_{node.name}_{dimension}", integer=True)
+                self._symbols[size] = symbol
+                self._computed[symbol] = (node, dimension)
+
+    def _is_unknown(self, size: Any) -> bool:
+        """Whether a size follows from none that was read so far."""
+        symbols = self._resolve(size).free_symbols
+        return not symbols <= {*self._places, *self._symbols.values()}
+
+    def write(self, value: Any, arguments: Sequence[fx.Node]) -> Any:
         """Write the nodes that compute a size, or a tuple of sizes, into a graph.
 
         Args:
             value: the size in the forward's graph.
-            read: a function from an argument and a dimension to a node with this size.
+            arguments: the arguments of the part, in its graph.
 
         Returns:
             the node, or the number.
@@ -123,18 +177,33 @@ class ArgumentSizes:
             KeyError: the size does not follow from the sizes of the arguments.
         """
         if isinstance(value, tuple | list):
-            return tuple(self.write(number, read) for number in value)
+            return tuple(self.write(number, arguments) for number in value)
         if not isinstance(value, _SYMBOLIC):
             return value
-        expression = self._env.replace(value.node.expr)
+        expression = self._resolve(self._expression(value))
         if expression not in self._written:
-            symbols = {
-                symbol: read(*place)
-                for symbol, place in self._sizes.size_places.items()
-                if symbol in expression.free_symbols
-            }
-            if len(symbols) < len(expression.free_symbols):
-                raise KeyError(str(expression))
+            if self._is_unknown(expression):
+                raise KeyError(str(value))
+            symbols = {}
+            for symbol in sorted(expression.free_symbols, key=str):
+                if symbol in self._computed:
+                    node, dimension = self._computed[symbol]
+                else:
+                    at, dimension = self._places[symbol]
+                    node = arguments[at]
+                symbols[symbol] = fx.Proxy(node).size(dimension)
             result = sympy_interp(PythonReferenceAnalysis, symbols, expression)
             self._written[expression] = result.node if isinstance(result, fx.Proxy) else result
         return self._written[expression]
+
+    def _expression(self, size: Any) -> Any:
+        """The size as an expression of symbols."""
+        symbolic = isinstance(size, _SYMBOLIC)
+        return self._env.replace(size.node.expr if symbolic else sympy.sympify(size))
+
+    def _resolve(self, expression: Any) -> Any:
+        """An expression with the arguments' own symbols in place of their sizes."""
+        return expression.xreplace(self._symbols)
+
+    def _text(self, expression: Any) -> str:
+        return str(PythonPrinter().doprint(self._resolve(expression)))

@@ -160,16 +160,7 @@ class InputSizes:
         for at, traced in self._tensors.items():
             inputs[at] = tuple(map(text, traced.shape))
         places = tuple((str(symbol), *place) for symbol, place in self.size_places.items())
-        bounds = [
-            relation(symbol, bound)
-            for symbol in self._places
-            for relation, bound in (
-                (sympy.Ge, self._env.var_to_range[symbol].lower),
-                (sympy.Le, self._env.var_to_range[symbol].upper),
-            )
-            if isinstance(bound, sympy.Integer)  # not infinite
-        ]
-        assumed = [self._env.replace(c) for c in (*bounds, *(g.expr for g in self._env.guards))]
+        assumed = assumptions(self._env, self._places)
         names = {name for name, *_ in places}
         conditions = [
             PythonPrinter().doprint(condition)
@@ -225,6 +216,20 @@ class InputSizes:
     def _read(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, Any]:
         """Value of each symbol for these inputs."""
         return {n: _READ[kind](leaves[leaf], at) for n, (leaf, kind, at) in self._places.items()}
+
+
+def assumptions(env: Any, symbols: Iterable[sympy.Symbol]) -> list[sympy.Basic]:
+    """The conditions under which a graph is valid: bounds of symbols, and guards."""
+    bounds = [
+        relation(symbol, bound)
+        for symbol in symbols
+        for relation, bound in (
+            (sympy.Ge, env.var_to_range[symbol].lower),
+            (sympy.Le, env.var_to_range[symbol].upper),
+        )
+        if isinstance(bound, sympy.Integer)  # not infinite
+    ]
+    return [env.replace(condition) for condition in (*bounds, *(g.expr for g in env.guards))]
 
 
 def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:

@@ -24,7 +24,8 @@ from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.meta_model import named_tensors
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.precision import OWN_DTYPES, MixedPrecision
-from autosplit.planner.stage_module import StageLayout, StageModule
+from autosplit.planner.stage_layout import StageLayout
+from autosplit.planner.stage_module import StageModule
 from autosplit.runtime.build import warm_up
 from autosplit.text.figures import few, nearest
 from autosplit.text.progress import working

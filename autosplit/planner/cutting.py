@@ -28,7 +28,8 @@ from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.planner.meta_model import Values, initial_values, materialise_stage
 from autosplit.planner.other_sizes import OtherSizes, Sizes, matching_layout
 from autosplit.planner.precision import OWN_DTYPES, MixedPrecision
-from autosplit.planner.stage_module import StageGraph, StageLayout, StageModule
+from autosplit.planner.stage_layout import StageGraph, StageLayout
+from autosplit.planner.stage_module import StageModule
 from autosplit.ranks.default_group import gather
 from autosplit.text.progress import working
 

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from autosplit.capture.forward_sizes import holds_size
 from autosplit.capture.module_paths import inside, stack
 from autosplit.capture.size_rule import Leaf, SizeRule
 from autosplit.errors import CaptureError, PlanError, reworded
 from autosplit.pipeline.engine.boundaries import Boundary, TensorMeta
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.operation_sequence import OperationSequence
-from autosplit.planner.stage_module import StageGraph, StageLayout
+from autosplit.planner.stage_layout import StageGraph, StageLayout
 
 Sizes = Sequence[Leaf]
 """The sizes of the input tensors of a microbatch; a string for an input that was not passed."""
@@ -293,7 +294,11 @@ def _operations(layout: StageLayout, stage: int, inputs: Sequence[Tensor]) -> li
         return names[node]
 
     def replaced(value: Any) -> Any:
-        return text_of(value) if isinstance(value, fx.Node) else value
+        if isinstance(value, fx.Node):
+            return text_of(value)
+        if forward.sizes is not None and holds_size(value):
+            return forward.sizes.number(value, inputs)
+        return value
 
     return [
         (text_of(node), str(node.target), str(map_aggregate((node.args, node.kwargs), replaced)))

@@ -38,7 +38,7 @@ class Attending(nn.Module):
         for layer in self.layers:
             heads = layer(x).view(samples, length, 2, 4).transpose(1, 2)
             attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-            x = x + self.drop(attended.transpose(1, 2).reshape(samples, length, 8))
+            x = x + self.drop(attended.transpose(1, 2).reshape((*x.size()[:-1], 8)))
             if length > 11:
                 x = x / 2
         return self.head(x)

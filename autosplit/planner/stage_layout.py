@@ -1,0 +1,318 @@
+"""The operations of each stage of a cut model, and their graphs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+from torch.utils.checkpoint import checkpoint
+
+from autosplit.capture.forward_graph import Switches, enters_autocast
+from autosplit.capture.forward_sizes import ArgumentSizes, holds_size
+from autosplit.capture.size_rule import SizeFunction, SizeRule
+from autosplit.errors import PlanError
+from autosplit.pipeline.schedule.routes import Source
+from autosplit.planner.operation_sequence import OperationSequence
+from autosplit.torch_internals.pytree import tree_unflatten
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The graph of a stage in one mode, training or evaluation.
+
+    Attributes:
+        graph: takes the state in the order of ``state``, then the inputs; returns a tuple.
+        state: names of the parameters and buffers.
+        shapes: the shapes of the inputs in the capture; None for an input that this mode does not
+            read.
+        conditions: conditions on the sizes of the inputs under which the graph is valid.
+        accepts: a function of the inputs' shapes that returns None if the graph is not valid.
+        structure: a function that rebuilds the model's result from the tensors of the last stage;
+            None in other stages.
+        device: the device of the capture.
+    """
+
+    graph: fx.GraphModule
+    state: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    conditions: tuple[str, ...]
+    accepts: SizeFunction
+    structure: Callable[[Sequence[Tensor]], Any] | None
+    device: torch.device
+
+    def moved(self, device: torch.device) -> StageGraph:
+        """The graph for another device. The capture's device is a constant in the graph, from uses
+        such as ``x.device`` or ``autocast(x.device.type)``, and is replaced.
+        """
+        if device == self.device:
+            return self
+        graph = copy.deepcopy(self.graph).to(device)
+        for part in graph.modules():
+            if isinstance(part, fx.GraphModule):
+                for node in part.graph.nodes:
+                    _move(node, self.device, device)
+                part.recompile()
+        return replace(self, graph=graph, device=device)
+
+
+class StageLayout:
+    """The operations, inputs and messages of every stage.
+
+    Args:
+        line: the operations.
+        places: position of the first operation of every stage except the first.
+
+    Attributes:
+        nodes: per stage, its operations, with replicated operations.
+        sent: per stage except the last, the operations whose values other stages read.
+        received: per stage, the nodes of its arguments, in order.
+    """
+
+    def __init__(self, line: OperationSequence, places: Sequence[int]) -> None:
+        self.line = line
+        self.places = [*places]
+        bounds = [*itertools.pairwise([0, *places, len(line.body)])]
+        self._stage = {n: at for at, (a, b) in enumerate(bounds) for n in line.body[a:b]}
+        self.sent = [
+            [n for n in line.body[first:last] if line.last_use[n] >= last]
+            for first, last in bounds[:-1]
+        ]
+        parts = [line.part(first, last) for first, last in bounds]
+        self.nodes = [nodes for nodes, _ in parts]
+        # Each stage has its own state and constants.
+        inputs = line.forward.inputs
+        outside = [[n for n in read if n in inputs or n in line.position] for _, read in parts]
+        self.received = [
+            sorted(read, key=lambda node: _order(self.argument_source(node))) for read in outside
+        ]
+
+    def argument_source(self, node: fx.Node) -> Source:
+        """The source of a stage's argument."""
+        position = self.line.forward.inputs.get(node)
+        if position is not None:
+            return Source(None, position)
+        stage = self._stage[node]
+        return Source(stage, self.sent[stage].index(node))
+
+    def node_of(self, source: Source) -> fx.Node | None:
+        """The node of a stage's argument; None for an input that the model does not read."""
+        if source.stage is not None:
+            return self.sent[source.stage][source.position]
+        inputs = self.line.forward.inputs
+        return next((n for n, position in inputs.items() if position == source.position), None)
+
+    def sizes_of(self, arguments: Sequence[fx.Node | None]) -> ArgumentSizes:
+        """The symbolic sizes, as a stage with these arguments reads them.
+
+        Raises:
+            PlanError: all sizes are numbers.
+        """
+        sizes = self.line.forward.sizes
+        if sizes is None:
+            raise PlanError("the model was captured without open sizes")
+        values = enumerate(None if n is None else self.line.given_value(n) for n in arguments)
+        return sizes.of_arguments({at: value for at, value in values if value is not None})
+
+    def program(
+        self, index: int, arguments: Sequence[fx.Node | None] | None = None, *, plain: bool = False
+    ) -> StageGraph:
+        """The graph of a stage.
+
+        Args:
+            index: the stage.
+            arguments: the nodes of the stage's arguments, if they differ from ``received``; None
+                for an argument that the stage does not read.
+            plain: whether the last stage, too, returns a tuple of tensors.
+        """
+        inputs: Sequence[fx.Node | None] = self.received[index] if arguments is None else arguments
+        last = index == len(self.places)
+        writer = _GraphWriter(self, self.nodes[index], inputs)
+        writer.write_state(self.line.results if last else self.sent[index])
+        writer.write_operations()
+        if last:
+            writer.write_results(self.line.results)
+        else:
+            writer.write_messages(self.sent[index])
+        rule = self._size_rule(inputs)
+        return StageGraph(
+            fx.GraphModule(writer.root, writer.graph, "StageGraph"),
+            writer.state,
+            self._shapes(inputs),
+            rule.conditions,
+            rule.as_function(),  # now, because a trace of the stage reads it
+            _structure(self.line) if last and not plain else None,
+            self.line.device,
+        )
+
+    def _shapes(self, inputs: Sequence[fx.Node | None]) -> tuple[tuple[int, ...] | None, ...]:
+        """The shapes of a stage's arguments in the capture."""
+        forward = self.line.forward
+        values = (None if n is None else forward.concrete(self.line.given_value(n)) for n in inputs)
+        return tuple(None if value is None else tuple(value.shape) for value in values)
+
+    def _size_rule(self, inputs: Sequence[fx.Node | None]) -> SizeRule:
+        """The sizes of a stage's arguments for which its graph is valid."""
+        if self.line.forward.sizes is not None:
+            return self.sizes_of(inputs).rule(len(inputs))
+        shapes = self._shapes(inputs)
+        texts = tuple(None if shape is None else tuple(map(str, shape)) for shape in shapes)
+        return SizeRule((), texts, (), ())
+
+
+class _GraphWriter:
+    """Writes the graph of a stage.
+
+    Args:
+        layout: the operations of all stages.
+        nodes: the operations of the stage, in order.
+        inputs: the nodes of the stage's arguments; None for one that the stage does not read.
+
+    Attributes:
+        graph: the graph.
+        root: the constants of the graph by name.
+        state: names of the parameters and buffers that the graph reads.
+    """
+
+    def __init__(
+        self, layout: StageLayout, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node | None]
+    ) -> None:
+        self._line, self._nodes, self._inputs = layout.line, nodes, inputs
+        is_open = layout.line.forward.sizes is not None
+        self._sizes = layout.sizes_of(inputs) if is_open else None
+        self._size_nodes = layout.line.forward.size_nodes
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._arguments: list[fx.Node] = []
+        self.graph = fx.Graph()
+        self.root: dict[str, Any] = {}
+        self.state: tuple[str, ...] = ()
+
+    def write_state(self, results: Iterable[fx.Node]) -> None:
+        """Write the placeholders of state, then those of arguments, then constants.
+
+        Args:
+            results: the nodes that the stage returns.
+        """
+        line, graph, copies = self._line, self.graph, self._copies
+        forward = line.forward
+        read = {n for node in self._nodes for n in node.all_input_nodes} | {*results}
+        state = [node for node in line.ordered(read) if node in forward.state]
+        self.state = tuple(dict.fromkeys(forward.state[node] for node in state))
+        placeholders = {name: graph.placeholder(_identifier(name)) for name in self.state}
+        copies.update({node: placeholders[forward.state[node]] for node in state})
+        self._arguments = [graph.placeholder(f"input_{at}") for at in range(len(self._inputs))]
+        for placeholder, node in zip(self._arguments, self._inputs, strict=True):
+            if node is not None:
+                copies[node] = _restored(graph, placeholder, line, node)
+        constants = line.ordered(read - {*copies} - {*self._nodes} - self._size_nodes)
+        values = [forward.constants.get(node, line.value(node)) for node in constants]
+        self.root = {f"constant_{at}": value for at, value in enumerate(values)}
+        copies.update(zip(constants, map(graph.get_attr, self.root), strict=True))
+
+    def write_operations(self) -> None:
+        """Write the operations, with the grad mode and autocast of each.
+
+        Raises:
+            PlanError: a size follows from no tensor that the stage receives or computes.
+        """
+        line, switches = self._line, Switches(self.graph)
+        for node in self._nodes:
+            switches.to(line.settings[node])
+            copy = self._copies[node] = self._copy(node)
+            if self._sizes is not None:
+                self._sizes.use_computed(copy, line.value(node))
+        switches.to(type(line.settings[self._nodes[0]])())
+
+    def write_results(self, results: Iterable[fx.Node]) -> None:
+        """Return the results of the model."""
+        self.graph.output(tuple(self._copies[node] for node in results))
+
+    def write_messages(self, sent: Iterable[fx.Node]) -> None:
+        """Return the tensors that the stage sends, in the order of dimensions of messages."""
+        copies, line = self._copies, self._line
+        self.graph.output(tuple(_permuted(self.graph, copies[n], line.layout(n)) for n in sent))
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        copy = self.graph.node_copy(node, self._copy_of)
+        with self.graph.inserting_before(copy):  # sizes that Dynamo writes as constants
+            copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), self._with_sizes)
+        kept = ("stack_trace", "nn_module_stack")
+        copy.meta = {key: node.meta[key] for key in kept if key in node.meta}
+        if str(node.target) == "tag_activation_checkpoint":
+            # The operator is for graphs only: run eagerly, it would draw other random numbers when
+            # it recomputes. The function that the user called is right in both.
+            copy.target = checkpoint
+            copy.kwargs = {**copy.kwargs, "use_reentrant": False}
+        return copy
+
+    def _copy_of(self, node: fx.Node) -> Any:
+        is_size = node in self._size_nodes
+        return self._with_sizes(self._line.value(node)) if is_size else self._copies[node]
+
+    def _with_sizes(self, value: Any) -> Any:
+        """An argument of a node. Symbolic sizes become nodes of the stage's graph."""
+        if self._sizes is None or not holds_size(value):
+            return value
+        try:
+            return self._sizes.write(value, self._arguments)
+        except KeyError as error:
+            raise PlanError(
+                f"a stage reads the size {error.args[0]}, which does not follow from the sizes of "
+                "the tensors that it receives: cut elsewhere (cut_at=), or pass stages as a list"
+            ) from error
+
+
+def _order(source: Source) -> tuple[int, int]:
+    return (-1 if source.stage is None else source.stage, source.position)
+
+
+def _restored(
+    graph: fx.Graph, placeholder: fx.Node, line: OperationSequence, node: fx.Node
+) -> fx.Node:
+    """The value of a stage's argument, in the order of dimensions that it has in the model (see
+    ``line.layout``).
+    """
+    order = line.layout(node) if node in line.position else None
+    inverse = None if order is None else sorted(range(len(order)), key=order.__getitem__)
+    return _permuted(graph, placeholder, inverse)
+
+
+def _permuted(graph: fx.Graph, node: fx.Node, order: Sequence[int] | None) -> fx.Node:
+    return node if order is None else graph.call_method("permute", (node, list(order)))
+
+
+def _move(node: fx.Node, old: torch.device, new: torch.device) -> None:
+    def moved(value: Any) -> Any:
+        same = isinstance(value, torch.device) and value.type == old.type
+        return new if same and value.index in (None, old.index) else value
+
+    node.args = map_aggregate(node.args, moved)
+    node.kwargs = map_aggregate(node.kwargs, moved)
+    knows = torch.amp.is_autocast_available(new.type)
+    if knows and enters_autocast(node) and node.args[0] == old.type:
+        node.update_arg(0, new.type)
+
+
+def _structure(line: OperationSequence) -> Callable[[Sequence[Tensor]], Any]:
+    """Return a function that rebuilds the model's outputs from its output tensors."""
+    count, spec = itertools.count(), line.forward.spec
+    leaves = [
+        (next(count), None) if isinstance(leaf, fx.Node) else (None, leaf)
+        for leaf in line.forward.leaves
+    ]
+
+    def rebuilt(tensors: Sequence[Tensor]) -> Any:
+        return tree_unflatten(
+            [constant if at is None else tensors[at] for at, constant in leaves], spec
+        )
+
+    return rebuilt
+
+
+def _identifier(name: str) -> str:
+    return "state_" + "".join(c if c.isalnum() else "_" for c in name)
