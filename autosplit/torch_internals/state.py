@@ -106,6 +106,7 @@ class StateReader:
         self._holding = [name for name, tensor in state if _holds_tensors(tensor)]
 
     def read(self) -> dict[str, torch.Tensor]:
+        """The module's parameters and buffers by name, as they are now."""
         is_replaced = map(is_not, map(dict.get, self._tables, self._children), self._submodules)
         if any(is_replaced) or sum(map(len, self._registries)) != self._count:
             self._index()
