@@ -108,6 +108,10 @@ class GradientSums:
         """
         parameters = [*map(self._parameters.__getitem__, names)]
         hooked = has_tensor_hooks(parameters)
+        is_copied = borrowed or self.dtype is not None or self.memory_for is not None
+        if not (hooked or skipped or is_copied) and self.tensors.keys().isdisjoint(names):
+            self.tensors |= zip(names, gradients, strict=True)
+            return
         for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
             if name in skipped:
                 continue
