@@ -87,11 +87,6 @@ class InFlightMicrobatches(dict[int, MicrobatchState]):
         self._producer = producer
 
     @property
-    def waiting(self) -> list[int]:
-        """Numbers of the microbatches in this phase, ascending."""
-        return sorted(self)
-
-    @property
     def tensors(self) -> list[Tensor]:
         """The residual tensors of all microbatches in this phase, without parameters and
         buffers.
@@ -251,8 +246,8 @@ class StageBackward:
         Raises:
             SplitError: a microbatch waits for W.
         """
-        if pending := self.in_flight.waiting:
-            waiting = ", ".join(map(str, pending))
+        if self.in_flight:
+            waiting = ", ".join(map(str, sorted(self.in_flight)))
             raise SplitError(
                 f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"

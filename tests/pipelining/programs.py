@@ -178,7 +178,7 @@ class Program:
             if self.last and more.get("return_outputs", True):
                 result += outputs_differ(self.output, results)
         for stage in self.stages:
-            left = [stage._saved.waiting, stage._weights.in_flight.waiting]
+            left = [[*stage._saved], [*stage._weights.in_flight]]
             left += [stage._losses, stage._roots]
             left += [stage.output_chunks] if not stage.is_last else []
             result += [f"{stage.stage_index} kept {item}" for item in left if item]
