@@ -187,7 +187,13 @@ class GradientGraph:
         suffix: appended to the graph's name for the backend.
         backend: compiles the graph.
         accumulation: how matrix products add gradients.
+
+    Attributes:
+        follower: the graph that runs after this one. It is compiled before the first run of this
+            one, so that the C++ compiler works on both. None: nothing else is compiled then.
     """
+
+    follower: GradientGraph | None = None
 
     def __init__(
         self,
@@ -261,7 +267,7 @@ class GradientGraph:
                     parts = gradients.report.parts
                     pool.append(gradients.report.function)
         key = dtype, form, count, parts
-        call = self._variants.get(key) or self._variant(*key)
+        call = self._variants.get(key) or self._first_call(*key)
         results = call(pool)
         computed: Sequence[Tensor] = results[len(self._results) :]
         del results[len(self._results) :]
@@ -272,6 +278,15 @@ class GradientGraph:
         if checks_nan:
             self._refuse_nan(results, computed, arguments)
         return results, computed
+
+    def _first_call(
+        self, dtype: torch.dtype | None, form: AddingForm, count: int, parts: Parts
+    ) -> Boxed:
+        """Compile a form that is about to run, and the graph that runs next."""
+        call = self._variant(dtype, form, count, parts)
+        if self.follower is not None:
+            self.follower.compile_form(dtype, adds=form == "adds")
+        return call
 
     def _copy_arguments(self, pool: Sequence[Any]) -> dict[Role, Any] | None:
         """Copies of the arguments, to run the graph once more in search of a NaN."""

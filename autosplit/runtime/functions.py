@@ -464,7 +464,11 @@ class SplitFunctions:
         roles, state_positions, _ = self._deferred_layout
         deferred = roles[: len(roles) - len(state_positions)]
         results = [*self._input_grad_roles, *deferred]
-        return self._graph("backward_input", self._backward_roles, self.early_parameters, results)
+        names = self.early_parameters
+        graph = self._graph("backward_input", self._backward_roles, names, results)
+        if self._backend.compiles:
+            graph.follower = self._weight
+        return graph
 
     @cached_property
     def _defers_whole_backward(self) -> bool:

@@ -76,6 +76,18 @@ def test_gradients_are_those_of_float64(build: type[nn.Module], shape: tuple[int
         torch.testing.assert_close(mine, theirs.to(mine.dtype), **CLOSE, msg=name)
 
 
+def test_w_is_compiled_before_i_first_runs() -> None:
+    """Their kernels are compiled at the same time."""
+    x = torch.randn(5, 12, requires_grad=True)
+    split = autosplit.split(Residual(12), backend="inductor")
+    output = split(x).sum()
+    (functions,) = split.functions
+    assert {*functions.generated} == {"forward"}
+    output.backward()
+    assert split.pending == 1
+    assert {*functions.generated} == {"forward", "backward_input", "backward_weight"}
+
+
 def test_w_and_b_of_a_deferred_backward_are_compiled_once() -> None:
     """And W takes what Inductor laid out in F, with no I in between."""
     model = images()
