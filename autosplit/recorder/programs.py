@@ -84,8 +84,7 @@ def programs_of(
         )
         programs.constants.append({c: codegen.constants(module) for c, module in modules.items()})
         for call, module in modules.items():
-            source = program(call, module, repr(stage))
-            programs.sources[f"capture-{number}/{call}"] = source
+            programs.sources[f"capture-{number}/{call}"] = program(call, module, repr(stage))
     return programs
 
 

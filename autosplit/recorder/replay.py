@@ -193,7 +193,7 @@ class StepReplay:
 
     def _fault_of(self, action: Action) -> str:
         """Text on the fault of an action; empty if it has none."""
-        stage, tangents = self._stage(action.stage), self._graphs(action)["tangents"]
+        facts = self._graphs(action)
         if action.stage not in self._state_faults:
             self._state_faults[action.stage] = self._state_fault(action.stage)
         if text := self._state_faults[action.stage] or self._message_fault(action):
@@ -206,11 +206,11 @@ class StepReplay:
         sums = self._sums[action.stage]
         for at, ((kind, name), value) in enumerate(results.items()):
             # Outputs without a gradient are not checked: masks may be infinite.
-            is_checked = kind in _GRADIENTS or (kind == "output" and name in tangents)
+            is_checked = kind in _GRADIENTS or (kind == "output" and name in facts["tangents"])
             if is_checked and self._fault(value):
                 return self._origin(action, at)
             if kind == "parameter_grad":
-                dtype = getattr(torch, stage["grad_dtype"] or str(value.dtype)[6:])
+                dtype = getattr(torch, facts["grad_dtype"] or str(value.dtype)[6:])
                 total = sums.get(name)
                 sums[name] = value.to(dtype, copy=True) if total is None else total.add_(value)
         pairs = zip(self._gave(action), self._records[action].get("gave", ()), strict=False)
@@ -284,8 +284,10 @@ class StepReplay:
             f"line      {line or 'unknown'}",
         ]
         if origin.samples:
-            numbers = ", ".join(str(sum(earlier) + sample) for sample in origin.samples)
-            lines.append(f"samples   {numbers} of the batch, in microbatch {action.microbatch}")
+            # An earlier microbatch of the batch may not have begun.
+            first, batch = (sum(earlier), "the batch, in ") if all(earlier) else (0, "")
+            numbers = ", ".join(str(first + sample) for sample in origin.samples)
+            lines.append(f"samples   {numbers} of {batch}microbatch {action.microbatch}")
         lines += [f"{name:9} {_described(value)}" for name, value in origin.values.items()]
         return "\n  ".join(lines)
 
@@ -320,10 +322,10 @@ class StepReplay:
         return facts
 
     def _graphs(self, action: Action) -> dict[str, Any]:
-        """Facts about the graphs that ran an action's microbatch."""
+        """Facts about an action's stage, and about the graphs that ran its microbatch."""
         stage = self._stage(action.stage)
         microbatch = stage["microbatches"][str(action.microbatch)]
-        return {**stage["captures"][microbatch["capture"]], **microbatch}
+        return {**stage, **stage["captures"][microbatch["capture"]], **microbatch}
 
     def _results_of(self, action: Action) -> dict[Role, Any]:
         """The results of an action by role; each action runs once."""
@@ -357,7 +359,7 @@ class StepReplay:
         forward = Action(stage, _F, action.microbatch)
         if kind in ("parameter", "buffer"):
             value = self._homes[stage].tensors["state"][stage][name]
-            if name in self._stage(stage)["updates"]:
+            if name in facts["updates"]:
                 places = self._places[stage]
                 for microbatch in [*places][: places[action.microbatch]]:
                     earlier = Action(stage, _F, microbatch)

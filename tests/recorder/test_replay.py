@@ -418,6 +418,23 @@ def test_a_fault_in_a_microbatch_of_its_own_length_is_named(
     assert "samples   5 of the batch, in microbatch 2" in output
 
 
+def test_samples_are_counted_in_their_microbatch_while_earlier_sizes_are_unknown(
+    tmp_path: pathlib.Path,
+) -> None:
+    """ "auto" runs microbatch 4 before others of the list."""
+    targets = [torch.zeros(n, dtype=torch.int64) for n in (2, 9, 4, 17, 3)]
+    targets[4][1] = WIDTH
+    microbatches = [(torch.randn(len(target), WIDTH), target) for target in targets]
+    with (
+        trainer(tmp_path, loss=F.cross_entropy, schedule="auto") as stages,
+        pytest.raises(AutosplitError),
+    ):
+        stages.step(microbatches=microbatches)
+    output = replay(tmp_path).output
+    assert "2F4 on rank 0: IndexError" in output
+    assert "samples   1 of microbatch 4" in output
+
+
 def test_weights_in_an_order_of_their_own_have_no_false_fault(tmp_path: pathlib.Path) -> None:
     """A sum in another order has other bits."""
     names = [*(f"0F{m}" for m in range(4)), *(f"0I{m}" for m in range(4))]
