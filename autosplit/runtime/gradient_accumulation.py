@@ -107,16 +107,16 @@ class GradientSums:
             skipped: parameters that get no gradient.
         """
         parameters = [*map(self._parameters.__getitem__, names)]
-        hooked = has_tensor_hooks(parameters)
         is_copied = borrowed or self.dtype is not None or self.memory_for is not None
-        if not (hooked or skipped or is_copied) and self.tensors.keys().isdisjoint(names):
+        is_plain = not (is_copied or skipped or has_tensor_hooks(parameters))
+        if is_plain and self.tensors.keys().isdisjoint(names):
             self.tensors |= zip(names, gradients, strict=True)
             return
         for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
             if name in skipped:
                 continue
             copied = name in borrowed
-            if hooked and has_tensor_hooks([parameter]):
+            if has_tensor_hooks([parameter]):
                 # A hook may keep its argument, and return any tensor.
                 (gradient,) = torch.autograd.grad(parameter, parameter, gradient)
                 copied = True

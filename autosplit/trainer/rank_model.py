@@ -237,12 +237,10 @@ class RankModel:
         """
         for call in self._checks:
             call()
-        trained_ids = self._parameter_ids
         for stage, reader in self._state_readers.items():
-            if trained_ids.issuperset([id(t) for t in reader.read().values() if t.requires_grad]):
-                continue
-            for name, parameter in self.modules[stage].named_parameters():
-                if parameter.requires_grad and id(parameter) not in trained_ids:
+            for name, tensor in reader.read().items():
+                is_new = tensor.requires_grad and id(tensor) not in self._parameter_ids
+                if is_new and isinstance(tensor, nn.Parameter):  # else a buffer
                     raise PipelineError(
                         f"parameter {name!r} of stage {stage} was unfrozen, added or replaced "
                         "after the trainer was built, and is not in its optimizer: build a new "
