@@ -22,14 +22,10 @@ UNCOUNTED = (AttributeError, RuntimeError)
 
 def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
     """Autograd's version counter of each tensor; 0 for numbers."""
-    tensors = tuple(tensors)
-    try:
-        return tuple(map(VERSION, tensors))
-    except UNCOUNTED:
-        # Some kernels return None for a fake tensor (an unused workspace). Inference tensors and
-        # numbers have no version.
-        counted = [isinstance(t, torch.Tensor) and not t.is_inference() for t in tensors]
-        return tuple([t._version if c else 0 for t, c in zip(tensors, counted, strict=True)])
+    # Some kernels return None for a fake tensor (an unused workspace). Inference tensors and
+    # numbers have no version.
+    counted = [(t, isinstance(t, torch.Tensor) and not t.is_inference()) for t in tensors]
+    return tuple([tensor._version if is_counted else 0 for tensor, is_counted in counted])
 
 
 _OTHER_MEMORY = "_autosplit_other_memory"
