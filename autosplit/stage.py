@@ -383,7 +383,8 @@ class Stage:
                 phase[microbatch] = copy[microbatch]
         gradients, sums = twin.gradients, self._weights.sums
         sums.set_parameters([*gradients], [*map(self.module.get_parameter, gradients)])
-        sums.add_gradients([*gradients], [*gradients.values()], ())
+        # The twin may share a gradient with an audit, which another run must find unchanged.
+        sums.add_gradients([*gradients], [*gradients.values()], borrowed=gradients)
         if not self.residuals_of(microbatch):
             self._report_end(microbatch)
 

@@ -24,15 +24,16 @@ Hook = Callable[[Stage, Any], None]
 
 
 class Block(nn.Module):
-    """A residual block with dropout."""
+    """A residual block with dropout, and a norm whose weight gradients I computes for W."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down, self.drop = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.5)
+        self.norm, self.drop = nn.LayerNorm(4), nn.Dropout(0.5)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(x))))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 def stage(**options: Any) -> Stage:
@@ -124,7 +125,7 @@ def damage(
     [
         ("0F0", SPLIT, lambda results: results.outputs[0], "result 0"),
         ("0I0", SPLIT, lambda results: results[0][0], "result 0"),
-        ("0W0", SPLIT, lambda results: results[1], "gradient of "),
+        ("0W0", SPLIT, lambda results: max(results, key=torch.numel), "gradient of "),
         ("0B0", FUSED, lambda results: results[1][1], "gradient of "),
     ],
 )
