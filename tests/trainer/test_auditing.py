@@ -163,7 +163,7 @@ def test_a_rank_is_marked_on_all_ranks_and_the_step_goes_on() -> None:
         assert trainer.auditor is not None
         for step in range(3):
             trainer.step(workers.data(8, seed=step))
-        before = weights(trainer)
+        start = weights(trainer)
         text = (
             "rank 1: 1B2 had other bits when it ran again, in gradient of module.0.weight; the "
             "first of three runs was wrong"
@@ -180,7 +180,7 @@ def test_a_rank_is_marked_on_all_ranks_and_the_step_goes_on() -> None:
         assert "The step goes on (audit='mark')" in warning
         assert trainer.metrics()["marks"] == 1
         assert trainer.report().endswith(text)
-        assert not any(map(torch.equal, before, weights(trainer)))
+        assert not any(map(torch.equal, start, weights(trainer)))
 
 
 @ranks(2)
