@@ -22,8 +22,8 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def holds_size(value: Any) -> bool:
-    """Whether a value is a symbolic size, or a tuple of numbers with one."""
-    numbers = value if isinstance(value, tuple) else [value]
+    """Whether a value is a symbolic size, or several numbers with one."""
+    numbers = value if isinstance(value, tuple | list) else [value]
     return any(isinstance(number, _SYMBOLIC) for number in numbers)
 
 
@@ -83,8 +83,7 @@ class ForwardSizes:
         """Whether a node's value is a number, or several, that follow from the sizes of inputs."""
         numbers = value if isinstance(value, tuple | list) else [value]
         kinds = (int, float, *_SYMBOLIC)
-        is_symbolic = any(isinstance(number, _SYMBOLIC) for number in numbers)
-        return is_symbolic and all(isinstance(n, kinds) and self._follows(n) for n in numbers)
+        return holds_size(value) and all(isinstance(n, kinds) and self._follows(n) for n in numbers)
 
     def of_arguments(self, arguments: Mapping[int, Tensor]) -> ArgumentSizes:
         """The sizes as a part of the graph reads them from its arguments.

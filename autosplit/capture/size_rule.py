@@ -44,9 +44,14 @@ class SizeRule:
     outputs: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def fixed(cls, inputs: Sequence[Leaf], outputs: Sequence[Sequence[int]]) -> SizeRule:
-        """The rule of a graph that is valid for one combination of sizes."""
-        texts = tuple(leaf if isinstance(leaf, str) else tuple(map(str, leaf)) for leaf in inputs)
+    def fixed(cls, inputs: Sequence[Leaf | None], outputs: Sequence[Sequence[int]]) -> SizeRule:
+        """The rule of a graph that is valid for one combination of sizes; None for an input that
+        the graph does not read.
+        """
+        texts = tuple(
+            leaf if leaf is None or isinstance(leaf, str) else tuple(map(str, leaf))
+            for leaf in inputs
+        )
         return cls((), texts, (), tuple(tuple(map(str, shape)) for shape in outputs))
 
     def as_function(self) -> SizeFunction:

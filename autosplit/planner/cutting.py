@@ -216,7 +216,7 @@ class Partition:
         """The graphs of a stage, see ``GraphsOf``."""
         sizes = self._sizes_in(training)
         sizes.capture_missing(rows)
-        return [graphs[index] for graphs in sizes.stage_graphs[skip:]]
+        return sizes.graphs_of(index, skip)
 
     def _sizes_in(self, training: bool) -> OtherSizes:
         """The stages' graphs in a mode, training or evaluation.

@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -58,7 +59,8 @@ def matching_layout(layout: StageLayout, line: OperationSequence) -> StageLayout
             )
         result.append(match)
     matching = StageLayout(line, result)
-    if _messages(layout) != _messages(matching):
+    exact = line.forward.sizes is None
+    if _messages(layout, exact) != _messages(matching, exact):
         raise PlanError(
             "in training and in evaluation mode, or for other sizes, the stages would send each "
             "other different tensors. Let the forward return the same results in both modes; if "
@@ -67,15 +69,15 @@ def matching_layout(layout: StageLayout, line: OperationSequence) -> StageLayout
     return matching
 
 
-def _messages(layout: StageLayout) -> list[list[tuple[Any, ...]]]:
-    """Per stage except the last, the forms of the tensors that it sends: dtype, number and order
-    of dimensions.
+def _messages(layout: StageLayout, exact: bool) -> list[list[tuple[Any, ...]]]:
+    """Per stage except the last, the forms of the tensors that it sends: dtype, order and number
+    of dimensions, or the shape if ``exact``.
     """
     line = layout.line
 
     def form(node: fx.Node) -> tuple[Any, ...]:
         value = line.value(node)
-        return value.dtype, value.dim(), line.layout(node)
+        return value.dtype, line.layout(node), tuple(value.shape) if exact else value.dim()
 
     return [[*map(form, nodes)] for nodes in layout.sent]
 
@@ -105,9 +107,6 @@ class OtherSizes:
         training: the mode, training or evaluation.
         example: the stages' operations for the sizes of the example in this mode.
         build: a function that returns the graphs of all stages in a capture of the model.
-
-    Raises:
-        PlanError: the stages cannot be built for the sizes of the example.
     """
 
     def __init__(
@@ -120,12 +119,16 @@ class OtherSizes:
         self._whole, self._training, self._build = whole, training, build
         self._shapes = [tuple(tensor.shape) for tensor in whole.input_tensors]
         self._varying: list[set[int]] = [set() for _ in self._shapes]
-        self._captured = [_CaptureForSizes(example, build(example), whole.input_tensors)]
+        self._captured = [_CaptureForSizes(example, whole.input_tensors, build)]
 
-    @property
-    def stage_graphs(self) -> list[Sequence[StageGraph]]:
-        """By capture, the graph of each stage; first for the sizes of the example."""
-        return [captured.graphs for captured in self._captured]
+    def graphs_of(self, stage: int, skip: int) -> list[StageGraph]:
+        """A stage's graphs by capture, first for the sizes of the example, without the first
+        ``skip`` ones.
+
+        Raises:
+            PlanError: the stages cannot be built for the sizes of the example.
+        """
+        return [captured.graphs[stage] for captured in self._captured[skip:]]
 
     def boundaries(self, sizes: Sizes) -> list[Boundary]:
         """Per stage except the last, the tensors that it sends for a microbatch of these sizes;
@@ -166,7 +169,7 @@ class OtherSizes:
         try:
             inputs, line = self._whole.recaptured(self._training, shapes, self._varying)
             layout = matching_layout(self._captured[0].layout, line)
-            captured = _CaptureForSizes(layout, self._build(layout), inputs)
+            captured = _CaptureForSizes(layout, inputs, self._build)
             for earlier in self._captured:
                 _check_branches(earlier, captured)
         except (CaptureError, PlanError) as error:
@@ -205,13 +208,22 @@ class _CaptureForSizes:
 
     Attributes:
         layout: the operations of each stage.
-        graphs: the graph of each stage.
         inputs: the input tensors of the capture.
+        build: a function that returns the graphs of all stages.
     """
 
     layout: StageLayout
-    graphs: Sequence[StageGraph]
     inputs: Sequence[Tensor]
+    build: Callable[[StageLayout], list[StageGraph]]
+
+    @cached_property
+    def graphs(self) -> Sequence[StageGraph]:
+        """The graph of each stage, written at the first use.
+
+        Raises:
+            PlanError: a stage would read tensors that it does not receive or hold.
+        """
+        return self.build(self.layout)
 
     @property
     def rule(self) -> SizeRule | None:
@@ -255,7 +267,7 @@ def _check_branches(one: _CaptureForSizes, other: _CaptureForSizes) -> None:
     Raises:
         PlanError: names the stage.
     """
-    for stage in range(len(one.graphs)):
+    for stage in range(len(other.graphs)):
         if not (_hidden(one, stage) or _hidden(other, stage)):
             continue
         for captured, alternative in ((one, other), (other, one)):
@@ -276,9 +288,10 @@ def _check_branches(one: _CaptureForSizes, other: _CaptureForSizes) -> None:
 
 def _hidden(captured: _CaptureForSizes, stage: int) -> bool:
     """Whether a capture is valid under a condition on sizes that the stage does not see."""
-    rule, seen = captured.rule, captured.graphs[stage].conditions
-    conditions = () if rule is None else rule.conditions
-    return any(c not in seen and not _ALWAYS.fullmatch(c) for c in conditions)
+    if captured.rule is None:
+        return False
+    seen = captured.graphs[stage].conditions
+    return any(c not in seen and not _ALWAYS.fullmatch(c) for c in captured.rule.conditions)
 
 
 def _operations(layout: StageLayout, stage: int, inputs: Sequence[Tensor]) -> list[Any]:

@@ -107,15 +107,13 @@ class StageLayout:
         inputs = self.line.forward.inputs
         return next((n for n, position in inputs.items() if position == source.position), None)
 
-    def sizes_of(self, arguments: Sequence[fx.Node | None]) -> ArgumentSizes:
-        """The symbolic sizes, as a stage with these arguments reads them.
-
-        Raises:
-            PlanError: all sizes are numbers.
+    def sizes_of(self, arguments: Sequence[fx.Node | None]) -> ArgumentSizes | None:
+        """The symbolic sizes, as a stage with these arguments reads them; None if all sizes are
+        numbers.
         """
         sizes = self.line.forward.sizes
         if sizes is None:
-            raise PlanError("the model was captured without open sizes")
+            return None
         values = enumerate(None if n is None else self.line.given_value(n) for n in arguments)
         return sizes.of_arguments({at: value for at, value in values if value is not None})
 
@@ -158,11 +156,10 @@ class StageLayout:
 
     def _size_rule(self, inputs: Sequence[fx.Node | None]) -> SizeRule:
         """The sizes of a stage's arguments for which its graph is valid."""
-        if self.line.forward.sizes is not None:
-            return self.sizes_of(inputs).rule(len(inputs))
-        shapes = self._shapes(inputs)
-        texts = tuple(None if shape is None else tuple(map(str, shape)) for shape in shapes)
-        return SizeRule((), texts, (), ())
+        sizes = self.sizes_of(inputs)
+        return (
+            SizeRule.fixed(self._shapes(inputs), ()) if sizes is None else sizes.rule(len(inputs))
+        )
 
 
 class _GraphWriter:
@@ -183,8 +180,7 @@ class _GraphWriter:
         self, layout: StageLayout, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node | None]
     ) -> None:
         self._line, self._nodes, self._inputs = layout.line, nodes, inputs
-        is_open = layout.line.forward.sizes is not None
-        self._sizes = layout.sizes_of(inputs) if is_open else None
+        self._sizes = layout.sizes_of(inputs)
         self._size_nodes = layout.line.forward.size_nodes
         self._copies: dict[fx.Node, fx.Node] = {}
         self._arguments: list[fx.Node] = []
@@ -239,8 +235,9 @@ class _GraphWriter:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         copy = self.graph.node_copy(node, self._copy_of)
-        with self.graph.inserting_before(copy):  # sizes that Dynamo writes as constants
-            copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), self._with_sizes)
+        if self._sizes is not None:
+            with self.graph.inserting_before(copy):  # sizes that Dynamo writes as constants
+                copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), self._with_sizes)
         kept = ("stack_trace", "nn_module_stack")
         copy.meta = {key: node.meta[key] for key in kept if key in node.meta}
         if str(node.target) == "tag_activation_checkpoint":

@@ -176,21 +176,16 @@ class StageModule(nn.Module):
             return graphs
         other = self._evaluation_graphs if training else self._training_graphs
         if other is None or self._capture is None:
-            raise PlanError(f"stage {self._index} has no graph for {_mode(training)}")
+            mode = "training" if training else "evaluation"
+            raise PlanError(f"stage {self._index} has no graph for {mode}")
         device = other.graph.device  # moved with the stage
-        captured = (graph.moved(device) for graph in self._capture(training, (), 0))
-        graphs = _ModeGraphs.of(captured)
-        if graphs is None:
-            raise PlanError(f"stage {self._index} has no graph for {_mode(training)}")
+        first, *later = (graph.moved(device) for graph in self._capture(training, (), 0))
+        graphs = _ModeGraphs(first, _ModeGraphs.of(later))
         if training:
             self._training_graphs = graphs
         else:
             self._evaluation_graphs = graphs
         return graphs
-
-
-def _mode(training: bool) -> str:
-    return "training" if training else "evaluation"
 
 
 def _find(module: nn.Module, name: str) -> Any:

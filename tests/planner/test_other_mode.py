@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autosplit
 from autosplit import PipelineTrainer, StageOptions
+from autosplit.errors import PlanError
 from autosplit.planner import WholeModel, captured_model, cut
 from tests.planner.whole_models import Case, run_modules
+from tests.zoo import Made
 
 
 @pytest.fixture
@@ -109,3 +111,15 @@ def test_a_stage_is_split_in_the_mode_that_was_not_captured() -> None:
     _, modules = halves_of(case)
     (x,) = case.args
     assert torch.equal(autosplit.split(modules[0].eval())(x)[0], case.model[0](x))
+
+
+def test_messages_of_other_shapes_in_evaluation_are_refused() -> None:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        x = module.first(x)
+        return module.second(x if module.training else x[:2])
+
+    model = Made(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    whole, firsts = WholeModel.capture(model, (torch.randn(6, 4),)).divided(["second"])
+    stage = cut(whole, firsts).build(1).eval()
+    with pytest.raises(PlanError, match="send each other different tensors"):
+        stage(torch.randn(6, 4))
