@@ -128,7 +128,7 @@ class OtherSizes:
         Raises:
             PlanError: the stages cannot be built for the sizes of the example.
         """
-        return [captured.graphs[stage] for captured in self._captured[skip:]]
+        return [captured.stage_graphs[stage] for captured in self._captured[skip:]]
 
     def boundaries(self, sizes: Sizes) -> list[Boundary]:
         """Per stage except the last, the tensors that it sends for a microbatch of these sizes;
@@ -217,7 +217,7 @@ class _CaptureForSizes:
     build: Callable[[StageLayout], list[StageGraph]]
 
     @cached_property
-    def graphs(self) -> Sequence[StageGraph]:
+    def stage_graphs(self) -> Sequence[StageGraph]:
         """The graph of each stage, written at the first use.
 
         Raises:
@@ -267,12 +267,12 @@ def _check_branches(one: _CaptureForSizes, other: _CaptureForSizes) -> None:
     Raises:
         PlanError: names the stage.
     """
-    for stage in range(len(other.graphs)):
+    for stage in range(len(other.stage_graphs)):
         if not (_hidden(one, stage) or _hidden(other, stage)):
             continue
         for captured, alternative in ((one, other), (other, one)):
-            shapes = [shape or () for shape in captured.graphs[stage].shapes]
-            if alternative.graphs[stage].accepts(shapes) is None:
+            shapes = [shape or () for shape in captured.stage_graphs[stage].shapes]
+            if alternative.stage_graphs[stage].accepts(shapes) is None:
                 continue
             first, second = (
                 _operations(layout, stage, captured.inputs)
@@ -290,7 +290,7 @@ def _hidden(captured: _CaptureForSizes, stage: int) -> bool:
     """Whether a capture is valid under a condition on sizes that the stage does not see."""
     if captured.rule is None:
         return False
-    seen = captured.graphs[stage].conditions
+    seen = captured.stage_graphs[stage].conditions
     return any(c not in seen and not _ALWAYS.fullmatch(c) for c in captured.rule.conditions)
 
 
