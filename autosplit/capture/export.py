@@ -24,6 +24,7 @@ from autosplit.capture.diagnosis import forward_of
 from autosplit.capture.guards import DYNAMO, ForwardScope, Guards, traced_call
 from autosplit.capture.parameter_attributes import register_attributes
 from autosplit.capture.side_effects import record_writes, refuse_drawn, setters
+from autosplit.capture.workarounds.cache_layers import read_layer_configs_once
 from autosplit.capture.workarounds.custom_functions import (
     refuse_absent_gradients,
     return_tensors_once,
@@ -117,6 +118,7 @@ def _export(
                 keep_function_modes(),
                 refuse_lost_hooks(),
                 decide_masks_statically(),
+                read_layer_configs_once(),
                 trace_quantizers(),
                 allow_grouped_products(),
                 record_writes() as written,

@@ -86,6 +86,11 @@ STATE = (
     GlobalState("SideEffects.remove_hook", _DYNAMO, "forgets such a hook that is removed again"),
     GlobalState(
         "UserFunctionVariable.call_function",
+        "autosplit/capture/workarounds/cache_layers.py",
+        "reads a configuration once for all layers of a key-value cache",
+    ),
+    GlobalState(
+        "UserFunctionVariable.call_function",
         _DYNAMO,
         "answers questions about values of attention masks, which a graph cannot read",
     ),

@@ -1,4 +1,5 @@
-"""Workarounds for code whose captured or traced graph computes something else than the code.
+"""Workarounds for code whose captured or traced graph computes something else than the code, or
+that is slow to trace.
 
 Each row names the versions of torch that need the workaround (of 2.11 to 2.15, as far as tried) and
 the test that fails without it. Once torch is fixed, the workaround can go.
@@ -23,6 +24,8 @@ the test that fails without it. Once torch is fixed, the workaround can go.
   tests/planner/test_numbers_of_data.py |
 | transformers makes masks for an export that it omits otherwise | Dynamo | all |
   `decide_masks_statically` | tests/capture/workarounds/test_masks_left_out.py |
+| transformers reads its configuration several times a layer, slowly | Dynamo | all |
+  `read_layer_configs_once` | tests/capture/workarounds/test_cache_layers.py |
 | whether a mask is causal is read from its values | Dynamo | all | `decide_masks_statically` |
   tests/semantics/operators/test_layers.py |
 | layers for quantization-aware training are not traced | Dynamo | all | `trace_quantizers` |
