@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-from autosplit.pipeline.search.balance import balance
-from autosplit.pipeline.search.offload import offload
-from autosplit.pipeline.search.recompute import recompute
+from autosplit.pipeline.search.remedies import balance, offload, recompute
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.search.balance import balance
+from autosplit.pipeline.search.remedies import balance
 from autosplit.pipeline.simulation.step_graph import Transfer
 
 from ..results import Rows, Target, table, verdicts

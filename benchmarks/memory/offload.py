@@ -15,7 +15,7 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.offload_target import open_offload_target
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.search.offload import offload
+from autosplit.pipeline.search.remedies import offload
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer

@@ -1,7 +1,7 @@
 """Apply a memory remedy to one rank, or pair of ranks, after another, until no rank holds more than
 its bound.
 
-A remedy is balancing, offloading or recomputing (``REMEDIES`` in ``within_memory``). It proposes
+A remedy is balancing, offloading or recomputing (``REMEDIES`` in ``remedies``). It proposes
 schedules with added actions. The order of a row alone decides how much a rank holds
 (``peak_memory``), however long transfers take. Of the proposals that keep the bound, the one with
 the shortest step is taken.

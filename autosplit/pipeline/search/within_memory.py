@@ -7,7 +7,7 @@ place of the step. So they are chosen together, on one simulated step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,18 +16,9 @@ from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 
-from .balance import balanced
 from .bounding import MemoryRemedy, caps_of
-from .offload import offloaded
-from .recompute import recomputed
+from .remedies import REMEDIES, balanced
 from .search import constructed, named_schedules, reduced_early
-
-REMEDIES: Mapping[str, MemoryRemedy] = {
-    "balance": balanced,
-    "offload": offloaded,
-    "recompute": recomputed,
-}
-"""Remedies for a schedule that holds too much, by name."""
 
 _ALONE: list[tuple[MemoryRemedy, ...]] = [(remedy,) for remedy in REMEDIES.values()]
 # Balancing comes first: a partner takes only what is neither offloaded nor recomputed.

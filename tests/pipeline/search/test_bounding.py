@@ -14,9 +14,7 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.moves import find_moves
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
-from autosplit.pipeline.search.balance import balance, balanced
-from autosplit.pipeline.search.offload import offload, offloaded
-from autosplit.pipeline.search.recompute import recompute, recomputed
+from autosplit.pipeline.search.remedies import REMEDIES, balance, offload, recompute
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer
@@ -95,20 +93,13 @@ def test_a_schedule_that_evicts_is_not_balanced_again() -> None:
 # --- what holds for every pass: legal stays legal, bounds are kept, memory comes back to nothing
 
 
-NEAREST = {
-    "balance": balanced,
-    "offload": offloaded,
-    "recompute": recomputed,
-}
-
-
 @settings(deadline=None, max_examples=15)
 @given(
     st.integers(0, len(FORMS) - 1),
     st.sampled_from([2, 3, 4]),
     st.integers(2, 6),
     st.sampled_from([0.3, 0.6, 0.9]),
-    st.permutations(sorted(NEAREST)),
+    st.permutations(sorted(REMEDIES)),
     st.sampled_from([0.05, 0.5, 3.0]),
 )
 def test_any_schedule_stays_legal_after_any_passes(
@@ -126,7 +117,7 @@ def test_any_schedule_stays_legal_after_any_passes(
             continue
         peaks = peak_memory(schedule, costs.memory)
         bounds = [share * max(peaks)] * ranks
-        schedule = NEAREST[name](schedule, costs, bounds)
+        schedule = REMEDIES[name](schedule, costs, bounds)
         validate(schedule)
         costs.timeline(schedule)  # ranks do not wait for each other in a circle
 

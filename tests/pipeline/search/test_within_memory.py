@@ -7,8 +7,9 @@ import random
 import pytest
 
 from autosplit.mesh.costs import Link
+from autosplit.pipeline.search.remedies import REMEDIES
 from autosplit.pipeline.search.search import named_schedules
-from autosplit.pipeline.search.within_memory import REMEDIES, LimitError, search_within
+from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer
