@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -44,7 +44,9 @@ def format_grid(
     for (rank, slot), mark in marks.items():
         under.setdefault(rank, {})[slot] = mark
     ends = [max(row) + 1 for row in (*rows, *under.values()) if row]
-    columns = _columns(max(ends, default=0), marks, widest)
+    width = max(ends, default=0)
+    near = {column + offset for _, column in marks for offset in range(-_CONTEXT, _CONTEXT + 1)}
+    columns = _shown(width, near.intersection(range(width)), widest)
     slots = {column: str(column) for column in columns if column is not None}
     table: list[list[str]] = [["slot", *_pick(columns, slots)]]
     hanging: set[str] = set()
@@ -103,35 +105,20 @@ def lay_out(schedule: Schedule) -> tuple[list[dict[int, str]], list[list[int]]]:
     return rows, columns
 
 
-def _columns(width: int, marks: Mapping[Cell, str], widest: int | None) -> list[int | None]:
-    """The numbers of the grid's columns to show, from 0; None stands for columns left out."""
-    if widest is None or width <= widest:
-        return list(range(width))
-    if not marks:
-        return [*range(widest), None]
-    near = {column + offset for _, column in marks for offset in range(-_CONTEXT, _CONTEXT + 1)}
-    return _with_gaps(sorted(near.intersection(range(width))), width)
-
-
-def _shown(count: int, under: Mapping[int, object], widest: int | None) -> list[int | None]:
-    """The numbers of the grid's rows to show, from 0; None stands for rows left out.
+def _shown(count: int, wanted: Iterable[int], widest: int | None) -> list[int | None]:
+    """The numbers of the grid's rows or columns to show, from 0; None stands for a gap.
 
     Args:
-        count: the number of rows.
-        under: the rows with a remark below them, which are always shown, and the remarks.
-        widest: the most rows to show; None for all.
+        count: the number of rows or columns.
+        wanted: those to show if not all are shown; empty: the first ones.
+        widest: the most rows or columns to show; None for all.
     """
     if widest is None or count <= widest:
         return list(range(count))
-    return _with_gaps(sorted(under) or list(range(widest)), count)
-
-
-def _with_gaps(wanted: Sequence[int], count: int) -> list[int | None]:
-    """The numbers ``wanted``, with None in place of each gap below ``count``."""
     shown: list[int | None] = []
-    for previous, number in pairwise([-1, *wanted]):
+    for previous, number in pairwise([-1, *(sorted(wanted) or range(widest)), count]):
         shown += [number] if number == previous + 1 else [None, number]
-    return shown if wanted and wanted[-1] == count - 1 else [*shown, None]
+    return shown[:-1]
 
 
 def _pick(columns: Sequence[int | None], texts: Row, idle: str = "", gap: str = "...") -> list[str]:
