@@ -20,11 +20,6 @@ from dataclasses import replace
 from autosplit.pipeline.schedule.schedule import BACKWARDS, SHARDING, Action, ActionKind, Schedule
 
 
-def has_gathers(schedule: Schedule) -> bool:
-    """Whether the schedule lists an UNSHARD, RESHARD or REDUCE_GRAD."""
-    return any(action.kind in SHARDING for row in schedule.ranks for action in row)
-
-
 def add_gathers(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """Add UNSHARD, RESHARD and REDUCE_GRAD of sharded stages, unless the schedule already lists
     such actions.
@@ -36,7 +31,7 @@ def add_gathers(schedule: Schedule, stages: Collection[int]) -> Schedule:
         schedule: a legal schedule.
         stages: the sharded stages.
     """
-    if not stages or has_gathers(schedule):
+    if not (stages and SHARDING.isdisjoint(schedule.kinds)):
         return schedule
     return replace(schedule, ranks=tuple(_with_gathers(row, stages) for row in schedule.ranks))
 

@@ -66,13 +66,12 @@ class ActivationMove:
 
 def has_moves(schedule: Schedule) -> bool:
     """Whether the schedule moves any activations."""
-    return any(action.kind in DEPARTURES for row in schedule.ranks for action in row)
+    return not DEPARTURES.isdisjoint(schedule.kinds)
 
 
 def offloads(schedule: Schedule) -> bool:
     """Whether any rank offloads activations to the host."""
-    kinds = {action.kind for row in schedule.ranks for action in row}
-    return any(kind.is_move and not kind.is_shared for kind in kinds)
+    return any(kind.is_move and not kind.is_shared for kind in schedule.kinds)
 
 
 def find_moves(schedule: Schedule) -> tuple[ActivationMove, ...]:

@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autosplit.errors import ScheduleError
 from autosplit.text.figures import nearest
@@ -229,6 +230,11 @@ class Schedule:
     placement: tuple[int, ...]
     split_backward: bool
     crosses_step: bool = False
+
+    @cached_property
+    def kinds(self) -> frozenset[ActionKind]:
+        """The kinds of all actions."""
+        return frozenset(action.kind for row in self.ranks for action in row)
 
     def partner(self, rank: int) -> int:
         """The rank that accepts the activations that ``rank`` evicts: the rank at the other end of

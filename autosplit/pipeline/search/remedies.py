@@ -76,7 +76,7 @@ def balance(
         ScheduleError: the schedule has EVICT actions already, or the bound cannot be kept; the text
             then names the smallest bound that can be kept.
     """
-    if any(action.kind is ActionKind.EVICT for row in schedule.ranks for action in row):
+    if ActionKind.EVICT in schedule.kinds:
         raise ScheduleError(
             f"{schedule.name!r} evicts already, as after an earlier balance(): pass the schedule "
             "without EVICT actions"

@@ -12,11 +12,12 @@ from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.pipeline.schedule.schedule import (
     BACKWARDS,
     LARGEST,
+    METHODS,
     Action,
     ActionKind,
     Schedule,
 )
-from autosplit.pipeline.simulation.playing import Wait, replay
+from autosplit.pipeline.simulation.playing import replay
 
 from .grid import Cell, describe, format_grid, lay_out
 
@@ -141,19 +142,9 @@ def _counts(schedule: Schedule) -> Iterator[_Fault]:
             cells_of[action].append((rank, position))
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            forward, inputs, weights, full = (
-                Action(stage, kind, microbatch)
-                for kind in (
-                    ActionKind.FORWARD,
-                    ActionKind.BACKWARD_INPUT,
-                    ActionKind.BACKWARD_WEIGHT,
-                    ActionKind.BACKWARD,
-                )
-            )
-            cells = {
-                action: tuple(cells_of.get(action, ()))
-                for action in (forward, inputs, weights, full)
-            }
+            actions = [Action(stage, kind, microbatch) for kind in METHODS]
+            forward, inputs, weights, full = actions
+            cells = {action: tuple(cells_of.get(action, ())) for action in actions}
             home = schedule.placement[stage]
             end = ((home, len(schedule.ranks[home])),)  # after the last action
             split = cells[inputs] + cells[weights]
@@ -188,12 +179,9 @@ def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
     """Yield cycles of ranks that wait for each other. Missing actions are found by ``_counts``."""
     run = replay(schedule)
     for circle in run.cycles():
-        cells = tuple(_standing(wait, run.times) for wait in circle if wait.rank < wait.ranks)
+        ranks = [wait.rank for wait in circle if wait.rank < wait.ranks]
+        cells = tuple((rank, len(run.times[rank])) for rank in ranks)
         yield _Fault(f"{_CIRCLE}{'; '.join(map(str, circle))}", cells)
-
-
-def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
-    return wait.rank, len(times[wait.rank])
 
 
 # --- moves and recomputation ----------------------------------------------------------------------
