@@ -342,16 +342,6 @@ def routes_of(schedule: Schedule, dataflow: StageDataflow | None = None) -> list
     return routes
 
 
-def pairs_of(schedule: Schedule, dataflow: StageDataflow) -> set[tuple[int, int]]:
-    """The pairs of ranks that exchange messages, the lower rank first."""
-    pairs = set()
-    for stage in range(schedule.stages):
-        for taker in dataflow.targets(stage):
-            ends = schedule.placement[stage], schedule.placement[taker]
-            pairs.add((min(ends), max(ends)))
-    return {(low, high) for low, high in pairs if low != high}
-
-
 def outgoing_messages(result: Action, dataflow: StageDataflow) -> tuple[StageMessage, ...]:
     """The messages with a result: one for each stage that reads it."""
     if result.kind is ActionKind.FORWARD:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autosplit.pipeline.schedule.moves import ActivationMove, find_moves
-from autosplit.pipeline.schedule.routes import Routes, StageDataflow, pairs_of, routes_of
+from autosplit.pipeline.schedule.routes import Routes, StageDataflow, routes_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.simulation.playing import recv_posting_order
 
@@ -31,7 +31,9 @@ class PreparedSchedule:
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The pairs of ranks that exchange messages, the lower rank first."""
-        return pairs_of(self.schedule, self.dataflow)
+        placement = self.schedule.placement
+        pairs = ((placement[source], placement[target]) for source, target in self.dataflow)
+        return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
 
     @cached_property
     def moves(self) -> Sequence[ActivationMove]:
