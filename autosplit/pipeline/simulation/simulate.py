@@ -65,19 +65,15 @@ class Timeline:
         """
         if not self.crosses_step:
             return self.makespan
-        ends: dict[int, tuple[float, float]] = {}
-        for span in self.spans:
-            start, end = ends.get(span.rank, (span.start, span.end))
-            ends[span.rank] = min(start, span.start), max(end, span.end)
-        return max((end - start for start, end in ends.values()), default=0.0)
+        windows = [window_of(self._spans_of(rank)) for rank in range(self.ranks)]
+        return max((end - start for start, end in windows), default=0.0)
 
     def window(self, rank: int) -> tuple[float, float]:
         """(start, end) of the step on ``rank``, in seconds. If steps overlap, the window starts
         with the rank's first action.
         """
-        start = min((span.start for span in self.spans), default=0.0)
-        if self.crosses_step:
-            start = min((span.start for span in self.spans if span.rank == rank), default=start)
+        spans = self._spans_of(rank) if self.crosses_step else []
+        start, _ = window_of(spans or self.spans)
         return start, start + self.step_time
 
     def busy(self, rank: int) -> float:
@@ -89,9 +85,7 @@ class Timeline:
         if not 0 <= rank < self.ranks:
             raise ScheduleError(f"no rank {rank} in this timeline: expected 0 to {self.ranks - 1}")
         return sum(
-            span.end - span.start
-            for span in self.spans
-            if span.rank == rank and span.action.kind.is_compute
+            span.end - span.start for span in self._spans_of(rank) if span.action.kind.is_compute
         )
 
     def bubble_ratio(self, rank: int | None = None) -> float:
@@ -107,6 +101,9 @@ class Timeline:
         busy = sum(self.busy(number) for number in ranks)
         total = self.step_time * len(ranks)
         return 1.0 - busy / total if total > 0.0 else 0.0
+
+    def _spans_of(self, rank: int) -> list[Span]:
+        return [span for span in self.spans if span.rank == rank]
 
 
 def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionKind], float]:
