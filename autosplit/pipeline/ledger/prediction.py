@@ -21,6 +21,7 @@ from autosplit.pipeline.schedule.routes import (
     incoming_messages,
     outgoing_messages,
     result_of,
+    sender_and_receiver,
 )
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
@@ -203,7 +204,6 @@ def message_levels(
     prepared = PreparedSchedule(schedule, dataflow)
     posts, routes = prepared.recv_posts[rank], prepared.routes[rank]
     coming = {peer: deque(messages) for peer, messages in routes.receives.items()}
-    source = {message: peer for peer, messages in routes.receives.items() for message in messages}
     sent: dict[int, deque[StageMessage]] = defaultdict(deque)
     retired: Counter[int] = Counter()
     holders: Counter[tuple[Action, int]] = Counter()  # of each tensor, how many messages hold it
@@ -223,23 +223,16 @@ def message_levels(
             holders[message.result, place] += more
             now += _size(meta) * ((count + more > 0) - (count > 0))
 
-    def post(peer: int, until: StageMessage | None = None) -> None:
-        while coming[peer] and (until is None or until in coming[peer]):
-            add_holders(coming[peer].popleft(), 1)
-            if until is None:
-                return
-
     levels = []
     for action in schedule.ranks[rank]:
         if not action.kind.is_compute:
             levels.append(now)
             continue
         for peer in posts.get(action, ()):
-            post(peer)
+            add_holders(coming[peer].popleft(), 1)
         for message in incoming_messages(action, dataflow):
-            if message in source:
-                peer = source[message]
-                post(peer, message)
+            if message in routes.acked_sends:  # it comes from another rank
+                peer, _ = sender_and_receiver(message, schedule)
                 is_sent = any(boundaries.tensors_in(message, dataflow))
                 while is_sent and retired[peer] < routes.acked_sends[message]:
                     add_holders(sent[peer].popleft(), -1)
@@ -250,7 +243,8 @@ def message_levels(
             now += sum(map(_size, boundaries.outputs[action.stage]))  # losses stay until the end
         for message in outgoing_messages(result_of(action), dataflow):
             add_holders(message, 1)
-            if (target := schedule.placement[message.stage]) != rank:
+            _, target = sender_and_receiver(message, schedule)
+            if target != rank:
                 sent[target].append(message)
     return levels
 
