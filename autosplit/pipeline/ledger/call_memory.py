@@ -72,7 +72,7 @@ class KernelWorkspace:
         failed: set[Hashable] = set()
         with torch.no_grad(), generators_kept(), allocations_on(self._device) as allocations:
             for signature, node in nodes.items():
-                values = {operand: _values(operand, _made_up) for operand in node.all_input_nodes}
+                values = {operand: _values(operand, _like) for operand in node.all_input_nodes}
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 allocations.mark()
                 try:
@@ -103,30 +103,28 @@ def _is_measurable(node: fx.Node) -> bool:
 
 def _signature(node: fx.Node) -> Hashable:
     """A key of an operator's call: calls with equal keys run the same kernel on equal sizes."""
-    return node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: _values(n, _described)))
+    return node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: _values(n, _layout)))
 
 
-def _values(node: fx.Node, change: Callable[[Any], Any]) -> Any:
-    """A node's value, with ``change`` applied to each leaf."""
-    return tree_map(change, node.meta.get("val"))
+def _values(node: fx.Node, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """A node's value, with ``of_tensor`` applied to each tensor, and with concrete sizes."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return of_tensor(leaf)
+        return concrete(leaf) if isinstance(leaf, torch.SymInt) else leaf
+
+    return tree_map(of_leaf, node.meta.get("val"))
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        shape, strides = map(concrete, value.shape), map(concrete, value.stride())
-        return value.dtype, value.device, tuple(shape), tuple(strides)
-    return concrete(value) if isinstance(value, torch.SymInt) else value
+def _layout(tensor: Tensor) -> Hashable:
+    shape, strides = map(concrete, tensor.shape), map(concrete, tensor.stride())
+    return tensor.dtype, tensor.device, tuple(shape), tuple(strides)
 
 
 def _result_bytes(node: fx.Node) -> int:
     """Bytes that ``LiveBytes`` counts as the node's allocation."""
     return 0 if is_accumulation(node) else sum(map(storage_bytes, allocated(node)))
-
-
-def _made_up(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _like(value)
-    return concrete(value) if isinstance(value, torch.SymInt) else value
 
 
 def _like(fake: Tensor) -> Tensor:
