@@ -25,7 +25,6 @@ from operator import neg, sub
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.schedule.schedule import SPLIT_KINDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING
@@ -34,7 +33,7 @@ from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import StepGraph
 
 from .bounding import caps_of
-from .search import forms
+from .search import named_schedules
 
 _FORWARD = 0.5  # the weight of the work after an F, beside that after an I
 _WORK = 5_000  # actions to place; the last order is placed whole
@@ -134,15 +133,17 @@ class MicrobatchOrders:
             numbers = {Action(s, kind, m): n for n, (kind, s, m) in enumerate(parts)}
             empty = Schedule("auto", stages, count, ((),) * self._ranks, self._placement, True)
             graph = StepGraph(empty, [(self._placement[a.stage], a) for a in numbers])
-            distinct = {}
-            for name in (name for name in SCHEDULES if name not in _SKIPPED):
-                with contextlib.suppress(ScheduleError):
-                    for _, schedule in forms(name, self._times, count, self._ranks):
-                        if schedule.placement == self._placement:
-                            distinct[schedule.ranks] = [
-                                [numbers[part] for action in row for part in _halves(action)]
-                                for row in schedule.ranks
-                            ]
+            named: list[Schedule] = []
+            with contextlib.suppress(ScheduleError):  # none has this placement
+                named = named_schedules(self._times, count, self._ranks, self._placement)
+            distinct = {
+                schedule.ranks: [
+                    [numbers[part] for action in row for part in _halves(action)]
+                    for row in schedule.ranks
+                ]
+                for schedule in named
+                if schedule.name not in _SKIPPED
+            }
             self._prepared[count] = graph, [*distinct.values()]
         return self._prepared[count]
 
