@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from autosplit.device import generators_kept
-from autosplit.pipeline.engine.autograd_stage import AutogradStage, with_full_backwards
+from autosplit.pipeline.builders.placement import with_full_backwards
 from autosplit.pipeline.engine.evaluation import forward_only
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget
+from autosplit.pipeline.engine.partial_stage import AutogradStage
 from autosplit.pipeline.engine.stage_builder import compile_stages, traced
 from autosplit.pipeline.engine.stage_protocols import ForwardStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds

@@ -252,6 +252,17 @@ def _inputs_only(row: Sequence[Action]) -> Row:
     )
 
 
+def with_full_backwards(schedule: Schedule) -> Schedule:
+    """The schedule with B in place of each I, and without W and moves."""
+    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
+    kinds = {forward: forward, ActionKind.BACKWARD_INPUT: backward, backward: backward}
+    rows = [
+        tuple([replace(action, kind=kinds[action.kind]) for action in row if action.kind in kinds])
+        for row in schedule.ranks
+    ]
+    return replace(schedule, ranks=tuple(rows), split_backward=False)
+
+
 def _paper_order(row: Row, count: int) -> Row:
     """A row in the order of 2BP: one W after each of the last ``count`` Is, and the other Ws at the
     end.

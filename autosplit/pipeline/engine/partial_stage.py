@@ -1,5 +1,5 @@
 """``PartialStage``: a pipeline stage that cannot be captured in one graph, such as a stage with
-graph breaks.
+graph breaks; and ``AutogradStage``, which has no graphs at all.
 
 F    the module under autograd, graph by graph; each microbatch has its own autograd graph
 I    gradients of the inputs, and of parameters that code outside of graphs reads
@@ -317,6 +317,31 @@ class PartialStage:
                     f"{name!r}, where the gradients of other stages would not reach it. Name a "
                     "loss in StageOptions(aux_losses=); else return the tensor, or detach() it"
                 )
+
+
+class AutogradStage(PartialStage):
+    """A module as a stage under plain autograd, with which split stages are compared. I is the whole
+    backward, and W computes nothing.
+
+    Args:
+        module: the stage's module.
+        index: the stage's index in the pipeline.
+        dtype: the dtype in which gradients are summed; None for the dtype of each gradient.
+    """
+
+    def __init__(self, module: nn.Module, index: int, dtype: torch.dtype | None) -> None:
+        self._set_module(module, index, dtype)
+        self._anchor = self._root
+
+    def _call(self, args: tuple[Tensor, ...]) -> Any:
+        return self._module(*args)
+
+    def _enter(self, inputs: Sequence[Tensor]) -> Any:
+        self._needs_grad = [t.is_floating_point() or t.is_complex() for t in inputs]
+        return super()._enter(inputs)
+
+    def _check_attributes(self, module: nn.Module) -> None:
+        """Accept tensors in attributes, as split stages do."""
 
 
 class _Entry(torch.autograd.Function):

@@ -24,16 +24,9 @@ from autosplit.errors import (
     reworded,
     with_code,
 )
-from autosplit.pipeline.engine.boundaries import (
-    Boundary,
-    Dependence,
-    NamedLoss,
-    TensorMeta,
-)
-from autosplit.pipeline.engine.stage_protocols import (
-    TrainableStage,
-    unsupported_output,
-)
+from autosplit.pipeline.engine.boundaries import Boundary, Dependence, NamedLoss, TensorMeta
+from autosplit.pipeline.engine.partial_stage import PartialStage
+from autosplit.pipeline.engine.stage_protocols import TrainableStage, unsupported_output
 from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageSet
 from autosplit.pipeline.engine.transport import Receive, bind_arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
@@ -103,8 +96,6 @@ class SplitStage:
             raise reworded(error, f"{error}\n  {text}") from error
         if needed_by:
             raise error
-        from autosplit.pipeline.engine.partial_stage import PartialStage  # imports Dynamo
-
         return PartialStage(module, args, index=index, options=self.options, error=error)
 
 
