@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from autosplit import CaptureError, SplitError, Stage, split
 from autosplit.passes.graph import calls
-from autosplit.pipeline.engine.stage_memory import footprint
+from autosplit.pipeline.ledger.prediction import footprint
 from tests.gradients import assert_same_gradients
 from tests.microbatches import Twins, reference
 from tests.zoo import CASES, Made, SwiGLU, layered

@@ -20,7 +20,7 @@ from autosplit.errors import CaptureError, PlanError, SplitError, reworded
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
 from autosplit.pipeline.engine.autocast import WithAutocast
-from autosplit.pipeline.engine.stage_memory import footprint
+from autosplit.pipeline.ledger.prediction import footprint
 from autosplit.planner.captured_model import WholeModel, device_of
 from autosplit.planner.meta_model import assign, named_tensors
 from autosplit.runtime.options import SplitOptions

@@ -14,8 +14,8 @@ from dataclasses import replace
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement import StageTimes
-from autosplit.pipeline.engine.stage_memory import stage_memory
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
+from autosplit.pipeline.ledger.prediction import stage_memory
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.search.search import search

@@ -13,7 +13,7 @@ import torch
 import autosplit
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, RunOptions
-from autosplit.pipeline.engine.stage_memory import stage_memory
+from autosplit.pipeline.ledger.prediction import stage_memory
 from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.simulate import Costs, median_durations
 from autosplit.ranks.launch import launch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
-from autosplit.pipeline.engine.stage_memory import stage_memory
+from autosplit.pipeline.ledger.prediction import stage_memory
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs

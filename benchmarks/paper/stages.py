@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.pipeline.engine.stage_memory import footprint
+from autosplit.pipeline.ledger.prediction import footprint
 from examples.families import FAMILIES
 
 from ..results import Rows, table

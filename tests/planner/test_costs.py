@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import CaptureError
 from autosplit.mesh.costs import DeviceSpeed
-from autosplit.pipeline.engine.stage_memory import footprint
+from autosplit.pipeline.ledger.prediction import footprint
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, block_stage, estimate, profile
 from autosplit.planner.meta_model import meta_model

@@ -320,8 +320,8 @@ class PartialStage:
 
 
 class AutogradStage(PartialStage):
-    """A module as a stage under plain autograd, with which split stages are compared. I is the whole
-    backward, and W computes nothing.
+    """A module under plain autograd as a stage, with which split stages are compared. I is the
+    whole backward, and W computes nothing.
 
     Args:
         module: the stage's module.

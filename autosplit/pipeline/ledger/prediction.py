@@ -13,8 +13,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autosplit.passes import Kind, Role
+from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.analysis.boundary import boundaries as boundaries_of
+from autosplit.passes.analysis.boundary import total_bytes
+from autosplit.passes.graph import inputs as graph_inputs
 from autosplit.passes.lowering.join import joined_role
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
+from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.schedule.routes import (
     StageDataflow,
     StageMessage,
@@ -251,3 +256,28 @@ def message_levels(
 
 def _size(meta: TensorMeta) -> int:
     return meta.shape.numel() * meta.dtype.itemsize
+
+
+# --- from the boundaries of a stage's graphs alone ------------------------------------------------
+
+
+def footprint(stage: TrainableStage) -> tuple[float, float]:
+    """Bytes that a stage keeps for one microbatch: (saved tensors, deferred tensors).
+
+    For a stage without graphs (1, 1), so that microbatches are counted instead of bytes.
+    """
+    if not isinstance(stage, Stage):
+        return (1.0, 1.0)
+    kept = boundaries_of(stage.functions.graphs)
+    saved, deferred = (total_bytes(kept.get(kind, [])) for kind in (Kind.SAVED, Kind.DEFERRED))
+    return float(saved), float(deferred)
+
+
+def stage_memory(stage: TrainableStage) -> StageMemory:
+    """The ``footprint`` of a stage and the bytes of its inputs, as a ``StageMemory``."""
+    saved, deferred = footprint(stage)
+    if not isinstance(stage, Stage) or not stage.functions.has_backward:
+        return StageMemory(saved, deferred)
+    forward = stage.functions.graphs.forward
+    inputs = list(graph_inputs(forward.graph, Kind.INPUT).values())
+    return StageMemory(saved, deferred, float(distinct_bytes(inputs)))
