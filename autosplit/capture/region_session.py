@@ -390,8 +390,12 @@ class RegionSession:
     def bind(self, exported: fx.GraphModule) -> list[RegionCall]:
         """Make the captured graph call the regions of its blocks, and return the calls.
 
+        Blocks that would sum a gradient in another order than autograd are refused, and called
+        nevertheless: the joint graph's trace then finds all other blocks to refuse as well, and its
+        result is dropped. Each round of refusals costs another trace of the model.
+
         Raises:
-            RegionRefusedError: some blocks cannot be called separately; all of them are refused.
+            RegionRefusedError: a block is called in the body of a higher-order operator.
         """
         graphs = (graph for graph in exported.modules() if isinstance(graph, fx.GraphModule))
         nested = [node for graph in graphs if graph is not exported for node in graph.graph.nodes]
@@ -400,12 +404,13 @@ class RegionSession:
                 name, _ = self._block_by_operator[node.target]
                 self._refuse(name, "it is called in the body of a higher-order operator")
         nodes = [n for n in exported.graph.nodes if n.target in self._block_by_operator]
-        self._refuse_other_sums(nodes)
         calls: list[RegionCall] = []
         for node in nodes:
             name, block = self._block_by_operator[node.target]
             region, guards = self._matches[_first_tensor(traced_value(node))]
             refuse = partial(self._record_refusal, name)
+            if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
+                refuse("its gradient of a tensor that is also read elsewhere is a sum")
             call = RegionCall(len(calls), region, block, name, guards, refuse)
             with exported.graph.inserting_before(node):
                 anchor = exported.graph.create_node("get_attr", ANCHOR)
@@ -413,23 +418,6 @@ class RegionSession:
             node.args, node.kwargs = (anchor, tuple(node.args), dict(node.kwargs)), {}
             calls.append(call)
         return calls
-
-    def _refuse_other_sums(self, nodes: Sequence[fx.Node]) -> None:
-        """Refuse all blocks that would sum a gradient in another order than autograd, at once,
-        because each refusal costs another trace of the model.
-
-        Raises:
-            RegionRefusedError: there is such a block.
-        """
-        reason = "its gradient of a tensor that is also read elsewhere is a sum"
-        names = []
-        for node in nodes:
-            region, _ = self._matches[_first_tensor(traced_value(node))]
-            if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
-                names.append(self._block_by_operator[node.target][0])
-                self._record_refusal(names[-1], reason)
-        if names:
-            raise RegionRefusedError(", ".join(names))
 
 
 def _is_changed(block: nn.Module) -> bool:

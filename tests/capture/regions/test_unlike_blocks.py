@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.capture import joint_graph
 from autosplit.runtime import build
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
@@ -167,6 +168,33 @@ def test_each_kind_is_captured_once_whichever_are_refused(monkeypatch: pytest.Mo
     split = assert_equals_autograd(ReadAgain(), [(torch.randn(5, WIDTH, requires_grad=True),)] * 2)
     assert kinds(split) == [2]
     assert len(captured) == 3
+
+
+class Transposed(ReadAgain):
+    """The results of a third kind get gradients of another layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for at, layer in enumerate(self.layers):
+            x = layer(x) * x if at // ODD == 1 else layer(x)
+            if at >= 2 * ODD:
+                x = torch.bmm(x.t()[None], torch.eye(5)[None])[0].t().contiguous()
+        return self.head(x)
+
+
+def test_one_trace_finds_all_blocks_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[dict[str, str]] = []
+    session = joint_graph.RegionSession
+
+    def counted(*args: Any) -> Any:
+        sessions.append(dict(args[2]))
+        return session(*args)
+
+    monkeypatch.setattr(joint_graph, "RegionSession", counted)
+    split = assert_equals_autograd(Transposed(), [(torch.randn(5, WIDTH, requires_grad=True),)])
+    assert kinds(split) == [2]
+    assert len(sessions) == 2
+    assert len({*sessions[1].values()}) == 2
 
 
 BECOMES: dict[str, Callable[[Any], object]] = {
