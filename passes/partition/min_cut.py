@@ -18,12 +18,15 @@ from functools import cached_property
 from ..errors import InfiniteCutError
 from ..memory_policy import Price
 
-SOURCE = -1
-SINK = -2
+SOURCE, SINK = 0, 1
+FIRST = 2
+"""The least number of another node."""
 
 
 class Network:
-    """A flow network over integers. An edge has a price, or None for unlimited capacity."""
+    """A flow network whose nodes are numbers: ``SOURCE``, ``SINK``, and numbers from ``FIRST`` on.
+    An edge has a price, or None for unlimited capacity.
+    """
 
     def __init__(self) -> None:
         self._prices: dict[tuple[int, int], Price | None] = {}
@@ -40,14 +43,12 @@ class Network:
         Raises:
             InfiniteCutError: edges without a price lead from the source to the sink.
         """
-        places, flow = self._laid_out
         weights = [
             None if price is None else round(weigh(price)) for price in self._prices.values()
         ]
         unlimited = 1 + sum(capacity for capacity in weights if capacity is not None)
         capacities = [unlimited if capacity is None else capacity for capacity in weights]
-        reached = flow.reached(capacities, places[SOURCE], places[SINK])
-        side = {node for node, place in places.items() if place in reached}
+        side = self._flow.reached(capacities, SOURCE, SINK)
         total = Price()
         for (tail, head), price in self._prices.items():
             if tail in side and head not in side:
@@ -75,12 +76,10 @@ class Network:
         return path[::-1]
 
     @cached_property
-    def _laid_out(self) -> tuple[dict[int, int], FlowNetwork]:
-        """A map from every node to its index, and the network over indices."""
-        ends = (node for edge in self._prices for node in edge)
-        places = {node: at for at, node in enumerate(dict.fromkeys([SOURCE, SINK, *ends]))}
-        edges = ((places[tail], places[head]) for tail, head in self._prices)
-        return places, FlowNetwork(len(places), edges)
+    def _flow(self) -> FlowNetwork:
+        """The network without prices."""
+        size = 1 + max(map(max, self._prices), default=SINK)
+        return FlowNetwork(size, self._prices)
 
 
 class FlowNetwork:

@@ -32,7 +32,7 @@ from ..analysis.operators import checkpoint_region, is_random, is_under_way
 from ..errors import InfiniteCutError, PassError
 from ..graph import Region, Regions, is_size, source_line, tensor_of, value_text
 from ..memory_policy import Price
-from .min_cut import SINK, SOURCE, Network
+from .min_cut import FIRST, SINK, SOURCE, Network
 from .reachability import Reachability
 
 _SIZE_BYTES = 8  # of a symbolic size that crosses
@@ -92,7 +92,7 @@ class Division:
         last node.
         """
         nodes = list(self._order)
-        first, last = (nodes[halves // 4] for halves in (path[1], path[-2]))
+        first, last = (nodes[(half - FIRST) // 4] for half in (path[1], path[-2]))
         needed = "" if first is last else f", from which it computes {_described(last)}"
         return (
             "the backward needs a value that can neither be carried nor recomputed: "
@@ -273,11 +273,11 @@ def _first(index: int) -> int:
     """Vertex of the flow network for the "in" half of node ``index`` in the first of two layers.
     The vertex of the "out" half has the next number.
     """
-    return 4 * index
+    return FIRST + 4 * index
 
 
 def _second(index: int) -> int:
-    return 4 * index + 2
+    return _first(index) + 2
 
 
 def walk(

@@ -12,29 +12,31 @@ from hypothesis import strategies as st
 
 from autosplit.passes.errors import InfiniteCutError
 from autosplit.passes.memory_policy import Price
-from autosplit.passes.partition.min_cut import SINK, SOURCE, FlowNetwork, Network
+from autosplit.passes.partition.min_cut import FIRST, SINK, SOURCE, FlowNetwork, Network
+
+NODES = range(FIRST, FIRST + 6)
+A, B, C, D, E, F = NODES
 
 
 def test_weights_decide_between_currencies() -> None:
     network = Network()
-    network.add_edge(SOURCE, 0, Price(bytes=10))
-    network.add_edge(0, SINK, Price(time=4))
-    assert network.minimum_cut(lambda price: price.bytes + 2 * price.time)[0] == {SOURCE, 0}
+    network.add_edge(SOURCE, A, Price(bytes=10))
+    network.add_edge(A, SINK, Price(time=4))
+    assert network.minimum_cut(lambda price: price.bytes + 2 * price.time)[0] == {SOURCE, A}
     assert network.minimum_cut(lambda price: price.bytes + 3 * price.time)[0] == {SOURCE}
 
 
 def test_an_infinite_cut_has_its_shortest_path() -> None:
     network = Network()
-    for tail, head in itertools.pairwise([SOURCE, 0, 1, 2, SINK]):
+    for tail, head in itertools.pairwise([SOURCE, A, B, C, SINK]):
         network.add_edge(tail, head)
-    network.add_edge(0, SINK, Price(bytes=10))
-    network.add_edge(1, SINK)
+    network.add_edge(A, SINK, Price(bytes=10))
+    network.add_edge(B, SINK)
     with pytest.raises(InfiniteCutError) as caught:
         network.minimum_cut(lambda price: price.bytes)
-    assert caught.value.path == [SOURCE, 0, 1, SINK]
+    assert caught.value.path == [SOURCE, A, B, SINK]
 
 
-NODES = range(6)
 PAIRS = [
     (tail, head)
     for tail, head in itertools.product([SOURCE, *NODES], [*NODES, SINK])
@@ -53,12 +55,12 @@ def cost(edges: Edges, early: Set[int]) -> float:
     return math.inf if None in cut else sum(size for size in cut if size is not None)
 
 
-LONGER = [(SOURCE, 2), (2, 3), (3, 1), (0, 4), (4, 5), (5, SINK)]
-"""Ways that are open once the shortest, over 0 and 1, gives way."""
+LONGER = [(SOURCE, C), (C, D), (D, B), (A, E), (E, F), (F, SINK)]
+"""Ways that are open once the shortest, over A and B, gives way."""
 
 
 @settings(max_examples=400, deadline=None)
-@example([(ends, 1) for ends in [(SOURCE, 0), (0, 1), (1, SINK), *LONGER]])
+@example([(ends, 1) for ends in [(SOURCE, A), (A, B), (B, SINK), *LONGER]])
 @given(
     st.lists(
         st.tuples(st.sampled_from(PAIRS), st.integers(0, 9) | st.none()), min_size=6, max_size=24
