@@ -159,16 +159,19 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
+def add_placeholder(graph: fx.Graph, name: str, value: Any, role: Role) -> fx.Node:
+    """Add a placeholder for values like the fake tensor ``value``."""
+    node = graph.placeholder(name)
+    node.target = node.name  # fx adds a number to a name that exists already
+    node.meta = {"val": value, "role": role}
+    return node
+
+
 def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:
     """Add a placeholder for a node's value, with ``role`` or, by default, the node's role."""
-    copy = graph.placeholder(node.name)
-    copy.target = copy.name  # fx adds a number to a name that exists already
-    copy.meta = {**node.meta, "role": role or role_of(node)}
+    copy = add_placeholder(graph, node.name, node.meta.get("val"), role or role_of(node))
+    copy.meta = node.meta | copy.meta
     return copy
-
-
-def output_node(graph: fx.Graph) -> fx.Node:
-    return graph.output_node()
 
 
 def role_of(node: fx.Node) -> Role:
@@ -181,9 +184,14 @@ def role_of(node: fx.Node) -> Role:
     return role
 
 
+def is_input(node: fx.Node, *kinds: Kind) -> bool:
+    """Whether the node is a placeholder of one of these kinds."""
+    return node.op == "placeholder" and role_of(node).kind in kinds
+
+
 def is_state(node: fx.Node) -> bool:
     """Whether the node is a parameter or a buffer of the module."""
-    return node.op == "placeholder" and role_of(node).kind in STATE
+    return is_input(node, *STATE)
 
 
 def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
@@ -194,9 +202,14 @@ def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
 
 def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:
     """(role, value) of every returned value, in order; a value is a Node or a constant."""
-    node = output_node(graph)
+    node = graph.output_node()
     pairs = zip(node.meta["roles"], node.args[0], strict=True)  # type: ignore[arg-type]
     return [(role, value) for role, value in pairs if not kinds or role.kind in kinds]
+
+
+def computed_outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, fx.Node]]:
+    """(role, node) of every returned value that is not a constant, in order."""
+    return [(role, value) for role, value in outputs(graph, *kinds) if isinstance(value, fx.Node)]
 
 
 def set_outputs(
@@ -236,15 +249,14 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def ancestors(
-    roots: Iterable[fx.Node],
-    reads: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes"),
+def reachable(
+    roots: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> set[fx.Node]:
-    """The roots and all nodes that they depend on.
+    """The roots, their neighbours, the neighbours of these, and so on.
 
     Args:
         roots: the nodes to start from.
-        reads: returns the nodes that a node depends on; by default its inputs.
+        neighbours: returns the neighbours of a node, such as its inputs.
     """
     seen: set[fx.Node] = set()
     stack = list(roots)
@@ -252,20 +264,18 @@ def ancestors(
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack.extend(reads(node))
+            stack.extend(neighbours(node))
     return seen
 
 
-def descendants(roots: list[fx.Node]) -> set[fx.Node]:
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The roots and all nodes that they depend on."""
+    return reachable(roots, attrgetter("all_input_nodes"))
+
+
+def descendants(roots: Iterable[fx.Node]) -> set[fx.Node]:
     """The roots and all nodes that depend on them, without the output node."""
-    seen: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in seen and node.op != "output":
-            seen.add(node)
-            stack.extend(node.users)
-    return seen
+    return reachable(roots, lambda node: [user for user in node.users if user.op != "output"])
 
 
 def value_text(value: object) -> str:
@@ -283,6 +293,12 @@ def value_text(value: object) -> str:
 def source_line(node: fx.Node) -> str:
     """``file:line code`` of the user's statement that made the node, or an empty string."""
     return _user_line(node.meta.get("stack_trace") or "")
+
+
+def from_source_line(node: fx.Node) -> str:
+    """Text for errors, such as `` (from file:line code)``; empty without a source line."""
+    line = source_line(node)
+    return f" (from {line})" if line else ""
 
 
 # Files whose frames stand between the user's statement and the operator: under a default device,

@@ -169,7 +169,8 @@ def run(
                 "its run"
             )
         if changed:
-            _recompile(program)
+            for module in program.graphs().values():
+                module.recompile()
             verify(program, entry.name)
         step.write(entry.name, program)
     if "forward" not in program.graphs():
@@ -184,11 +185,6 @@ def op_counts(graph: fx.Graph) -> Counter[str]:
 
 def _sizes(program: SplitGraphs) -> dict[str, int]:
     return {name: len(module.graph.nodes) for name, module in program.graphs().items()}
-
-
-def _recompile(program: SplitGraphs) -> None:
-    for module in program.graphs().values():
-        module.recompile()
 
 
 @dataclasses.dataclass

@@ -30,9 +30,12 @@ from .graph import (
     Origin,
     Role,
     SplitGraphs,
+    add_placeholder,
     calls,
+    computed_outputs,
     copy_placeholder,
     inputs,
+    is_input,
     module_like,
     outputs,
     placeholders,
@@ -79,9 +82,7 @@ class Subgraph:
         places: dict[fx.Node, int] = {}
         results: dict[Role, int | Role] = {}
         pairs: list[tuple[Role, fx.Node]] = []
-        for role, value in outputs(module.graph):
-            if not isinstance(value, fx.Node):
-                continue
+        for role, value in computed_outputs(module.graph):
             if value.op == "placeholder":
                 results[role] = role_of(value)
                 continue
@@ -364,12 +365,9 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Add a placeholder for a value of the calling graph. A computed value gets the role of an
     input: inputs are never overwritten, and the calling graph may still read the value.
     """
-    copy = graph.placeholder(node.name)
-    copy.target = copy.name
     role = role_of(node) if node.op == "placeholder" else Role(Kind.INPUT, f"%{node.name}")
-    copy.meta = {"val": node.meta["val"], "role": role}
-    return copy
+    return add_placeholder(graph, node.name, node.meta["val"], role)
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return node.op == "placeholder" and role_of(node).kind in {Kind.ACCUMULATOR, Kind.WRITTEN}
+    return is_input(node, Kind.ACCUMULATOR, Kind.WRITTEN)

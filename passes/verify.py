@@ -32,11 +32,12 @@ from .graph import (
     Kind,
     SplitGraphs,
     calls,
+    from_source_line,
     inputs,
+    is_input,
     is_size,
     outputs,
     role_of,
-    source_line,
     tensor_of,
 )
 from .subgraph import subgraphs, sums
@@ -192,12 +193,11 @@ def _only_adds(node: fx.Node) -> bool:
 def _writes_state(node: fx.Node) -> bool:
     """Whether the node adds to state that the backward writes, or replaces its value."""
     into: Any = node.args[0] if is_accumulation(node) else None
-    is_input = into is not None and into.op == "placeholder"
-    return is_input and role_of(into).kind is Kind.WRITTEN
+    return into is not None and is_input(into, Kind.WRITTEN)
 
 
 def _is_accumulator(node: fx.Node) -> bool:
-    return node.op == "placeholder" and role_of(node).kind is Kind.ACCUMULATOR
+    return is_input(node, Kind.ACCUMULATOR)
 
 
 def _nodes_in(arguments: Any) -> list[fx.Node]:
@@ -268,8 +268,7 @@ def _only_cheap_work_runs_again(program: SplitGraphs) -> Iterator[str]:
 
 
 def _at(graph: str, node: fx.Node, problem: str) -> str:
-    line = source_line(node)
-    return f"{graph}: {node.name}: {problem}" + (f" (from {line})" if line else "")
+    return f"{graph}: {node.name}: {problem}{from_source_line(node)}"
 
 
 OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (

@@ -6,7 +6,16 @@ import dataclasses
 
 from torch import fx
 
-from ..graph import Kind, SplitGraphs, descendants, inputs, outputs, source_line, value_text
+from ..graph import (
+    Kind,
+    SplitGraphs,
+    computed_outputs,
+    descendants,
+    inputs,
+    outputs,
+    source_line,
+    value_text,
+)
 from .aliasing import storage_bytes, storage_root
 
 
@@ -34,7 +43,7 @@ def boundary_tensors(
 ) -> list[BoundaryTensor]:
     """The tensors of a kind that the graph ``giver`` returns and the graph ``taker`` reads."""
     inputs_of_taker = {role.name: node for role, node in inputs(taker.graph, kind).items()}
-    results = [(role, value) for role, value in outputs(taker.graph) if isinstance(value, fx.Node)]
+    results = computed_outputs(taker.graph)
     counted: set[fx.Node] = set()
     rows = []
     for role, value in outputs(giver.graph, kind):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from ..graph import (
     SplitGraphs,
     ancestors,
     calls,
+    computed_outputs,
     concrete,
     is_size,
-    outputs,
+    reachable,
     role_of,
     tensor_of,
     with_concrete_sizes,
@@ -180,45 +181,33 @@ def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
         return 0, 0
     waiting, handed = _products(_gradients(graphs.backward_weight, ()))
     gradients = _gradients(graphs.backward_input, handed)
-    results = outputs(graphs.backward_input.graph, Kind.INPUT_GRAD)
-    input_grad_closure = ancestors([value for _, value in results if isinstance(value, fx.Node)])
+    results = computed_outputs(graphs.backward_input.graph, Kind.INPUT_GRAD)
+    input_grad_closure = ancestors(value for _, value in results)
     early = _products(gradients)[0] - input_grad_closure
     return sum(map(flops, waiting)), sum(map(flops, early))
 
 
-def _gradients(module: fx.GraphModule, also: Iterable[Role]) -> list[fx.Node]:
+def _gradients(module: fx.GraphModule, also: Collection[Role]) -> list[fx.Node]:
     """Nodes of the weight gradients that a graph returns, and nodes of the graph's results whose
     roles are in ``also``.
     """
-    wanted = set(also)
     return [
         value
-        for role, value in outputs(module.graph)
-        if (role.kind is Kind.PARAMETER_GRAD or role in wanted) and isinstance(value, fx.Node)
+        for role, value in computed_outputs(module.graph)
+        if role.kind is Kind.PARAMETER_GRAD or role in also
     ]
-
-
-def _hands_on(node: fx.Node) -> bool:
-    return node.target is operator.getitem or node.target in OPERATORS["hands_on"]
 
 
 def _products(values: list[fx.Node]) -> tuple[set[fx.Node], set[Role]]:
     """Follow values back through views and sums. Return the matrix products at which the values
     end, and the roles of the graph inputs at which the values end.
     """
-    products: set[fx.Node] = set()
-    handed: set[Role] = set()
-    seen: set[fx.Node] = set()
-    stack = list(values)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            handed.add(role_of(node))
-        elif flops(node):
-            products.add(node)
-        elif is_view(node) or is_exchange(node) or _hands_on(node):
-            stack += node.all_input_nodes
-    return products, handed
+
+    def summed(node: fx.Node) -> list[fx.Node]:
+        hands_on = node.target is operator.getitem or node.target in OPERATORS["hands_on"]
+        passes_on = hands_on or is_view(node) or is_exchange(node)
+        return node.all_input_nodes if passes_on and not flops(node) else []
+
+    ends = reachable(values, summed)
+    products = {node for node in ends if flops(node)}
+    return products, {role_of(node) for node in ends if node.op == "placeholder"}

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.operator_schemas import normalize_function
 
-from ..graph import SUBGRAPH, calls, origin_of
+from ..graph import SUBGRAPH, calls, is_like, origin_of
 
 OVERLOAD: Any = type(torch.ops.aten.mm.default)
 
@@ -239,8 +239,7 @@ def is_effect(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return False
-    op = overload(node)
-    if op is not None and op.namespace == EXCHANGE:
+    if is_exchange(node):
         return False
     return is_check(node) or is_report(node) or node.is_impure(impure_random=False)
 
@@ -269,6 +268,12 @@ def is_read(node: fx.Node) -> bool:
     return op is not None and op.namespace == READ
 
 
+def is_plain_sum(node: fx.Node) -> bool:
+    """Whether the node is an unscaled sum of two tensors of the node's shape and dtype."""
+    is_addition = node.target is torch.ops.aten.add.Tensor and not node.kwargs
+    return is_addition and all(is_like(operand, node) for operand in node.args)
+
+
 def is_accumulation(node: fx.Node) -> bool:
     """Whether the node adds into its first argument, or overwrites it."""
     return node.target in OPERATORS["accumulates"]
@@ -289,14 +294,12 @@ _COPYING = ("all_reduce", "broadcast")
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective and returns the finished result."""
-    op = overload(node)
-    return op is not None and op.namespace == EXCHANGE and _name(node) == _WAIT
+    return is_exchange(node) and _name(node) == _WAIT
 
 
 def is_start(node: fx.Node) -> bool:
     """Whether the node begins a collective."""
-    op = overload(node)
-    return op is not None and op.namespace == EXCHANGE and _name(node) != _WAIT
+    return is_exchange(node) and _name(node) != _WAIT
 
 
 def is_exchange(node: fx.Node) -> bool:

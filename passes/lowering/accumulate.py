@@ -24,11 +24,13 @@ from ..graph import (
     Kind,
     Role,
     SplitGraphs,
+    add_placeholder,
     copy_placeholder,
     inputs,
     module_like,
     outputs,
     placeholders,
+    reachable,
     set_outputs,
     tensor_of,
 )
@@ -114,8 +116,7 @@ class _Reports:
         self._graph = graph
         self._pending = {number: {*part}.intersection(names) for number, part in enumerate(reports)}
         if reports:
-            self._function = graph.placeholder("report")
-            self._function.meta = {"val": None, "role": REPORT}
+            self._function = add_placeholder(graph, "report", None, REPORT)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove parameters whose gradients are complete from all sets. Add a report for each set
@@ -171,12 +172,10 @@ def _is_sum(role: Role, value: object) -> bool:
 def _accumulator(
     graph: fx.Graph, name: str, gradient: fx.Node, dtype: torch.dtype | None
 ) -> fx.Node:
-    node = graph.placeholder(re.sub(r"\W", "_", f"sum_{name}"))
-    node.target = node.name
     value = tensor_of(gradient)
-    node.meta["val"] = None if value is None else value.new_empty(value.shape, dtype=dtype)
-    node.meta["role"] = Role(Kind.ACCUMULATOR, name)
-    return node
+    total = None if value is None else value.new_empty(value.shape, dtype=dtype)
+    identifier = re.sub(r"\W", "_", f"sum_{name}")
+    return add_placeholder(graph, identifier, total, Role(Kind.ACCUMULATOR, name))
 
 
 def last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
@@ -185,15 +184,9 @@ def last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
     A view of a gradient may come much later in the graph than the gradient, and would keep it alive
     until then.
     """
-    roots: set[fx.Node] = set()
-    stack = [value]
-    while stack:
-        node = stack.pop()
-        if is_free(node):
-            stack.extend(node.all_input_nodes)
-        elif node.op != "placeholder":
-            roots.add(node)
-    return max(roots, key=order.__getitem__, default=None)
+    bases = reachable([value], lambda node: node.all_input_nodes if is_free(node) else [])
+    work = (node for node in bases if not is_free(node) and node.op != "placeholder")
+    return max(work, key=order.__getitem__, default=None)
 
 
 def write_into(graph: fx.Graph, write: Any, into: fx.Node, value: fx.Node) -> None:

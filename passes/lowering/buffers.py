@@ -35,7 +35,7 @@ from ..graph import (
     Kind,
     Role,
     SplitGraphs,
-    inputs,
+    computed_outputs,
     is_fixed,
     outputs,
     placeholders,
@@ -269,7 +269,7 @@ def _lifetimes(
     """Yield (statement, storages that it allocates, storages that die after it), in order. The
     first item has None as statement and the inputs that are never read as dead.
     """
-    kept = {homes[value] for _, value in outputs(graph) if isinstance(value, fx.Node)}
+    kept = {homes[value] for _, value in computed_outputs(graph)}
     names: dict[fx.Node, int] = defaultdict(int)
     for node in graph.nodes:
         if node.op != "output" and _is_tensor(node):
@@ -282,11 +282,11 @@ def _lifetimes(
             continue
         new = [home for home in allocated(node) if homes[home] is home]
         dead = []
-        for name in dying.get(node, ()):
-            for home in _ended(name, homes):
-                names[home] -= 1
-                if not names[home] and home not in kept:
-                    dead.append(home)
+        for value in filter(_is_tensor, dying.get(node, ())):
+            home = homes[value]
+            names[home] -= 1
+            if not names[home] and home not in kept:
+                dead.append(home)
         yield node, new, dead
 
 
@@ -305,15 +305,11 @@ def allocated(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user.target is operator.getitem and _is_tensor(user)]
 
 
-def _ended(node: fx.Node, homes: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
-    return [homes[node]] if _is_tensor(node) else []
-
-
 def donatable(forward: fx.Graph) -> set[Role]:
     """Roles of the saved tensors that only the backward can reach. Inputs, state, outputs, values
     that are saved twice, and views of any of these are excluded.
     """
-    returned = [(role, node) for role, node in outputs(forward) if isinstance(node, fx.Node)]
+    returned = computed_outputs(forward)
     holders = Counter(storage_root(node) for _, node in returned)
     return {
         role
@@ -331,7 +327,7 @@ def private(graph: fx.Graph, kind: Kind, donated: Collection[Role] = ()) -> set[
     computes such a result itself, or passes it on from an input with a donated role. No result of
     another kind shares its storage.
     """
-    pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
+    pairs = computed_outputs(graph)
     out = {storage_root(value) for role, value in pairs if role.kind is not kind}
     return {role for role, node in pairs if role.kind is kind and _is_private(node, out, donated)}
 
@@ -355,27 +351,18 @@ def lender_roles(graphs: SplitGraphs) -> dict[Role, Role]:
     """
     if graphs.backward_input is None:
         return {}
-    lenders = _lenders(graphs.forward.graph, Kind.SAVED)
+    saved = _roots(graphs.forward.graph, Kind.SAVED)
     lenders_of = {}
     for role, root in _roots(graphs.backward_input.graph, Kind.DEFERRED).items():
-        lender = lenders.get(root, root)
+        lender = saved.get(root, root)
         if lender.kind in {Kind.INPUT, Kind.TANGENT}:
             lenders_of[role] = lender
     return lenders_of
-
-
-def _lenders(forward: fx.Graph, kind: Kind) -> dict[Role, Role]:
-    """Maps the roles of F's results of a kind to the role of the user input whose storage the
-    result shares. Other results are left out.
-    """
-    user_inputs = inputs(forward, Kind.INPUT)
-    return {role: root for role, root in _roots(forward, kind).items() if root in user_inputs}
 
 
 def _roots(graph: fx.Graph, kind: Kind) -> dict[Role, Role]:
     """Maps the roles of results of a kind to the role of the graph's input whose storage the result
     shares. Other results are left out.
     """
-    pairs = [(role, value) for role, value in outputs(graph, kind) if isinstance(value, fx.Node)]
-    roots = [(role, storage_root(value)) for role, value in pairs]
+    roots = [(role, storage_root(value)) for role, value in computed_outputs(graph, kind)]
     return {role: role_of(root) for role, root in roots if root.op == "placeholder"}

@@ -26,7 +26,15 @@ from torch import Tensor, fx
 from ..analysis.aliasing import is_view
 from ..analysis.operators import IN_PLACE, OPERATORS, OVERLOAD, overload
 from ..errors import PassError, StrideError
-from ..graph import SUBGRAPH, outputs, placeholders, role_of, source_line, value_text
+from ..graph import (
+    SUBGRAPH,
+    from_source_line,
+    outputs,
+    placeholders,
+    role_of,
+    source_line,
+    value_text,
+)
 from ..subgraph import operands
 from .buffers import last_uses, reusable_operands
 
@@ -48,10 +56,9 @@ def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
     # The stride of a dimension with one element is irrelevant.
     expected = {dim: value.stride(dim) for dim, size in enumerate(value.shape) if size != 1}
     if not all(type(stride) is int for stride in (*expected.values(), *value.shape)):
-        line = source_line(node)
         raise PassError(
             f"{node.target} addresses memory by strides in a graph with symbolic sizes"
-            + (f" (from {line})" if line else "")
+            f"{from_source_line(node)}"
         )
     if not expected or 0 in value.shape:
         return []

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import storage_root
-from ..graph import Role, SplitGraphs, concrete, inputs, outputs
+from ..graph import Role, SplitGraphs, computed_outputs, concrete, inputs
 
 Strides = tuple[int | torch.SymInt, ...]
 Changed = dict[str, fx.GraphModule]
@@ -86,8 +86,7 @@ def donate(program: SplitGraphs, form: GraphForm) -> Changed:
         return {}
     readers = _readers(program, form)
     for module in readers.values():
-        results = (node for _, node in outputs(module.graph) if isinstance(node, fx.Node))
-        returned = {storage_root(node) for node in results}
+        returned = {storage_root(node) for _, node in computed_outputs(module.graph)}
         for role, node in inputs(module.graph).items():
             if role in form.donated and node not in returned:
                 node.meta[_DONATED] = True

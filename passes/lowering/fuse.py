@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.operators import OPERATORS
-from ..graph import Kind, inputs, is_like, tensor_of
+from ..analysis.operators import OPERATORS, is_plain_sum
+from ..graph import Kind, inputs, tensor_of
 from ..rewrites.emit import eliminate_dead_code, emit
 from ..subgraph import inner_calls, subgraphs
 
@@ -88,12 +88,6 @@ def _terms(
             yield from _terms(operand, permutations)  # type: ignore[arg-type]
     else:
         yield value, permutations
-
-
-def is_plain_sum(node: fx.Node) -> bool:
-    """Whether the node is an unscaled sum of two tensors of the node's shape and dtype."""
-    is_sum = node.target is aten.add.Tensor and not node.kwargs
-    return is_sum and all(is_like(operand, node) for operand in node.args)
 
 
 def _is_fusible(term: fx.Node, accumulator: Any) -> bool:

@@ -21,12 +21,13 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import is_view
-from ..analysis.operators import EXCHANGE, OPERATORS, is_effect, is_random, overload
+from ..analysis.operators import OPERATORS, is_effect, is_exchange, is_plain_sum, is_random
 from ..graph import (
     BACKWARD_WRITE,
     SUBGRAPH,
     Role,
     SplitGraphs,
+    computed_outputs,
     concrete,
     copy_placeholder,
     is_state,
@@ -41,7 +42,7 @@ from ..rewrites.emit import emit
 from ..subgraph import Subgraph, call_subgraph, inner_calls, operands, subgraph_of
 from .accumulate import last_work
 from .forms import Changed, GraphForm
-from .fuse import JOINED, is_plain_sum
+from .fuse import JOINED
 
 aten = torch.ops.aten
 
@@ -65,12 +66,8 @@ def gains_by_joining(module: fx.GraphModule, rows: int) -> bool:
     nodes = [*inner_calls(module.graph)]
     products = (aten.mm.default, aten.bmm.default)
     is_small = any(node.target in products and sums_few_rows(node, rows) for node in nodes)
-    return is_small and not any(map(_is_ordered, nodes))
-
-
-def _is_ordered(node: fx.Node) -> bool:
-    op = overload(node)
-    return is_effect(node) or is_random(node) or (op is not None and op.namespace == EXCHANGE)
+    is_ordered = any(is_effect(node) or is_random(node) or is_exchange(node) for node in nodes)
+    return is_small and not is_ordered
 
 
 def sums_few_rows(node: fx.Node, rows: int) -> bool:
@@ -83,25 +80,15 @@ def sums_few_rows(node: fx.Node, rows: int) -> bool:
     return concrete(factor.meta["val"].shape[_SUMMED[node.target][0]]) <= rows
 
 
-def join(module: fx.GraphModule, count: int, rows: int) -> fx.GraphModule:
-    """W of ``count`` microbatches: a graph that returns weight gradients summed over the
-    microbatches.
-
-    Args:
-        module: W of one microbatch, for which ``gains_by_joining`` holds.
-        count: the number of microbatches.
-        rows: products with more rows a microbatch are not joined.
-
-    Returns:
-        a graph whose inputs are the deferred values of the first microbatch, of the second, and so
-        on, with the roles of ``joined_role``; then parameters and buffers, once.
-    """
-    return _Joined(module, count, rows).run()
-
-
 def join_microbatches(program: SplitGraphs, form: GraphForm) -> Changed:
-    """Graph pass: W of ``form.count`` microbatches, see ``join``."""
-    return {form.graph: join(program.graphs()[form.graph], form.count, form.rows)}
+    """Graph pass: W of ``form.count`` microbatches, which returns weight gradients summed over the
+    microbatches. ``gains_by_joining`` must hold for W.
+
+    The inputs are the deferred values of the first microbatch, of the second, and so on, with the
+    roles of ``joined_role``; then parameters and buffers, once.
+    """
+    module = program.graphs()[form.graph]
+    return {form.graph: _Joined(module, form.count, form.rows).run()}
 
 
 def joined_role(role: Role, microbatch: int) -> Role:
@@ -113,7 +100,9 @@ class _Joined:
     """A joined graph while it is built.
 
     Args:
-        module, count, rows: as for ``join``.
+        module: W of one microbatch, or a graph that it calls.
+        count: the number of microbatches.
+        rows: products with more rows a microbatch are not joined.
         is_called: whether other graphs call this graph; then parameters, too, are inputs once for
             each microbatch.
     """
@@ -144,7 +133,7 @@ class _Joined:
         """Build the graph; sums are computed in the order in which W computes the gradients."""
         results = outputs(self._module.graph)
         order = {node: index for index, node in enumerate(self._module.graph.nodes)}
-        values = dict.fromkeys(value for _, value in results if isinstance(value, fx.Node))
+        values = dict.fromkeys(value for _, value in computed_outputs(self._module.graph))
 
         def place(value: fx.Node) -> int:
             work = last_work(value, order)

@@ -18,10 +18,10 @@ from ..graph import (
     Kind,
     Role,
     SplitGraphs,
+    add_placeholder,
     inputs,
     module_like,
     outputs,
-    placeholders,
     set_outputs,
 )
 from .accumulate import write_into
@@ -34,19 +34,12 @@ def written(graph: fx.Graph) -> list[Role]:
 
 
 def write_state(program: SplitGraphs, form: GraphForm) -> Changed:
-    """Graph pass: make the graph ``form.graph`` write state in place. Returns an empty mapping if
-    the graph writes no state.
+    """Graph pass: make the backward graph ``form.graph`` write state in place, instead of returning
+    new values. Returns an empty mapping if the graph writes no state.
     """
     module = program.graphs()[form.graph]
-    return {form.graph: write_in_place(module)} if written(module.graph) else {}
-
-
-def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph that writes state in place instead of returning new values.
-
-    Args:
-        module: a backward graph; not changed.
-    """
+    if not written(module.graph):
+        return {}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(module.graph, copies)
     into = {role.name: node for role, node in inputs(graph, Kind.WRITTEN).items()}
@@ -65,7 +58,7 @@ def write_in_place(module: fx.GraphModule) -> fx.GraphModule:
                 node.args = (into[role.name], *node.args[1:])
     kept = [pair for pair in outputs(module.graph) if pair[0].kind not in BACKWARD_WRITE]
     set_outputs(graph, kept, copies)
-    return module_like(module, graph, "writing")
+    return {form.graph: module_like(module, graph, "writing")}
 
 
 def _additions(new: Any, into: fx.Node) -> list[fx.Node] | None:
@@ -80,9 +73,6 @@ def _additions(new: Any, into: fx.Node) -> list[fx.Node] | None:
 
 
 def _placeholder(graph: fx.Graph, name: str, value: fx.Node) -> fx.Node:
-    first = [*placeholders(graph), next(iter(graph.nodes))][0]
-    with graph.inserting_before(first):
-        node = graph.placeholder(f"{value.name}_into")
-    node.target = node.name
-    node.meta = {"val": value.meta["val"], "role": Role(Kind.WRITTEN, name)}
-    return node
+    with graph.inserting_before(next(iter(graph.nodes))):
+        role = Role(Kind.WRITTEN, name)
+        return add_placeholder(graph, f"{value.name}_into", value.meta["val"], role)

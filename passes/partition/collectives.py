@@ -24,7 +24,7 @@ from torch import fx
 from ..analysis.aliasing import is_free, storage_root
 from ..analysis.operator_cost import duration, exchange_duration
 from ..analysis.operators import is_start, is_wait, start_of
-from ..graph import Regions, SplitGraphs, ancestors, calls, is_size, output_node
+from ..graph import Regions, SplitGraphs, ancestors, calls, is_size, reachable
 from ..memory_policy import CollectiveCosts
 from .reachability import Reachability
 from .regions import with_early_weight_grads
@@ -50,7 +50,7 @@ def _overlap(graph: fx.Graph, costs: CollectiveCosts, room: float) -> bool:
     if not any(map(is_start, nodes)):
         return False
     order, _ = schedule(nodes, costs, room=room)
-    output = output_node(graph)
+    output = graph.output_node()
     for node in order:
         output.prepend(node)
     return order != nodes
@@ -117,7 +117,7 @@ class _ListSchedule:
         for node in nodes:
             read = [operand for operand in node.all_input_nodes if operand in self._index]
             self._reads[node] = {n for e in read for n in (self._reads[e] if _is_light(e) else [e])}
-        self._urgent = ancestors(filter(is_start, nodes), self._reads.__getitem__)
+        self._urgent = reachable(filter(is_start, nodes), self._reads.__getitem__)
         self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._missing = {node: len(self._reads[node]) for node in self._heavy}
         for node in self._heavy:

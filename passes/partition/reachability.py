@@ -39,6 +39,7 @@ from ..graph import (
     Role,
     ancestors,
     calls,
+    computed_outputs,
     descendants,
     inputs,
     is_state,
@@ -140,7 +141,7 @@ def _is_forwards(node: fx.Node) -> bool:
 
 
 def _values(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
-    return [value for _, value in outputs(graph, *kinds) if isinstance(value, fx.Node)]
+    return [value for _, value in computed_outputs(graph, *kinds)]
 
 
 def _is_inside_checkpoint(node: fx.Node, gradient: set[fx.Node]) -> bool:
@@ -183,7 +184,7 @@ def parameter_chain(
     varying = data | gradient
     making = [node for node in heavy if not _is_of_activations(node, varying, weights)]
     with_data = {node for node in making if _reads_data(node, data, gradient)}
-    leading = _proper_ancestors(graph, with_data)
+    leading = ancestors(operand for node in with_data for operand in node.all_input_nodes)
     last = [node for node in with_data if node not in leading]
     waiting = descendants(last)
     # Products of parameters with each other, and scatters to places that no data tells.
@@ -202,15 +203,6 @@ def _summed(node: fx.Node) -> fx.Node:
     while node.target in OPERATORS["reduces"] or is_view(node):
         node = node.all_input_nodes[0]
     return node
-
-
-def _proper_ancestors(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes on which at least one of ``nodes`` depends."""
-    reaching: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if any(user in nodes or user in reaching for user in node.users):
-            reaching.add(node)
-    return reaching
 
 
 def _weights(graph: fx.Graph, data: Collection[fx.Node]) -> set[fx.Node]:

@@ -52,6 +52,7 @@ from ..graph import (
     SplitGraphs,
     ancestors,
     calls,
+    from_source_line,
     inputs,
     origin_of,
     outputs,
@@ -194,11 +195,9 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
         return  # tracing recorded no backward
     for node in calls(graph):
         if is_random(node) and origin_of(node).is_backward is not False:
-            line = source_line(node)
             raise PassError(
-                f"{node.target} draws random numbers in the backward"
-                + (f" (from {line})" if line else "")
-                + "; draw the numbers in the forward and save them for the backward"
+                f"{node.target} draws random numbers in the backward{from_source_line(node)}; draw "
+                "the numbers in the forward and save them for the backward"
             )
 
 

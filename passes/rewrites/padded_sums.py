@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.operators import OPERATORS
-from ..graph import SplitGraphs, calls, is_like
+from ..analysis.operators import OPERATORS, is_plain_sum
+from ..graph import SplitGraphs, calls
 from .emit import emit, erase
 
 aten = torch.ops.aten
@@ -44,24 +44,16 @@ class _PaddedSlice:
 def concatenate_padded_sums(program: SplitGraphs) -> bool:
     """Rewrite sums of adjacent padded slices in the joint graph; True if there was one."""
     graph = program.joint.graph
-    tops = [node for node in calls(graph) if _is_sum(node) and not _is_inner(node)]
+    tops = [node for node in calls(graph) if is_plain_sum(node) and not _is_inner(node)]
     changed = [_rewrite(graph, top) for top in tops]
     return any(changed)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    return (
-        node.target is aten.add.Tensor
-        and not node.kwargs
-        and all(is_like(term, node) for term in node.args)
-    )
 
 
 def _is_inner(node: fx.Node) -> bool:
     """Whether the only reader of a sum is another sum, so that the two form one sum of more
     terms.
     """
-    return len(node.users) == 1 and _is_sum(next(iter(node.users)))
+    return len(node.users) == 1 and is_plain_sum(next(iter(node.users)))
 
 
 def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
@@ -94,7 +86,7 @@ def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     sums, terms, stack = [], [], [top]
     while stack:
         node = stack.pop()
-        if node is top or (_is_sum(node) and _is_inner(node)):
+        if node is top or (is_plain_sum(node) and _is_inner(node)):
             sums.append(node)
             stack.extend(node.args)  # type: ignore[arg-type]
         else:

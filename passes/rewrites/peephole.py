@@ -36,7 +36,15 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import storage_root
-from ..graph import FORWARD_OUTPUT, SplitGraphs, calls, origin_of, outputs, tensor_of
+from ..graph import (
+    FORWARD_OUTPUT,
+    SplitGraphs,
+    calls,
+    computed_outputs,
+    origin_of,
+    outputs,
+    tensor_of,
+)
 from .emit import emit, erase
 
 aten = torch.ops.aten
@@ -139,8 +147,7 @@ def fold_powers(program: SplitGraphs) -> bool:
     """Replace powers of 1 by their bases; True if there was one."""
     graph = program.joint.graph
     # A result that leaves the graph stays a separate tensor, as in eager.
-    values = (value for _, value in outputs(graph) if isinstance(value, fx.Node))
-    returned = {*map(storage_root, values)}
+    returned = {storage_root(value) for _, value in computed_outputs(graph)}
     powers = graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar)
     folded = [node for node in powers if node not in returned and _is_copy(node)]
     for node in folded:

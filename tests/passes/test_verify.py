@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.passes import PassError, Role, SplitGraphs
-from autosplit.passes.graph import Kind, inputs, output_node
+from autosplit.passes.graph import Kind, inputs
 from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.partition.split_graphs import partition_forward_backward, split_backward
 from autosplit.passes.verify import verify, verify_graph
@@ -29,7 +29,7 @@ def whole(module: nn.Module | None = None, *args: Tensor) -> SplitGraphs:
 
 
 def append(module: torch.fx.GraphModule, target: object, *args: object) -> torch.fx.Node:
-    with module.graph.inserting_before(output_node(module.graph)):
+    with module.graph.inserting_before(module.graph.output_node()):
         node = module.graph.call_function(target, args)
     node.meta["val"] = torch.empty(3, device="meta")
     return node
@@ -52,7 +52,7 @@ def test_tangent_in_forward() -> None:
 
 def test_boundary_that_does_not_match() -> None:
     program = whole()
-    output = output_node(program.forward.graph)
+    output = program.forward.graph.output_node()
     output.meta["roles"] = (*output.meta["roles"][:-1], Role(Kind.SAVED, "other"))
     with pytest.raises(PassError, match=r"forward returns saved .*other.*, backward takes"):
         verify(program)
@@ -60,7 +60,7 @@ def test_boundary_that_does_not_match() -> None:
 
 def test_boundary_that_carries_no_tensor() -> None:
     program = whole()
-    output = output_node(program.forward.graph)
+    output = program.forward.graph.output_node()
     output.args = ([*output.args[0][:-1], 7],)
     with pytest.raises(PassError, match="saved args_0 is 7; boundaries carry tensors"):
         verify(program)
@@ -68,7 +68,7 @@ def test_boundary_that_carries_no_tensor() -> None:
 
 def test_output_lost_and_output_doubled() -> None:
     program = whole()
-    output = output_node(program.backward_weight.graph)
+    output = program.backward_weight.graph.output_node()
     output.args = ([output.args[0][0], output.args[0][0]],)
     output.meta["roles"] = (output.meta["roles"][0],) * 2
     with pytest.raises(PassError) as caught:
@@ -79,7 +79,7 @@ def test_output_lost_and_output_doubled() -> None:
 
 def test_gradients_that_a_pass_exchanges() -> None:
     program = whole()
-    output = output_node(program.backward_weight.graph)
+    output = program.backward_weight.graph.output_node()
     output.args = (output.args[0][::-1],)
     message = (
         r"backward_weight: parameter_grad weight is \(torch.float32, '2'\), and was traced as \("
