@@ -40,13 +40,13 @@ def data_parallel() -> DistributedDataParallel | None:
     return active
 
 
-_FSDP_MARK = "_is_fsdp_managed_module"
+FSDP_MARK = "_is_fsdp_managed_module"
 """Attribute that FSDP sets, for Dynamo, on every module that it manages."""
 
 
 def is_fsdp_managed(module: nn.Module) -> bool:
     """Whether FSDP manages the module itself; cheap enough for every call."""
-    return _FSDP_MARK in module.__dict__
+    return FSDP_MARK in module.__dict__
 
 
 def fsdp_part(module: nn.Module) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.utils import _apply_to_tensors
 
-from .distributed import is_fsdp_managed
+from .distributed import FSDP_MARK, is_fsdp_managed
 from .dtensor import Sharding
 
 
@@ -180,10 +180,13 @@ class ParameterGroup:
         resharded.
         """
         return [
-            (parameter.sharded_param, parameter._unsharded_param)
-            for parameter in self._group.fsdp_params
-            if hasattr(parameter, "_unsharded_param")
+            (parameter.sharded_param, parameter._unsharded_param) for parameter in self._gathered
         ]
+
+    @property
+    def _gathered(self) -> list[Any]:
+        """FSDP's objects for the parameters that were gathered before."""
+        return [p for p in self._group.fsdp_params if hasattr(p, "_unsharded_param")]
 
     @contextlib.contextmanager
     def with_gathered_parameters(self) -> Iterator[None]:
@@ -296,9 +299,7 @@ class ParameterGroup:
 
         The sums have the mixed precision policy's ``reduce_dtype``.
         """
-        for parameter in self._group.fsdp_params:
-            if not hasattr(parameter, "_unsharded_param"):
-                continue
+        for parameter in self._gathered:
             if _sums_apart(parameter):
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
@@ -310,8 +311,7 @@ class ParameterGroup:
         """Whether ``accumulate`` converts gradients to another dtype than the parameters'."""
         return any(
             parameter.reduce_dtype not in (None, parameter._unsharded_param.dtype)
-            for parameter in self._group.fsdp_params
-            if hasattr(parameter, "_unsharded_param")
+            for parameter in self._gathered
         )
 
     @property
@@ -330,14 +330,9 @@ class ParameterGroup:
 
         In torch 2.15, ``unsharded_accumulated_grad`` is ``.grad`` of the gathered parameter.
         """
-        gathered = [
-            parameter
-            for parameter in self._group.fsdp_params
-            if hasattr(parameter, "_unsharded_param")
-        ]
         both = [
             (parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad)
-            for parameter in gathered
+            for parameter in self._gathered
         ]
         return list(
             {id(total): total for pair in both for total in pair if total is not None}.values()
@@ -411,8 +406,8 @@ class ParameterGroup:
 
     def forget(self, sharded: int) -> None:
         """Drop the accumulated gradient of one sharded parameter, passed as its ``id``."""
-        for parameter in self._group.fsdp_params:
-            if id(parameter.sharded_param) == sharded and hasattr(parameter, "_unsharded_param"):
+        for parameter in self._gathered:
+            if id(parameter.sharded_param) == sharded:
                 if _sums_apart(parameter):
                     parameter.unsharded_accumulated_grad = None
                 parameter._unsharded_param.grad = None
@@ -441,7 +436,7 @@ def _put_in_dtype(gathered: nn.Parameter, dtype: torch.dtype | None) -> None:
         gathered.grad = grad.to(dtype)
 
 
-_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_MARKS = (FSDP_MARK, "_fsdp_use_orig_params")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -520,7 +515,7 @@ class PlainView:
 
 def is_managed(module: nn.Module) -> bool:
     """Whether ``fully_shard`` has marked this module or given it a state."""
-    return _MARKS[0] in module.__dict__ or _state_of(module) is not None
+    return is_fsdp_managed(module) or _state_of(module) is not None
 
 
 def _state_of(module: Any) -> Any:

@@ -75,12 +75,13 @@ def rewrite_joint(joint: fx.GraphModule, mode: str) -> None:
     The passes fuse attention and other patterns, fold constants, and replace random operators by
     functions of seeds.
     """
-    fakes = _fake_mode(joint.graph)
+    example = _first_tensor(joint.graph)
+    fakes = example.fake_mode
     joint.graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's expects the traced signature
     roles = joint.graph.output_node().meta["roles"]
     drawn_in = _draws(joint.graph)
     with compile_lock, V.set_fake_mode(fakes), tracing(TracingContext(fakes)), _settings(mode):
-        joint_graph_passes(joint, _device(joint.graph))
+        joint_graph_passes(joint, example.device)
     joint.graph.output_node().meta["roles"] = roles
     for node in joint.graph.nodes:
         if node.op == "call_function" and is_random(node):
@@ -125,7 +126,7 @@ def compile_module(
     Raises:
         LoweringError: Inductor cannot compile an operator of the graph.
     """
-    fakes = _fake_mode(module.graph)
+    fakes = _first_tensor(module.graph).fake_mode
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     module.graph.output_node().meta["user_visible_output_idxs"] = sorted(visible)
     context = TracingContext(fakes)
@@ -200,7 +201,8 @@ def _kernel_at_first_call(name: str, kernel: Any, scope: dict[str, Any]) -> Call
 
 def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:
     """A fake tensor with the properties of a real one, in the fake mode of a graph."""
-    return _fake_mode(graph).from_tensor(value, static_shapes=True)
+    fake: Tensor = _first_tensor(graph).fake_mode.from_tensor(value, static_shapes=True)
+    return fake
 
 
 def _strides(
@@ -215,16 +217,7 @@ def _strides(
     return tuple(size if isinstance(size, torch.SymInt) else int(size) for size in sizes)
 
 
-def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+def _first_tensor(graph: fx.Graph) -> Any:
+    """The first fake tensor of a graph."""
     values = (node.meta.get("val") for node in graph.nodes)
-    return next(_mode_of(value) for value in values if isinstance(value, Tensor))
-
-
-def _mode_of(value: Any) -> FakeTensorMode:
-    mode: FakeTensorMode = value.fake_mode
-    return mode
-
-
-def _device(graph: fx.Graph) -> torch.device:
-    values = (node.meta.get("val") for node in graph.nodes)
-    return next(value.device for value in values if isinstance(value, Tensor))
+    return next(value for value in values if isinstance(value, Tensor))

@@ -18,9 +18,8 @@ import torch
 from torch.utils import _pytree
 from torch.utils._pytree import (
     GetAttrKey,
-    MappingKey,
-    SequenceKey,
     TreeSpec,
+    keystr,
     register_pytree_node,
     tree_flatten_with_path,
     tree_map,
@@ -69,7 +68,7 @@ def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
 
     try:
         pairs = tree_flatten_with_path(tree, is_leaf=is_inside)[0]
-        children = [("".join(map(_key, path)), child) for path, child in pairs]
+        children = [(keystr(path), child) for path, child in pairs]
     except ValueError:
         numbered = enumerate(_pytree.tree_flatten(tree, is_leaf=is_inside)[0])
         children = [(f"[{at}]", child) for at, child in numbered]
@@ -77,16 +76,6 @@ def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
         wrapped = _hold_leaf(tree)
         return [(root, tree)] if wrapped is tree else flatten_named(root, wrapped)
     return [leaf for key, child in children for leaf in flatten_named(root + key, child)]
-
-
-def _key(key: Any) -> str:
-    if isinstance(key, MappingKey):
-        return f"[{key.key!r}]"
-    if isinstance(key, SequenceKey):
-        return f"[{key.idx}]"
-    if isinstance(key, GetAttrKey):
-        return f".{key.name}"
-    return f"[{key}]"
 
 
 _VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
