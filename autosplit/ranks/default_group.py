@@ -38,8 +38,15 @@ def gather(value: object) -> list[Any]:
     Raises:
         PipelineError: a process did not take part; the message names a process that has ended.
     """
-    with _naming_lost_rank():
+    try:
         return gather_in(value, None)
+    except RuntimeError as error:
+        ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        ending = await_ending(world_fault_store(), ranks, _PATIENCE) or "lost the other ranks"
+        reason = str(error).partition(". ")[0].partition("\n")[0]
+        raise PipelineError(
+            f"{ending}, so rank {dist.get_rank()} cannot go on: {reason}"
+        ) from error
 
 
 def world_fault_store() -> FaultStore:
@@ -51,19 +58,6 @@ def world_fault_store() -> FaultStore:
             "use autosplit.process_group()"
         )
     return FaultStore(world.get_group_store())
-
-
-@contextlib.contextmanager
-def _naming_lost_rank() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        ending = await_ending(world_fault_store(), ranks, _PATIENCE) or "lost the other ranks"
-        reason = str(error).partition(". ")[0].partition("\n")[0]
-        raise PipelineError(
-            f"{ending}, so rank {dist.get_rank()} cannot go on: {reason}"
-        ) from error
 
 
 def await_ending(faults: FaultStore, ranks: Iterable[int], seconds: float) -> str:

@@ -316,7 +316,7 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
             theirs.close()
             started.append(_Process(rank, process, ours))
         yield started
-        _join(started, _LEAVING)
+        _join(started)
     finally:
         _end(started)
 
@@ -365,8 +365,8 @@ def _collect(processes: list[_Process], deadline: float, timeout: float) -> list
     return [outcome.value for outcome in outcomes if isinstance(outcome, Success)]
 
 
-def _join(processes: list[_Process], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def _join(processes: list[_Process]) -> None:
+    deadline = time.monotonic() + _LEAVING
     for rank in processes:
         rank.process.join(max(0.0, deadline - time.monotonic()))
 
@@ -378,7 +378,7 @@ def _end(processes: list[_Process]) -> None:
             rank.process.terminate()
             if hasattr(signal, "SIGCONT"):  # a stopped process receives no other signal
                 os.kill(rank.process.pid or 0, signal.SIGCONT)
-    _join(processes, _LEAVING)
+    _join(processes)
     for rank in processes:
         if rank.process.is_alive():
             rank.process.kill()
