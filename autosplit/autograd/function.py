@@ -192,7 +192,8 @@ class Split(torch.autograd.Function):
         # autograd forbids writing into a view that a function returns.
         outputs = [v.detach() if isinstance(v, Tensor) else v for v in outputs]
         inside = functions.dependence.read_inside
-        ctx.watched = watch((name, outputs[at]) for name, at in inside) if inside else ()
+        # Weak references, which keep no output alive.
+        ctx.watched = [(name, weakref.ref(outputs[at])) for name, at in inside]
         if functions.constant_outputs:
             constant = [outputs[at] for at in functions.constant_outputs]
             ctx.mark_non_differentiable(*[v for v in constant if isinstance(v, Tensor)])
@@ -214,7 +215,7 @@ class Split(torch.autograd.Function):
         if saved is None or torch.is_grad_enabled() or in_compiled_autograd():
             _refuse_backward()
         if ctx.watched:
-            refuse_partial_gradients(ctx.watched)
+            _refuse_partial_gradients(ctx.watched)
         if is_autocast():
             functions.autocast_guard.check_autocast()
         arrived = list(output_grads)
@@ -243,7 +244,7 @@ class Split(torch.autograd.Function):
             node and is_requested(node) for node in _sentinel_nodes(ctx)
         )
         if requested and not call.fused_backward:
-            refuse_parameter_request()
+            _refuse_parameter_request()
         if ordinary or requested:
             weights = _queue_or_run_weights(ctx, functions, deferred, early, skipped) or weights
         elif kept and called_by_stage_backward():
@@ -350,12 +351,7 @@ def _refuse_pipelining() -> None:
     )
 
 
-def refuse_parameter_request() -> NoReturn:
-    """Refuse a backward that requests gradients of parameters.
-
-    Raises:
-        SplitError: always.
-    """
+def _refuse_parameter_request() -> NoReturn:
     raise SplitError(
         "torch.autograd.grad or backward(inputs=...) requests gradients of parameters of a split "
         "module, which that backward does not compute. Call loss.backward() and read .grad, or "
@@ -363,24 +359,11 @@ def refuse_parameter_request() -> NoReturn:
     )
 
 
-Watched = list[tuple[str, "weakref.ref[Tensor]"]]
-
-
-def watch(named: Iterable[tuple[str, Tensor]]) -> Watched:
-    """Remember outputs that would get a partial gradient; ``refuse_partial_gradients`` checks them
-    in the backward.
+def _refuse_partial_gradients(watched: Iterable[tuple[str, weakref.ref[Tensor]]]) -> None:
+    """Check that nothing reads the gradient of an output that would get a partial gradient.
 
     Args:
-        named: name and tensor of each output.
-
-    Returns:
-        names and weak references, which keep no output alive.
-    """
-    return [(name, weakref.ref(tensor)) for name, tensor in named]
-
-
-def refuse_partial_gradients(watched: Watched) -> None:
-    """Check that nothing reads the gradient of a watched output.
+        watched: names of such outputs, and weak references to them.
 
     Raises:
         SplitError: an output has a hook or ``retain_grad()``.
