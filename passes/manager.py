@@ -17,12 +17,11 @@ from torch import fx
 from .errors import PassError
 from .graph import SplitGraphs, calls
 from .lowering import codegen
-from .lowering.accumulate import accumulate_gradients
+from .lowering.accumulate import accumulate_gradients, write_state
 from .lowering.forms import Changed, GraphForm, donate, propagate_strides
 from .lowering.join import join_microbatches
 from .lowering.missing_tangents import without_tangents
 from .lowering.slices import slice_backward
-from .lowering.state_writes import write_state
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.collectives import overlap_collectives
 from .partition.split_graphs import partition_forward_backward, split_backward

@@ -24,9 +24,9 @@ from autosplit.passes.analysis.operator_cost import flops
 from autosplit.passes.analysis.operators import may_draw
 from autosplit.passes.errors import UnknownSizeError
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
+from autosplit.passes.lowering.accumulate import written
 from autosplit.passes.lowering.buffers import donatable, lender_roles, private
 from autosplit.passes.lowering.forms import GraphForm
-from autosplit.passes.lowering.state_writes import written
 from autosplit.passes.manager import When, run_graph_passes, with_graph_passes
 from autosplit.passes.subgraph import inline, inlined, inner_calls
 from autosplit.runtime.call_cache import CallCache

@@ -1,10 +1,15 @@
-"""Gradient accumulation inside a graph: each gradient is added where it is computed.
+"""Writes inside a graph: each gradient is added where it is computed, and state is written.
 
 If a graph returned the weight gradients of a microbatch for the caller to add, all gradients would
 be alive at once, beside their sums. Added inside the graph, each is freed as soon as it is
 computed. ``accumulator.add_(gradient)`` rounds as autograd's own accumulation does. The first
 microbatch of a step may write ``accumulator.copy_(gradient)`` instead, into memory that is not
 initialized.
+
+State that a user's backward writes is written in place, too, instead of returned::
+
+    total = add(into, product)     add_(into, product)      a sum, where it is computed
+    return [..., maximum]          copy_(into, maximum)     other state, at the end of the graph
 """
 
 from __future__ import annotations
@@ -19,12 +24,15 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import is_free
+from ..analysis.operators import SUMS, WRITE
 from ..graph import (
+    BACKWARD_WRITE,
     SUBGRAPH,
     Kind,
     Role,
     SplitGraphs,
     add_placeholder,
+    computed_outputs,
     copy_placeholder,
     inputs,
     module_like,
@@ -73,7 +81,7 @@ def accumulate(
     aten = torch.ops.aten
     write = aten.copy_.default if overwrites else aten.add_.Tensor
     results = outputs(module.graph)
-    sums = {role: value for role, value in results if _is_sum(role, value)}
+    sums = dict(computed_outputs(module.graph, Kind.PARAMETER_GRAD))
     graph = fx.Graph()
     copies = {node: copy_placeholder(graph, node) for node in placeholders(module.graph)}
     totals = {role: _accumulator(graph, role.name, value, dtype) for role, value in sums.items()}
@@ -165,10 +173,6 @@ def _ready(
     return ready
 
 
-def _is_sum(role: Role, value: object) -> bool:
-    return role.kind is Kind.PARAMETER_GRAD and isinstance(value, fx.Node)
-
-
 def _accumulator(
     graph: fx.Graph, name: str, gradient: fx.Node, dtype: torch.dtype | None
 ) -> fx.Node:
@@ -201,3 +205,56 @@ def write_into(graph: fx.Graph, write: Any, into: fx.Node, value: fx.Node) -> No
     node = graph.call_function(write, (into, value))
     node.meta = {key: v for key, v in value.meta.items() if key == "stack_trace"}
     node.meta["val"] = into.meta["val"]
+
+
+# --- state that a user's backward writes ----------------------------------------------------------
+
+
+def written(graph: fx.Graph) -> list[Role]:
+    """The roles of the state that a backward graph writes, in order."""
+    return [Role(Kind.WRITTEN, role.name) for role, _ in outputs(graph, *BACKWARD_WRITE)]
+
+
+def write_state(program: SplitGraphs, form: GraphForm) -> Changed:
+    """Graph pass: make the backward graph ``form.graph`` write state in place, instead of returning
+    new values. Returns an empty mapping if the graph writes no state.
+    """
+    module = program.graphs()[form.graph]
+    if not written(module.graph):
+        return {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(module.graph, copies)
+    into = {role.name: node for role, node in inputs(graph, Kind.WRITTEN).items()}
+    for role, value in outputs(module.graph, *BACKWARD_WRITE):
+        new = copies[value]
+        if role.name not in into:  # the new value does not depend on the old one
+            into[role.name] = _placeholder(graph, role.name, new)
+        if role.kind is Kind.BACKWARD_UPDATE:
+            write_into(graph, WRITE, into[role.name], new)
+        elif (sums := _additions(new, into[role.name])) is None:
+            with graph.inserting_after(new):
+                write_into(graph, WRITE, into[role.name], new)
+        else:
+            for node in sums:
+                node.target = SUMS[node.target]
+                node.args = (into[role.name], *node.args[1:])
+    kept = [pair for pair in outputs(module.graph) if pair[0].kind not in BACKWARD_WRITE]
+    set_outputs(graph, kept, copies)
+    return {form.graph: module_like(module, graph, "writing")}
+
+
+def _additions(new: Any, into: fx.Node) -> list[fx.Node] | None:
+    """The additions that compute ``new`` from ``into``; None if other operators take part."""
+    sums: list[fx.Node] = []
+    while new is not into:
+        if new.target not in SUMS:
+            return None
+        sums.append(new)
+        new = new.args[0]
+    return sums
+
+
+def _placeholder(graph: fx.Graph, name: str, value: fx.Node) -> fx.Node:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        role = Role(Kind.WRITTEN, name)
+        return add_placeholder(graph, f"{value.name}_into", value.meta["val"], role)

@@ -49,7 +49,7 @@ def _overlap(graph: fx.Graph, costs: CollectiveCosts, room: float) -> bool:
     nodes = list(calls(graph))
     if not any(map(is_start, nodes)):
         return False
-    order, _ = schedule(nodes, costs, room=room)
+    order, _ = ListSchedule(nodes, costs, room).run()
     output = graph.output_node()
     for node in order:
         output.prepend(node)
@@ -77,7 +77,7 @@ def hide_collectives(
         if root in reach.early_candidates and node not in regions.early_weight_grads:
             needed[root] |= ancestors([node]) & late
     nodes = [node for node in calls(graph) if node in regions.backward.runs]
-    _, filling = schedule(nodes, costs, room=_ROOM)
+    _, filling = ListSchedule(nodes, costs, _ROOM).run()
     hiding = {node for node, wait in filling.items() if wait in regions.input.runs}
     more = {
         root
@@ -88,23 +88,15 @@ def hide_collectives(
     return with_early_weight_grads(graph, reach, regions, wanted) if wanted else regions
 
 
-def schedule(
-    nodes: Sequence[fx.Node], costs: CollectiveCosts, *, room: float
-) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
-    """Return the operators in a new order, and a map from each filler to the wait that it fills.
+class ListSchedule:
+    """A list schedule with two resources: the device, which runs operators one after another, and
+    the link, which runs collectives in the order of their starts.
 
     Args:
         nodes: operators in their present order; operands that are not among ``nodes`` exist from
             the start.
         costs: the costs of collectives.
         room: the fraction of a filler's duration that must fit into the rest of a wait.
-    """
-    return _ListSchedule(nodes, costs, room).run()
-
-
-class _ListSchedule:
-    """A list schedule with two resources: the device, which runs operators one after another, and
-    the link, which runs collectives in the order of their starts.
     """
 
     def __init__(self, nodes: Sequence[fx.Node], costs: CollectiveCosts, room: float) -> None:

@@ -21,7 +21,7 @@ from autosplit.passes import CollectiveCosts, Kind, SplitGraphs, memory_setting,
 from autosplit.passes.analysis.operator_cost import duration, flops
 from autosplit.passes.analysis.operators import is_start, is_wait
 from autosplit.passes.graph import calls, outputs
-from autosplit.passes.partition.collectives import schedule
+from autosplit.passes.partition.collectives import ListSchedule
 from tests.fake_ranks import fake_mesh
 from tests.passes.graphs import copied, joint_of
 from tests.zoo import Residual
@@ -106,7 +106,7 @@ def test_ranks_begin_collectives_in_the_order_of_the_graph(graphs: SplitGraphs) 
 def test_a_schedule_has_all_operators_behind_what_they_read(graphs: SplitGraphs) -> None:
     assert graphs.backward is not None
     nodes = list(calls(graphs.backward.graph))
-    order, filling = schedule(nodes, CollectiveCosts(), room=0.0)
+    order, filling = ListSchedule(nodes, CollectiveCosts(), room=0.0).run()
     places = {node: at for at, node in enumerate(order)}
     assert {*order} == {*nodes}
     assert all(places[e] < places[n] for n in nodes for e in n.all_input_nodes if e in places)
