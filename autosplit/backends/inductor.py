@@ -69,7 +69,7 @@ class Inductor(Backend):
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         if subgraphs(module.graph):
             return self._compile_around_calls(name, outline(module))
-        return self._compile_whole(name, name != "forward", module)
+        return self._compile_whole(name, module)
 
     def _compile_around_calls(self, name: str, outlined: fx.GraphModule) -> Code:
         """Compile each subgraph once by Inductor, and the calls of the subgraphs as Python."""
@@ -81,18 +81,16 @@ class Inductor(Backend):
                     strides = operand.meta["val"].stride()
                     inner.meta["val"] = with_strides(inner.meta["val"], strides)
                 kind = f"{name}_{called.name}"
-                self._called[called] = self._compile_whole(kind, name != "forward", called.module)
+                self._called[called] = self._compile_whole(kind, called.module)
             chosen, results = self._called[called].strides, outputs(called.module.graph)
             for item in node.users:
                 role, value = results[item.args[1]]  # type: ignore[index]
                 item.meta["val"] = with_strides(value.meta["val"], chosen.get(role))
         subgraph_calls = {called: code.call for called, code in self._called.items()}
         call = Eager(subgraph_calls, self.gathering).compile(name, outlined).call
-        crossing = outputs(outlined.graph, *_CROSSING)
-        values = {role: getattr(value, "meta", {}).get("val") for role, value in crossing}
-        return Code(call, {r: v.stride() for r, v in values.items() if isinstance(v, Tensor)})
+        return Code(call, _traced_crossing_strides(outlined))
 
-    def _compile_whole(self, name: str, is_backward: bool, module: fx.GraphModule) -> Code:
+    def _compile_whole(self, name: str, module: fx.GraphModule) -> Code:
         from autosplit.torch_internals import inductor
 
         if not any(calls(module.graph)):
@@ -108,7 +106,7 @@ class Inductor(Backend):
                 compiled = inductor.compile_module(
                     copy,
                     mode=self.mode,
-                    is_backward=is_backward,
+                    is_backward=not name.startswith("forward"),
                     static=[at for at, role in enumerate(roles) if role.kind in STATE],
                     visible=[at for at, (r, _) in enumerate(results) if r.kind not in _CROSSING],
                     donated=[at for at, n in enumerate(input_nodes.values()) if is_donated(n)],
@@ -133,9 +131,12 @@ class Inductor(Backend):
 
 def _compile_eagerly(name: str, module: fx.GraphModule) -> Code:
     """Compile a graph as Python; its results have the traced strides."""
+    return Code(Eager().compile(name, module).call, _traced_crossing_strides(module))
+
+
+def _traced_crossing_strides(module: fx.GraphModule) -> dict[Role, Strides]:
     returned = outputs(module.graph)
-    call = Eager().compile(name, module).call
-    return Code(call, _chosen_strides(returned, _traced_strides(returned)))
+    return _chosen_strides(returned, _traced_strides(returned))
 
 
 def _traced_strides(returned: Sequence[tuple[Role, Any]]) -> list[Strides | None]:
