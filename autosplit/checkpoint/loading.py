@@ -47,7 +47,8 @@ def read_progress(path: str | Path) -> tuple[int | None, dict[str, Any]]:
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    return run_state.progress(_run(open_checkpoint(path)))
+    run = run_state.whole_run(_run(open_checkpoint(path)))
+    return run.get("step"), run.get("extra", {})
 
 
 def read_planning(path: str | Path, stages: int | None = None) -> dict[str, Any] | None:
@@ -65,7 +66,8 @@ def read_planning(path: str | Path, stages: int | None = None) -> dict[str, Any]
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    planning = run_state.planning(_run(open_checkpoint(path)))
+    planning: dict[str, Any] | None
+    planning = run_state.whole_run(_run(open_checkpoint(path))).get("planning")
     if planning is not None and len(planning["cut_at"]) + 1 != stages:
         return {"costs": planning["costs"]}
     return planning

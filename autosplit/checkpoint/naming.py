@@ -171,10 +171,10 @@ def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[H
     links = [(at, same) for at, row in rows.items() for same in row.same]
     for holders in shared:
         links += pairwise(at for at in map(tuple, holders) if at in rows)
-    root = _union(links)
-    groups: dict[Any, list[_Row]] = {}
+    linked = _linked(links)
+    groups: dict[int, list[_Row]] = {}
     for at, row in rows.items():
-        groups.setdefault(root(at), []).append(row)
+        groups.setdefault(id(linked[at]), []).append(row)
     entries: dict[Holder, ModelTensor] = {}
     stages: dict[str, int] = {}
     for group in groups.values():
@@ -198,15 +198,10 @@ def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[H
     return entries
 
 
-def _union(links: Iterable[tuple[Any, Any]]) -> Callable[[Any], Any]:
-    """Join linked elements. Returns a function from an element to the representative of its set."""
-    parents: dict[Any, Any] = {}
-
-    def root(element: Any) -> Any:
-        while (parent := parents.setdefault(element, element)) != element:
-            element = parent
-        return element
-
+def _linked(links: Iterable[tuple[Any, Any]]) -> dict[Any, set[Any]]:
+    """Map each element to the set of all elements that links connect with it."""
+    sets: dict[Any, set[Any]] = {}
     for first, second in links:
-        parents[root(first)] = root(second)
-    return root
+        both = sets.get(first, {first}) | sets.get(second, {second})
+        sets |= dict.fromkeys(both, both)
+    return sets

@@ -278,7 +278,7 @@ def unpack_run(
     Raises:
         CheckpointError: the state is damaged, or does not fit this run.
     """
-    step, extra = progress(entries)
+    progress = whole_run(entries)
     rows = [_value(entries, f"{_RANK}{rank}") for rank in range(len(entries) - 1)]
     run = _value(entries, _ALL) if rows else {}
     same = len(rows) == ranks.count and run["layout"] == ranks.layout
@@ -301,37 +301,21 @@ def unpack_run(
         done = "seeded"
         seed = hashlib.sha256(f"{ranks.number}{rows[0]['generators']['cpu'].tolist()}".encode())
         restore.append(lambda: torch.manual_seed(int.from_bytes(seed.digest()[:8], "little")))
-    return RunState(step, extra, done, then, restore)
+    return RunState(progress.get("step"), progress.get("extra", {}), done, then, restore)
 
 
-def planning(entries: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The options by which the trainer of a run cut its model; None if it did not cut a model.
+def whole_run(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry about the whole run: step, ``extra``, and how the trainer cut its model. Empty for
+    a checkpoint that ``save_checkpoint`` did not write.
 
     Args:
         entries: the results of ``pack_run`` of all ranks.
 
     Raises:
-        CheckpointError: an entry is damaged.
+        CheckpointError: the entry is damaged.
     """
-    run = _value(entries, _ALL) if _ALL in entries else {}
-    result: dict[str, Any] | None = run.get("planning")
-    return result
-
-
-def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-    """Return (step, ``extra``) of a run, as passed to ``save_checkpoint``.
-
-    Args:
-        entries: the results of ``pack_run`` of all ranks; empty for a checkpoint
-            that ``save_checkpoint`` did not write.
-
-    Raises:
-        CheckpointError: an entry is damaged.
-    """
-    if _ALL not in entries:
-        return None, {}
-    run = _value(entries, _ALL)
-    return run["step"], run["extra"]
+    run: dict[str, Any] = _value(entries, _ALL) if _ALL in entries else {}
+    return run
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:
