@@ -72,8 +72,12 @@ class Fallback:
             )
             raise error
         if self.partial is None:
+            from .partial_model import PartialModel  # Dynamo takes over a second to import
+
             because = error.because if isinstance(error, CaptureError) else str(error)
-            self.partial = self._by_graphs(str(error), because)
+            self.partial = PartialModel(
+                self._model, self._options, str(error), because, self._queue
+            )
             self._is_first_run = True
         return self.partial
 
@@ -132,11 +136,6 @@ class Fallback:
             f"{count} call(s) of {name} ran unsplit, by plain autograd: {reason}"
             for reason, count in self._unsplit.items()
         ]
-
-    def _by_graphs(self, reason: str, because: str = "") -> PartialModel:
-        from .partial_model import PartialModel  # Dynamo takes over a second to import
-
-        return PartialModel(self._model, self._options, reason, because, self._queue)
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:

@@ -103,7 +103,7 @@ def _table(rows: Sequence[Sequence[object]], headers: list[str]) -> str:
 class PartialModel:
     """A model split graph by graph.
 
-    ``pending``, ``pending_bytes`` and ``backward_weight()`` are as in ``SplitModule``.
+    ``pending`` and ``backward_weight()`` are as in ``SplitModule``.
 
     Args:
         model: the model; it keeps its parameters and its Python side effects.
@@ -204,11 +204,6 @@ class PartialModel:
         return self._queue.pending_count
 
     @property
-    def pending_bytes(self) -> int:
-        """Bytes of distinct storage that pending microbatches keep alive."""
-        return self._queue.bytes
-
-    @property
     def parts(self) -> tuple[DynamoGraph, ...]:
         """The compiled graphs, oldest first."""
         return tuple(self._parts)
@@ -236,13 +231,10 @@ class PartialModel:
         """The trained parameters whose gradients an ordinary backward computes: all but
         ``deferred_parameters``.
         """
+        if self._seen is None:
+            return []
         late = set(self.deferred_parameters)
-        trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
-        return (
-            []
-            if self._seen is None
-            else [parameter for parameter in trained if parameter not in late]
-        )
+        return [p for p in self._model.parameters() if p.requires_grad and p not in late]
 
     @property
     def deferred_share(self) -> float | None:
