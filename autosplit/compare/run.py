@@ -207,24 +207,22 @@ class _Run:
         return median_durations(timeline.spans for timeline in self.timelines)
 
 
+@dataclasses.dataclass
 class _Case:
     """The fused and the split trainer under one schedule and number of microbatches; both are cut
     from one capture.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        example: _Example,
-        whole: WholeModel,
-        costs: ModelCosts,
-        schedule: str,
-        microbatches: int,
-    ) -> None:
-        self.settings, self.example = settings, example
-        self.whole, self.costs = whole, costs
-        self.schedule, self.microbatches = schedule, microbatches
-        self.samples = microbatches * samples_of(example.inputs)
+    settings: Settings
+    example: _Example
+    whole: WholeModel
+    costs: ModelCosts
+    schedule: str
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        example = self.example
+        self.samples = self.microbatches * samples_of(example.inputs)
         batch, target = resized((example.inputs, example.target), self.samples)
         self.batch, self.target = batch, target
         # Trainers take tensors; named inputs have other values, too, which are fixed when the model

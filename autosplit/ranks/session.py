@@ -40,7 +40,7 @@ class RankSession:
     def __init__(
         self, layout: RankLayout, mesh: DeviceMesh | None, device: torch.device, timeout: float
     ) -> None:
-        self._background_waits: list[Callable[[], None]] = []
+        self._background_wait: Callable[[], None] | None = None
         # Called before connections are closed, after a fault too.
         self._releases: list[Callable[[], object]] = []
         self._groups = Groups(layout, device, timeout)
@@ -80,12 +80,10 @@ class RankSession:
         Args:
             wait: a function that waits for new background work; the next ``finish`` calls it.
         """
-        waits, self._background_waits = self._background_waits, []
-        with contextlib.ExitStack() as stack:  # calls all of them, even if one fails
-            for callback in waits:
-                stack.callback(callback)
-        if wait is not None:
-            self._background_waits.append(wait)
+        earlier, self._background_wait = self._background_wait, None
+        if earlier is not None:
+            earlier()
+        self._background_wait = wait
 
     def close(self) -> None:
         """Wait for background work, and destroy the process groups. Call it when all ranks have

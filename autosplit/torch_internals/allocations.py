@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -84,7 +84,8 @@ class HostAllocations:
         Changes before the first mark are ignored.
         """
         changes: list[tuple[int, int | None]] = []  # time in ns, and bytes or None for a mark
-        for event in self._events():
+        results: Any = self._profiler.kineto_results
+        for event in () if results is None else results.events():
             if event.name() == _MARK:
                 changes.append((event.start_ns(), None))
             elif event.name() == "[memory]" and event.device_type() == DeviceType.CPU:
@@ -99,10 +100,6 @@ class HostAllocations:
                 level = stretches[-1].end + size
                 stretches[-1] = Stretch(max(stretches[-1].highest, level), level)
         return stretches
-
-    def _events(self) -> Sequence[Any]:
-        results = self._profiler.kineto_results
-        return [] if results is None else results.events()
 
 
 class DeviceAllocations:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -199,7 +200,8 @@ def refuse_unsupported_shardings(module: nn.Module) -> None:
         ShardedError: a tensor is a partial sum, is sharded unevenly, is sharded along "pp" or
             "dp_replicate", or is on a mesh without this rank.
     """
-    for name, tensor in _dtensors(module):
+    state = chain(module.named_parameters(), module.named_buffers())
+    for name, tensor in [(name, tensor) for name, tensor in state if is_dtensor(tensor)]:
         sharding = Sharding.of(tensor)
         if any(placement.is_partial() for placement in sharding.placements):
             raise ShardedError(
@@ -236,10 +238,3 @@ def _refuse_uneven(name: str, sharding: Sharding) -> None:
                 f"sharded evenly over {count} ranks ({sharding}); make it a multiple of {count}, "
                 "or leave this layer out of the plan of parallelize_module"
             )
-
-
-def _dtensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for space in (module.named_parameters(), module.named_buffers()):
-        for name, tensor in space:
-            if is_dtensor(tensor):
-                yield name, tensor
