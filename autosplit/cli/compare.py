@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from autosplit.backends.backend import check_backend
-from autosplit.compare.example import loss_named, samples_of, trained_example
+from autosplit.compare.example import samples_of, trained_example
 from autosplit.compare.run import Comparison, Settings, comparison_table, durations_table
 from autosplit.compare.run import compare as run
 from autosplit.pipeline.builders.build import AUTO, build
@@ -88,9 +88,8 @@ def _check_before_launch(settings: Settings) -> None:
     check_backend(settings.backend)
     for name, count in settings.cases:
         build("1f1b" if name == AUTO else name, settings.stages, count, ranks=settings.ranks)
-    _, inputs, target = trained_example(settings.factory, settings.overrides)
-    samples_of(inputs)
-    loss_named(settings.loss, target)
+    example = trained_example(settings.factory, settings.overrides, settings.loss)
+    samples_of(example.inputs)
 
 
 def _write_json(comparison: Comparison, file: pathlib.Path) -> None:

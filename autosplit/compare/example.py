@@ -153,21 +153,33 @@ def example_of(spec: str, settings: Mapping[str, object]) -> Example:
     )
 
 
-def trained_example(spec: str, settings: Mapping[str, object]) -> tuple[nn.Module, Any, Any]:
-    """Return (model that the factory `spec` returns for these settings, inputs of a microbatch, its
-    target), as a trainer accepts them. Weights are always drawn from the same seed.
+class TrainedExample(NamedTuple):
+    """A model, the inputs and the target of a microbatch as a trainer accepts them, and the loss of
+    its output.
+    """
+
+    model: nn.Module
+    inputs: Any
+    target: Any
+    loss: Callable[[Any, Any], Tensor]
+
+
+def trained_example(spec: str, settings: Mapping[str, object], loss: str | None) -> TrainedExample:
+    """The model that the factory `spec` returns for these settings, with a loss. Weights are always
+    drawn from the same seed.
 
     Raises:
-        PipelineError: as `example_of`.
+        PipelineError: as `example_of` and `_loss_named`.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, args, kwargs, target = example_of(spec, settings)
     names = inspect.signature(model.forward).parameters
-    return model, {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args, target
+    inputs = {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
+    return TrainedExample(model, inputs, target, _loss_named(loss, target))
 
 
-def loss_named(spec: str | None, target: Any) -> Callable[[Any, Any], Tensor]:
+def _loss_named(spec: str | None, target: Any) -> Callable[[Any, Any], Tensor]:
     """The loss that a command trains.
 
     Args:

@@ -11,8 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from autosplit.trainer.plan import partition
 from autosplit.trainer.trainer import PipelineTrainer
 from autosplit.trainer.tuning import first_schedule
 
-from .example import loss_named, resized, samples_of, tokens_of, trained_example
+from .example import TrainedExample, resized, samples_of, tokens_of, trained_example
 
 Gradients = Mapping[str, Tensor]
 
@@ -167,24 +166,14 @@ def compare(settings: Settings) -> Comparison | None:
 
 def compare_on_rank(settings: Settings) -> Comparison:
     """Run the whole comparison; the result is the same on every rank."""
-    model, inputs, target = trained_example(settings.factory, settings.overrides)
-    example = _Example(model, inputs, target, loss_named(settings.loss, target))
-    whole = WholeModel.capture(copy.deepcopy(model), inputs)
+    example = trained_example(settings.factory, settings.overrides, settings.loss)
+    whole = WholeModel.capture(copy.deepcopy(example.model), example.inputs)
     options = BlockOptions(SplitOptions(backend=settings.backend), device=device_of_trainer())
     costs = on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
     summaries: list[_Summary] = []
     for schedule, microbatches in settings.cases:
         summaries += _Case(settings, example, whole, costs, schedule, microbatches).run()
     return Comparison(*map(list, zip(*summaries, strict=True)))
-
-
-class _Example(NamedTuple):
-    """The model, the inputs and the target of a microbatch, and the loss of its output."""
-
-    model: nn.Module
-    inputs: Any
-    target: Any
-    loss: Callable[[Any, Any], Tensor]
 
 
 _Summary = tuple[Row, Timeline, Timeline]
@@ -214,7 +203,7 @@ class _Case:
     """
 
     settings: Settings
-    example: _Example
+    example: TrainedExample
     whole: WholeModel
     costs: ModelCosts
     schedule: str
