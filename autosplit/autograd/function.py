@@ -193,7 +193,7 @@ class Split(torch.autograd.Function):
         outputs = [v.detach() if isinstance(v, Tensor) else v for v in outputs]
         inside = functions.dependence.read_inside
         # Weak references, which keep no output alive.
-        ctx.watched = [(name, weakref.ref(outputs[at])) for name, at in inside]
+        ctx.watched = [(name, weakref.ref(outputs[at])) for name, at in inside] if inside else ()
         if functions.constant_outputs:
             constant = [outputs[at] for at in functions.constant_outputs]
             ctx.mark_non_differentiable(*[v for v in constant if isinstance(v, Tensor)])
