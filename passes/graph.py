@@ -78,10 +78,12 @@ class Region:
     Attributes:
         runs: nodes of the joint graph that this graph executes.
         live_ins: values that this graph reads and does not compute, in the joint graph's order.
+        recomputed: nodes of ``runs`` that an earlier graph executes, too.
     """
 
     runs: set[fx.Node]
-    live_ins: list[fx.Node]
+    live_ins: list[fx.Node] = dataclasses.field(default_factory=list)
+    recomputed: frozenset[fx.Node] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +99,6 @@ class Regions:
         price: of the minimum cut.
         cuts: the nodes that cross the boundary after F, and the nodes that cross the boundary after
             I.
-        gradient: nodes that depend on the gradient of an output.
-        input_grad_closure: nodes that I must compute, see ``Reachability``.
     """
 
     backward: Region
@@ -108,8 +108,6 @@ class Regions:
     kept: set[fx.Node]
     price: Price
     cuts: tuple[set[fx.Node], set[fx.Node]]
-    gradient: set[fx.Node]
-    input_grad_closure: set[fx.Node]
 
     @property
     def saved(self) -> list[fx.Node]:

@@ -36,6 +36,7 @@ from torch.futures import Future
 from autosplit.errors import CheckpointError
 from autosplit.ranks.control import Control
 from autosplit.text.files import sync_folder
+from autosplit.torch_internals.pytree import tree_map
 
 from . import run_state
 from .naming import Names, Naming
@@ -143,7 +144,7 @@ def save_checkpoint(
             )
         run = run_state.pack_run(ranks, naming.groups, scheduler=scheduler, step=step, extra=extra)
         content = {"autosplit": run, **_state(ranks, naming)}
-        return _copied(content) if asynchronous else content
+        return tree_map(_copied, content) if asynchronous else content
 
     content = ranks.do(run_and_tensors)
     requests = ranks.gather((str(path), step, secrets.token_hex(8)))
@@ -182,12 +183,8 @@ def _state(ranks: Ranks, naming: Naming) -> dict[str, Any]:
 
 @torch.no_grad()
 def _copied(value: Any) -> Any:
-    """The value with all tensors copied to the host, so that later steps do not change them."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {name: _copied(item) for name, item in value.items()}
-    return value
+    """A copy of a tensor on the host, which later steps do not change; other values as they are."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _write(state: dict[str, Any], writer: _StagedWriter, ranks: Control) -> CheckpointError | None:

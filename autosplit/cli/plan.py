@@ -9,7 +9,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import click
 import torch
@@ -343,9 +343,7 @@ def plan(
             copies=copies,
             **space,
         )
-    best = configurations[0].outcome
-    if not isinstance(best, Solution):  # unreachable: search_plans raises if none can run
-        raise best
+    best = cast("Solution", configurations[0].outcome)  # search_plans raises if none can run
     chosen = Plan(whole_of(configurations[0].size), best, options, limit)
     source = "measured block by block"
     if speed is not None:

@@ -14,6 +14,7 @@ State that a user's backward writes is written in place, too, instead of returne
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections import defaultdict
@@ -88,12 +89,11 @@ def accumulate(
     adding = _calls_that_add(sums)
     items = {sums[role] for roles in adding.values() for role in roles}
     ready = _ready(module.graph, {role: v for role, v in sums.items() if v not in items})
-    variants: dict[Subgraph, Subgraph] = {}
+    adding_form = functools.cache(functools.partial(_adding, dtype=dtype, overwrites=overwrites))
     pending = _Reports(graph, reports, {role.name for role in sums})
     for node in [None, *module.graph.nodes]:
         if node in adding:
-            block = node.meta[SUBGRAPH]
-            called = variants.setdefault(block, _adding(block, dtype, overwrites=overwrites))
+            called = adding_form(node.meta[SUBGRAPH])
             arguments = [copies[operand] for operand in operands(node)]
             call_subgraph(graph, called, arguments, [], [totals[role] for role in adding[node]])
         elif node is not None and node.op not in {"placeholder", "output"} and node not in items:
@@ -155,7 +155,7 @@ def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[R
     return adding
 
 
-def _adding(called: Subgraph, dtype: torch.dtype | None, *, overwrites: bool) -> Subgraph:
+def _adding(called: Subgraph, *, dtype: torch.dtype | None, overwrites: bool) -> Subgraph:
     module = accumulate(called.module, dtype, overwrites=overwrites)
     return Subgraph.of(f"{called.name}_{'writing' if overwrites else 'accumulating'}", module)
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..analysis.aliasing import is_free, storage_bytes
 from ..analysis.operators import is_effect
-from ..graph import Kind, Role, SplitGraphs, calls, outputs, placeholders, role_of
+from ..graph import Kind, Region, Role, SplitGraphs, calls, outputs, placeholders
 from ..partition.extract import extract
 from ..partition.regions import walk
 from .accumulate import last_work
@@ -53,6 +53,7 @@ def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
     for role, value in outputs(graph):
         last = last_work(value, order) if role.kind is Kind.PARAMETER_GRAD else None
         results[-1 if last is None else place[last]].append((role, value))
+    crossing = {n: Role(Kind.SAVED, n.name) for n in order if n.op != "placeholder"}
     parts, later = [], set[fx.Node]()
     for at in reversed(range(len(results))):
         passed_on = [node for node in order if node in later and place[node] == at]
@@ -62,10 +63,10 @@ def slices(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
         computed |= {*placeholders(graph)}
         runs, read = walk([*wanted, *passed_on, *effects], computed)
         later = {node for node in later | read if node.op != "placeholder" and place[node] < at}
-        carried = [(_role(node), node) for node in order if node in read]
-        returns = [*results[at], *((_role(node), node) for node in passed_on)]
+        live_ins = [node for node in order if node in read]
+        returns = [*results[at], *((crossing[node], node) for node in passed_on)]
         name = f"{type(module).__name__}_{at}"
-        parts.append(extract(module, name, carried=carried, compute=runs, returns=returns))
+        parts.append(extract(module, name, Region(runs, live_ins), returns, crossing))
     return parts[::-1]
 
 
@@ -87,7 +88,3 @@ def _ends(graph: fx.Graph, order: dict[fx.Node, int], count: int) -> list[int]:
             level = total * count // size
             ends.append(at)
     return ends
-
-
-def _role(node: fx.Node) -> Role:
-    return role_of(node) if node.op == "placeholder" else Role(Kind.SAVED, node.name)

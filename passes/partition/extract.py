@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,39 +12,37 @@ from torch import fx
 
 from ..analysis.aliasing import producer
 from ..analysis.operators import is_check
-from ..graph import Role, copy_placeholder, module_like, placeholders, set_outputs
+from ..graph import Region, Role, copy_placeholder, module_like, placeholders, set_outputs
 
 
 def extract(
     module: fx.GraphModule,
     name: str,
-    *,
-    carried: list[tuple[Role, fx.Node]],
-    compute: set[fx.Node],
+    region: Region,
     returns: list[tuple[Role, Any]],
-    on_demand: Collection[fx.Node] = (),
+    crossing: Mapping[fx.Node, Role] = MappingProxyType({}),
 ) -> fx.GraphModule:
-    """Extract a graph. Its inputs are the carried values and the placeholders in ``compute``. It
-    runs the other nodes of ``compute`` and returns the values of ``returns``.
+    """Extract the graph of a region. Its inputs are the region's live-ins and placeholders. Its
+    other nodes keep the order of ``module``, but recomputed nodes run just before their first
+    reader, so that their values do not take memory before they are needed.
 
     Args:
         module: the graph from which nodes are copied.
         name: class name of the new module.
-        carried: nodes whose values are inputs, with the roles of these inputs.
-        compute: nodes to copy; they keep the order of ``module``.
-        on_demand: nodes of ``compute`` to run just before their first reader instead, so that
-            recomputed values do not take memory before they are needed.
+        region: the nodes to copy.
         returns: role and value of every result.
+        crossing: the roles of the live-ins that another graph passes on. Other live-ins keep their
+            roles.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    incoming = {node: role for role, node in carried}
+    live_ins, in_place = {*region.live_ins}, region.runs - region.recomputed
     for node in module.graph.nodes:
-        if node in incoming:
-            copies[node] = copy_placeholder(graph, node, incoming[node])
-        elif node.op == "placeholder" and node in compute:
+        if node in live_ins:
+            copies[node] = copy_placeholder(graph, node, crossing.get(node))
+        elif node.op == "placeholder" and node in region.runs:
             copies[node] = copy_placeholder(graph, node)
-        elif (node in compute and node not in on_demand) or _checks(node, compute, on_demand):
+        elif node in in_place or _checks(node, in_place):
             copy_behind(graph, node, copies)
     for _, value in returns:
         if isinstance(value, fx.Node):
@@ -53,14 +52,11 @@ def extract(
     return module_like(module, _placeholders_first(graph), name)
 
 
-def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:
+def _checks(node: fx.Node, computed: set[fx.Node]) -> bool:
     """Whether the node checks only values that the extracted graph computes. A check of a
     recomputed value is not repeated.
     """
-    if not is_check(node):
-        return False
-    producers = {producer(operand) for operand in node.all_input_nodes}
-    return producers <= compute and producers.isdisjoint(on_demand)
+    return is_check(node) and computed.issuperset(map(producer, node.all_input_nodes))
 
 
 def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:

@@ -248,24 +248,23 @@ def _regions(
     # is a product of two sizes it could derive neither.
     sizes = {node for node in order if node.op == "placeholder" and is_size(node)}
 
-    def region(wanted: Iterable[fx.Node], carried: set[fx.Node]) -> Region:
+    def region(wanted: Iterable[fx.Node], carried: set[fx.Node], new: set[fx.Node]) -> Region:
         runs, live_ins = walk([*wanted, *sizes], carried | sizes)
-        return Region(runs, sorted(live_ins, key=order.__getitem__))
+        return Region(runs, sorted(live_ins, key=order.__getitem__), frozenset(runs - new))
 
     first, second = cuts
-    weight = region([n for n in reach.weight_grads if n not in early_weight_grads], second)
+    late = [node for node in reach.weight_grads if node not in early_weight_grads]
+    weight = region(late, second, reach.gradient - reach.input_grad_closure)
     handed = [node for node in weight.live_ins if not reach.is_kept(node)]
     early = [node for node in reach.weight_grads if node in early_weight_grads]
     return Regions(
-        backward=region([*reach.input_grads, *reach.weight_grads], first),
-        input=region([*reach.input_grads, *early, *handed], first),
+        backward=region([*reach.input_grads, *reach.weight_grads], first, reach.gradient),
+        input=region([*reach.input_grads, *early, *handed], first, reach.gradient),
         weight=weight,
         early_weight_grads=early_weight_grads,
         price=price,
         kept={node for node in order if reach.is_kept(node)},
         cuts=cuts,
-        gradient=reach.gradient,
-        input_grad_closure=reach.input_grad_closure,
     )
 
 

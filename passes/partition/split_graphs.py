@@ -47,6 +47,7 @@ from ..graph import (
     GRADIENT,
     WEIGHT_OUTPUT,
     Kind,
+    Region,
     Regions,
     Role,
     SplitGraphs,
@@ -56,7 +57,6 @@ from ..graph import (
     inputs,
     origin_of,
     outputs,
-    role_of,
     source_line,
 )
 from ..subgraph import subgraph_of
@@ -177,13 +177,9 @@ def partition_forward_backward(program: SplitGraphs) -> bool:
     _refuse_draws_in_backward(graph)
     reach = Reachability.of(graph, defer_whole_backward=program.memory.defer_whole_backward)
     saved = _fill_backward(program, reach) if inputs(graph, Kind.TANGENT) else []
-    program.forward = extract(
-        program.joint,
-        "forward",
-        carried=[],
-        compute=reach.forward | ancestors([node for _, node in saved]),
-        returns=[*outputs(graph, *FORWARD_OUTPUT), *saved],
-    )
+    region = Region(reach.forward | ancestors([node for _, node in saved]))
+    results = [*outputs(graph, *FORWARD_OUTPUT), *saved]
+    program.forward = extract(program.joint, "forward", region, results)
     return True
 
 
@@ -210,14 +206,8 @@ def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role
     program.regions = regions = hide_collectives(graph, reach, regions, program.memory.collectives)
     name_boundaries(graph, regions, reach)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
-    program.backward = extract(
-        program.joint,
-        "backward",
-        carried=[(saved.get(node) or role_of(node), node) for node in regions.backward.live_ins],
-        compute=regions.backward.runs,
-        returns=outputs(graph, *GRADIENT, *BACKWARD_WRITE),
-        on_demand=regions.backward.runs - reach.gradient,
-    )
+    results = outputs(graph, *GRADIENT, *BACKWARD_WRITE)
+    program.backward = extract(program.joint, "backward", regions.backward, results, saved)
     return [
         (role, copied(graph, node) if storage_root(node) in reach.overwritten else node)
         for node, role in saved.items()
@@ -238,24 +228,16 @@ def split_backward(program: SplitGraphs) -> bool:
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
     results = outputs(graph, *WEIGHT_OUTPUT)
     early = [(role, value) for role, value in results if value in regions.early_weight_grads]
+    of_input = [
+        *outputs(graph, Kind.INPUT_GRAD, Kind.BACKWARD_UPDATE),
+        *early,
+        *((role, node) for node, role in deferred.items()),
+    ]
     program.backward_input = extract(
-        program.joint,
-        "backward_input",
-        carried=[(saved.get(node) or role_of(node), node) for node in regions.input.live_ins],
-        compute=regions.input.runs,
-        returns=[
-            *outputs(graph, Kind.INPUT_GRAD, Kind.BACKWARD_UPDATE),
-            *early,
-            *((role, node) for node, role in deferred.items()),
-        ],
-        on_demand=regions.input.runs - regions.gradient,
+        program.joint, "backward_input", regions.input, of_input, saved
     )
+    late = [pair for pair in results if pair not in early]
     program.backward_weight = extract(
-        program.joint,
-        "backward_weight",
-        carried=[(deferred.get(node) or role_of(node), node) for node in regions.weight.live_ins],
-        compute=regions.weight.runs,
-        returns=[pair for pair in results if pair not in early],
-        on_demand=regions.weight.runs - (regions.gradient - regions.input_grad_closure),
+        program.joint, "backward_weight", regions.weight, late, deferred
     )
     return True
