@@ -45,6 +45,7 @@ def _named(names: dict[str, list[str]], key: str, path: str) -> str:
     return reached if reached in module_names else module_names[0]
 
 
+@functools.lru_cache(maxsize=1024)  # a module's operations repeat its path
 def _reached(path: str) -> str:
     """Dynamo's path to a module as a dotted name; a dotted name is unchanged."""
     if "[" not in path:

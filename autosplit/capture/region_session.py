@@ -116,9 +116,13 @@ _TABLES = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_TABLES, nn.Sequential)
 
 
+class BlockModule(nn.Module):
+    """A module that is a candidate for a repeated block wherever it is in its model."""
+
+
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Map names to repeated blocks: elements of module lists, dictionaries and sequences that look
-    like another such element. No block is inside of another block.
+    """Map names to repeated blocks: elements of module lists, dictionaries and sequences, and every
+    ``BlockModule``, that look like another such element. No block is inside of another block.
 
     The blocks are candidates. Guards decide whether two blocks can have the same graph.
     """
@@ -159,14 +163,13 @@ def has_plain_forward(block: nn.Module) -> bool:
 
 
 def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of the elements of all containers, if the elements have submodules."""
+    """Yield (name, module) of the elements of all containers, if the elements have submodules, and
+    of every ``BlockModule``.
+    """
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if (
-            isinstance(module, _CONTAINERS)
-            and not isinstance(child, _TABLES)
-            and len(child._modules)
-        ):
+        is_element = isinstance(module, _CONTAINERS) and not isinstance(child, _TABLES)
+        if (is_element and len(child._modules)) or isinstance(child, BlockModule):
             yield path, child
         yield from _elements(child, f"{path}.")
 

@@ -99,7 +99,8 @@ def make_blocks(line: OperationSequence, cuts: Sequence[int]) -> tuple[Block, ..
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}:{line.body[first].name}"
-        signature = _signature(line, nodes, outside, last)
+        later = {n for n in nodes if line.last_use.get(n, -1) >= last}
+        signature = signature_of(line, nodes, outside, later)
         blocks.append(Block(name, signature, first, last))
     return tuple(blocks)
 
@@ -135,11 +136,16 @@ def _name(line: OperationSequence, first: int, ends: dict[str, int]) -> str:
     return parts[0] if parts else starts[-1]
 
 
-def _signature(
-    line: OperationSequence, nodes: list[fx.Node], outside: list[fx.Node], last: int
+def signature_of(
+    line: OperationSequence,
+    nodes: Sequence[fx.Node],
+    outside: Sequence[fx.Node],
+    results: Collection[fx.Node],
+    names: Sequence[str] = (),
 ) -> str:
-    """A digest of a block: its operations, the values that they read, and which results are read
-    later. It is valid within this process only, because it contains the ``id`` of functions.
+    """A digest of a block: its operations, the values that they read, which results are read
+    outside of it, and ``names``. It is valid within this process only, because it contains the
+    ``id`` of functions.
     """
     number = {node: f"%{index}" for index, node in enumerate([*outside, *nodes])}
 
@@ -148,13 +154,13 @@ def _signature(
             map_aggregate(value, lambda leaf: number[leaf] if isinstance(leaf, fx.Node) else leaf)
         )
 
-    parts = [_look(line, node) for node in outside]
+    parts = [*names, *(_look(line, node) for node in outside)]
     for node in nodes:
         setting = line.settings[node]
         casts = [text(enter.args) for enter in setting.autocasts]
-        later = line.last_use.get(node, -1) >= last
         parts.append(
-            f"{node.target!r} {text(node.args)} {text(node.kwargs)} {setting.grad} {casts} {later}"
+            f"{node.target!r} {text(node.args)} {text(node.kwargs)} {setting.grad} {casts} "
+            f"{node in results}"
         )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

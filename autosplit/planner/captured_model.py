@@ -17,6 +17,7 @@ from autosplit.capture.diagnosis import named_module
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.input_sizes import leave_open
 from autosplit.capture.module_paths import name_modules, stack
+from autosplit.capture.region_session import repeated_blocks
 from autosplit.capture.workarounds.custom_functions import make_traceable
 from autosplit.capture.workarounds.dynamo import forget_traced_values
 from autosplit.errors import AutosplitError, CaptureError, PlanError, PythonStateError
@@ -65,7 +66,7 @@ def _capture(
     name_modules(forward.module, model)
     make_traceable(forward.module)
     forget_traced_values(forward.module)
-    line = OperationSequence(forward)
+    line = OperationSequence(forward, repeated_blocks(model))
     if not line.body:
         raise PlanError(
             f"{type(model).__name__} computes nothing: it has no operators to cut into stages"

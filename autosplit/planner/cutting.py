@@ -187,6 +187,7 @@ class Partition:
             self.whole.model,
             names,
             lambda training, rows, skip: self._graphs(index, training, rows, skip),
+            self.whole.line.repeated,
         )
         module.cuts = self.cuts
         module.tied_elsewhere = tuple(

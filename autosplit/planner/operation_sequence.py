@@ -8,7 +8,7 @@ from its own arguments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from autosplit.torch_internals.pytree import tree_flatten
 
 class OperationSequence:
     """The operations of a forward in the order in which they run.
+
+    Args:
+        forward: the captured forward.
+        repeated: names of repeated blocks of the model, see ``repeated_blocks``.
 
     Attributes:
         forward: the captured forward.
@@ -33,8 +37,9 @@ class OperationSequence:
         forbidden: maps an illegal cut to the reason; cut k is before ``body[k]``.
     """
 
-    def __init__(self, forward: CapturedForward) -> None:
+    def __init__(self, forward: CapturedForward, repeated: Collection[str] = ()) -> None:
         self.forward = forward
+        self.repeated = frozenset(repeated)
         self.effects = forward.effects
         graph = forward.module.graph
         self._order = {node: index for index, node in enumerate(graph.nodes)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,21 @@ from autosplit.capture.size_rule import SizeFunction, SizeRule
 from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.routes import Source
 from autosplit.planner.operation_sequence import OperationSequence
+from autosplit.planner.stage_blocks import BlockCall, block_calls
 from autosplit.torch_internals.pytree import tree_unflatten
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """The graph of one kind of block, which stages call.
+
+    Attributes:
+        graph: takes the state in the order of ``state``, then the inputs; returns a tuple.
+        state: names of the parameters and buffers in the block.
+    """
+
+    graph: fx.GraphModule
+    state: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -27,8 +42,11 @@ class StageGraph:
     """The graph of a stage in one mode, training or evaluation.
 
     Attributes:
-        graph: takes the state in the order of ``state``, then the inputs; returns a tuple.
+        graph: takes the state in the order of ``state``, then the modules of ``blocks``, then the
+            inputs; returns a tuple.
         state: names of the parameters and buffers.
+        blocks: names of the modules that the graph calls.
+        kinds: the graphs of these modules, by the name that the calls pass.
         shapes: the shapes of the inputs in the capture; None for an input that this mode does not
             read.
         conditions: conditions on the sizes of the inputs under which the graph is valid.
@@ -40,6 +58,8 @@ class StageGraph:
 
     graph: fx.GraphModule
     state: tuple[str, ...]
+    blocks: tuple[str, ...]
+    kinds: Mapping[str, BlockGraph]
     shapes: tuple[tuple[int, ...] | None, ...]
     conditions: tuple[str, ...]
     accepts: SizeFunction
@@ -52,13 +72,12 @@ class StageGraph:
         """
         if device == self.device:
             return self
-        graph = copy.deepcopy(self.graph).to(device)
-        for part in graph.modules():
-            if isinstance(part, fx.GraphModule):
-                for node in part.graph.nodes:
-                    _move(node, self.device, device)
-                part.recompile()
-        return replace(self, graph=graph, device=device)
+        graph = _moved(self.graph, self.device, device)
+        kinds = {
+            name: replace(kind, graph=_moved(kind.graph, self.device, device))
+            for name, kind in self.kinds.items()
+        }
+        return replace(self, graph=graph, kinds=kinds, device=device)
 
 
 class StageLayout:
@@ -126,21 +145,27 @@ class StageLayout:
             index: the stage.
             arguments: the nodes of the stage's arguments, if they differ from ``received``; None
                 for an argument that the stage does not read.
-            plain: whether the last stage, too, returns a tuple of tensors.
+            plain: whether the last stage, too, returns a tuple of tensors, and no block is a
+                module of its own.
         """
         inputs: Sequence[fx.Node | None] = self.received[index] if arguments is None else arguments
         last = index == len(self.places)
-        writer = _GraphWriter(self, self.nodes[index], inputs)
-        writer.write_state(self.line.results if last else self.sent[index])
+        returned = self.line.results if last else self.sent[index]
+        calls = [] if plain else block_calls(self.line, self.nodes[index], returned)
+        writer = _GraphWriter(self.line, self.nodes[index], inputs, self.sizes_of(inputs), calls)
+        writer.write_inputs(returned)
         writer.write_operations()
         if last:
-            writer.write_results(self.line.results)
+            writer.write_results(returned)
         else:
-            writer.write_messages(self.sent[index])
+            writer.write_messages(returned)
         rule = self._size_rule(inputs)
+        kinds = {call.kind: call for call in reversed(calls)}  # of each kind, the first call
         return StageGraph(
             fx.GraphModule(writer.root, writer.graph, "StageGraph"),
             writer.state,
+            tuple(call.name for call in calls),
+            {kind: _block_graph(self.line, call) for kind, call in kinds.items()},
             self._shapes(inputs),
             rule.conditions,
             rule.as_function(),  # now, because a trace of the stage reads it
@@ -163,12 +188,14 @@ class StageLayout:
 
 
 class _GraphWriter:
-    """Writes the graph of a stage.
+    """Writes the graph of a stage, or of a block that stages call.
 
     Args:
-        layout: the operations of all stages.
+        line: the operations of the model.
         nodes: the operations of the stage, in order.
         inputs: the nodes of the stage's arguments; None for one that the stage does not read.
+        sizes: the symbolic sizes of the arguments; None if all sizes are numbers.
+        calls: the blocks that the graph calls.
 
     Attributes:
         graph: the graph.
@@ -177,38 +204,55 @@ class _GraphWriter:
     """
 
     def __init__(
-        self, layout: StageLayout, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node | None]
+        self,
+        line: OperationSequence,
+        nodes: Sequence[fx.Node],
+        inputs: Sequence[fx.Node | None],
+        sizes: ArgumentSizes | None = None,
+        calls: Sequence[BlockCall] = (),
     ) -> None:
-        self._line, self._nodes, self._inputs = layout.line, nodes, inputs
-        self._sizes = layout.sizes_of(inputs)
-        self._size_nodes = layout.line.forward.size_nodes
+        self._line, self._inputs, self._sizes = line, inputs, sizes
+        self._size_nodes = line.forward.size_nodes
+        self._calls = {call.nodes[0]: call for call in calls}
+        called = {node for call in calls for node in call.nodes}
+        self._nodes = [node for node in nodes if node not in called or node in self._calls]
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._blocks: dict[str, fx.Node] = {}
         self._arguments: list[fx.Node] = []
         self.graph = fx.Graph()
         self.root: dict[str, Any] = {}
         self.state: tuple[str, ...] = ()
 
-    def write_state(self, results: Iterable[fx.Node]) -> None:
-        """Write the placeholders of state, then those of arguments, then constants.
+    def write_inputs(self, results: Iterable[fx.Node], *, messages: bool = True) -> None:
+        """Write the placeholders of state, then those of blocks and of arguments, then constants.
 
         Args:
             results: the nodes that the stage returns.
+            messages: whether arguments have the order of dimensions of messages.
         """
         line, graph, copies = self._line, self.graph, self._copies
         forward = line.forward
-        read = {n for node in self._nodes for n in node.all_input_nodes} | {*results}
+        read = {n for node in self._nodes for n in self._read_by(node)} | {*results}
         state = [node for node in line.ordered(read) if node in forward.state]
         self.state = tuple(dict.fromkeys(forward.state[node] for node in state))
         placeholders = {name: graph.placeholder(_identifier(name)) for name in self.state}
         copies.update({node: placeholders[forward.state[node]] for node in state})
+        names = [call.name for call in self._calls.values()]
+        self._blocks = {name: graph.placeholder(f"block_{at}") for at, name in enumerate(names)}
         self._arguments = [graph.placeholder(f"input_{at}") for at in range(len(self._inputs))]
-        for placeholder, node in zip(self._arguments, self._inputs, strict=True):
+        for argument, node in zip(self._arguments, self._inputs, strict=True):
             if node is not None:
-                copies[node] = _restored(graph, placeholder, line, node)
-        constants = line.ordered(read - {*copies} - {*self._nodes} - self._size_nodes)
+                copies[node] = _restored(graph, argument, line, node) if messages else argument
+        computed = {*self._nodes, *(n for call in self._calls.values() for n in call.results)}
+        constants = line.ordered(read - {*copies} - computed - self._size_nodes)
         values = [forward.constants.get(node, line.value(node)) for node in constants]
         self.root = {f"constant_{at}": value for at, value in enumerate(values)}
         copies.update(zip(constants, map(graph.get_attr, self.root), strict=True))
+
+    def _read_by(self, node: fx.Node) -> Sequence[fx.Node]:
+        """The nodes that an operation reads, or the block that begins with it."""
+        call = self._calls.get(node)
+        return node.all_input_nodes if call is None else call.inputs
 
     def write_operations(self) -> None:
         """Write the operations, with the grad mode and autocast of each.
@@ -217,12 +261,25 @@ class _GraphWriter:
             PlanError: a size follows from no tensor that the stage receives or computes.
         """
         line, switches = self._line, Switches(self.graph)
+        callers = type(line.settings[self._nodes[0]])()
         for node in self._nodes:
+            if node in self._calls:
+                switches.to(callers)  # the block switches by itself
+                self._write_call(self._calls[node])
+                continue
             switches.to(line.settings[node])
             copy = self._copies[node] = self._copy(node)
             if self._sizes is not None:
                 self._sizes.use_computed(copy, line.value(node))
-        switches.to(type(line.settings[self._nodes[0]])())
+        switches.to(callers)
+
+    def _write_call(self, call: BlockCall) -> None:
+        inputs = [self._copies[node] for node in call.inputs]
+        results = self.graph.call_function(
+            call_block, (self._blocks[call.name], call.kind, *inputs)
+        )
+        for at, node in enumerate(call.results):
+            self._copies[node] = self.graph.call_function(operator.getitem, (results, at))
 
     def write_results(self, results: Iterable[fx.Node]) -> None:
         """Return the results of the model."""
@@ -262,6 +319,33 @@ class _GraphWriter:
                 f"a stage reads the size {error.args[0]}, which does not follow from the sizes of "
                 "the tensors that it receives: cut elsewhere (cut_at=), or pass stages as a list"
             ) from error
+
+
+def call_block(block: Any, kind: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Call a block of a stage; nodes of the stage's graph have this target."""
+    result: tuple[Tensor, ...] = block(kind, *inputs)
+    return result
+
+
+def _block_graph(line: OperationSequence, call: BlockCall) -> BlockGraph:
+    """The graph of a block's call."""
+    writer = _GraphWriter(line, call.nodes, call.inputs)
+    writer.write_inputs(call.results, messages=False)
+    writer.write_operations()
+    writer.write_results(call.results)
+    state = tuple(name.removeprefix(f"{call.name}.") for name in writer.state)
+    return BlockGraph(fx.GraphModule(writer.root, writer.graph, "BlockGraph"), state)
+
+
+def _moved(graph: fx.GraphModule, old: torch.device, new: torch.device) -> fx.GraphModule:
+    """A copy of a graph for another device."""
+    copied = copy.deepcopy(graph).to(new)
+    for part in copied.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                _move(node, old, new)
+            part.recompile()
+    return copied
 
 
 def _order(source: Source) -> tuple[int, int]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from autosplit.capture.region_session import BlockModule
 from autosplit.capture.size_rule import Leaf
 from autosplit.errors import PlanError
-from autosplit.planner.stage_layout import StageGraph
+from autosplit.planner.stage_layout import BlockGraph, StageGraph
 from autosplit.torch_internals.state import register_state
 
 
@@ -54,6 +55,30 @@ captured. ``rows`` has the sizes of the model's inputs for each microbatch.
 """
 
 
+class _Kinds:
+    """The graphs of all kinds of blocks that a stage calls; each is an attribute.
+
+    This is no dictionary, because Dynamo guards a dictionary's keys.
+    """
+
+
+class StageBlock(BlockModule):
+    """A block that a stage calls. Its parameters and buffers have their names in the block.
+
+    Args:
+        kinds: the graphs of the stage's blocks.
+    """
+
+    def __init__(self, kinds: _Kinds) -> None:
+        super().__init__()
+        self._kinds = kinds
+
+    def forward(self, kind: str, *inputs: Tensor) -> Any:
+        """Run the graph of a kind of block with the state of this block."""
+        block: BlockGraph = getattr(self._kinds, kind)
+        return block.graph(*[_find(self, name) for name in block.state], *inputs)
+
+
 class StageModule(nn.Module):
     """A stage of a model. Its parameters and buffers keep their names in the model.
 
@@ -65,6 +90,7 @@ class StageModule(nn.Module):
         model: the whole model.
         names: the names of the model's parameters and buffers in this stage.
         capture: captures graphs for other modes and sizes; None: there are none.
+        blocks: the names of the model's repeated blocks, which graphs may call as modules.
 
     Attributes:
         tied_elsewhere: the names of the stage's parameters that other stages have, too.
@@ -78,6 +104,7 @@ class StageModule(nn.Module):
         model: nn.Module,
         names: Iterable[str],
         capture: GraphsOf | None = None,
+        blocks: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.tied_elsewhere: tuple[str, ...] = ()
@@ -88,7 +115,11 @@ class StageModule(nn.Module):
             _ModeGraphs(programs[mode]) if mode in programs else None for mode in (True, False)
         )
         self._capture = capture
-        register_state(self, model, names)
+        self._kinds = _Kinds()
+        self._add_kinds(programs.values())
+        register_state(
+            self, model, names, lambda n: StageBlock(self._kinds) if n in blocks else nn.Module()
+        )
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run the stage.
@@ -98,8 +129,16 @@ class StageModule(nn.Module):
                 model cannot be cut in this mode.
         """
         program = self.check_inputs(inputs)
-        results = program.graph(*[_find(self, name) for name in program.state], *inputs)
+        names = (*program.state, *program.blocks)
+        results = program.graph(*[_find(self, name) for name in names], *inputs)
         return results if program.structure is None else program.structure(results)
+
+    def _add_kinds(self, graphs: Iterable[StageGraph]) -> None:
+        """Let blocks find the graphs that stage graphs call. Graphs of a name are equal; traces
+        guard the first one.
+        """
+        for graph in graphs:
+            vars(self._kinds).update({**graph.kinds, **vars(self._kinds)})
 
     def train(self, mode: bool = True) -> StageModule:
         """Set the mode, and capture the stage in it if needed. A capture at the first call could
@@ -117,6 +156,7 @@ class StageModule(nn.Module):
             device = fn(torch.empty(0, device=graphs.graph.device)).device
             for link in graphs:
                 link.graph = link.graph.moved(device)
+                vars(self._kinds).update(link.graph.kinds)
         return self
 
     def take_sizes(self, rows: Sequence[Sequence[Leaf]], *, training: bool) -> None:
@@ -134,8 +174,9 @@ class StageModule(nn.Module):
         links = [*self._graphs_in(training)]
         if self._capture is not None:
             device = links[0].graph.device
-            new = self._capture(training, rows, len(links))
-            links[-1].later = _ModeGraphs.of(graph.moved(device) for graph in new)
+            new = [g.moved(device) for g in self._capture(training, rows, len(links))]
+            self._add_kinds(new)
+            links[-1].later = _ModeGraphs.of(new)
 
     def check_inputs(self, inputs: Sequence[Tensor]) -> StageGraph:
         """Check the inputs' number and shapes, and return the graph for them in the present mode.
@@ -180,6 +221,7 @@ class StageModule(nn.Module):
             raise PlanError(f"stage {self._index} has no graph for {mode}")
         device = other.graph.device  # moved with the stage
         first, *later = (graph.moved(device) for graph in self._capture(training, (), 0))
+        self._add_kinds((first, *later))
         graphs = _ModeGraphs(first, _ModeGraphs.of(later))
         if training:
             self._training_graphs = graphs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from operator import attrgetter, getitem, is_, is_not
 from typing import Any
@@ -159,18 +159,23 @@ def share_state(proxy: nn.Module, module: nn.Module) -> None:
     proxy.training = module.training
 
 
-def register_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
+def register_state(
+    stage: nn.Module,
+    model: nn.Module,
+    names: Iterable[str],
+    container: Callable[[str], nn.Module],
+) -> None:
     """Register parameters and buffers of ``model`` in ``stage``, under the same names.
 
-    Submodules of the stage are empty containers.
+    Submodules of the stage are made by ``container``, which takes their name.
     """
     for name in names:
         *path, last = name.split(".")
         owner, place = model, stage
-        for part in path:
+        for depth, part in enumerate(path, 1):
             owner = getattr(owner, part)
             if part not in place._modules:
-                place.add_module(part, nn.Module())
+                place.add_module(part, container(".".join(path[:depth])))
             place = place._modules[part]  # type: ignore[assignment]
         if last in owner._parameters:
             place.register_parameter(last, owner._parameters[last])
