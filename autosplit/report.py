@@ -94,6 +94,9 @@ def _process(
     for span in timeline.spans:
         thread = span.rank + (0 if span.action.kind.is_compute else timeline.ranks)
         yield _slice(process, span, origin, thread)
+    for span in timeline.audits:
+        audit = _slice(process, span, origin, span.rank)
+        yield {**audit, "name": f"{span.action} again", "cat": "audit"}
     for maker, consumer in _transfers(timeline):
         yield from _arrow(process, next(arrow_ids), maker, consumer, origin)
 
@@ -176,6 +179,13 @@ _IDLE: dict[str, Any] = {
     "linewidth": 0.0,
 }
 _INK, _MUTED = "#222222", "#666666"
+_AUDIT: dict[str, Any] = {
+    "facecolor": "white",
+    "edgecolor": _INK,
+    "hatch": "xxxx",
+    "linewidth": 1.0,
+}
+_TEXT_ON_HATCH = {"facecolor": "white", "linewidth": 0, "pad": 1.0}
 _SIZE = 7.5  # of the font in bars, in points: a letter takes up to two thirds of it
 _MARGINS = 1.8  # inches beside the panels
 
@@ -208,8 +218,9 @@ def timeline_figure(
     A bar is one action; its gid in the file is PANEL/RANK/ACTION, as in "0/1/1F0". If there is
     room, it is labelled with its kind and microbatch, or with the whole action if a rank has
     several stages. Later stages of a rank are lighter than its first. The end of each row shows the
-    rank's idle share of the makespan. Moves and reductions are not drawn. Actions in ``marked``
-    have a red frame.
+    rank's idle share of the makespan. Moves and reductions are not drawn. Audits are hatched, with
+    the gid PANEL/RANK/ACTION/again. Actions in ``marked`` have a red frame, also where they run
+    again.
 
     Raises:
         AutosplitError: no timeline, a timeline without computation, or no matplotlib.
@@ -232,7 +243,7 @@ def timeline_figure(
     # The object interface: pyplot would register the figure in global state and pick a display.
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     panels = figure.subplots(len(rows), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    end = 1e3 * max(timeline.makespan for _, timeline in rows)
+    end = 1e3 * max(_last_end(timeline) for _, timeline in rows)
     panels[0].set_xlim(0.0, end)
     for index, (axes, (name, timeline)) in enumerate(zip(panels, rows, strict=True)):
         _draw_panel(axes, f"{index}", name, timeline)
@@ -242,6 +253,12 @@ def timeline_figure(
     if title is not None:
         figure.suptitle(title, color=_INK, parse_math=False)
     return figure
+
+
+def _last_end(timeline: Timeline) -> float:
+    """Seconds from the first start to the last end, also of audits after the last action."""
+    origin = min(span.start for span in timeline.spans)
+    return max([timeline.makespan, *(span.end - origin for span in timeline.audits)])
 
 
 def _draw_panel(axes: Axes, index: str, name: str, timeline: Timeline) -> None:
@@ -288,17 +305,17 @@ def _draw_bars(
     spans = [span for span in timeline.spans if span.action.kind.is_compute]
     chunks = _chunks(timeline)
     several = len(chunks) > timeline.ranks
-    for span in spans:
+    bars = [*((span, False) for span in spans), *((span, True) for span in timeline.audits)]
+    for span, is_audit in bars:
         _, fill, ink = _STYLES.get(span.action.kind, _AGAIN)
         if chunk := chunks[span.rank, span.action.stage]:
             fill, ink = _lighter(fill, chunk), "black"
         start, width = 1e3 * (span.start - origin), 1e3 * (span.end - span.start)
         # A full edge would hide a sliver.
         edge = min(0.7, 0.1 * width * points_per_ms)
-        (bar,) = axes.barh(
-            span.rank, width, 0.82, start, color=fill, edgecolor="white", linewidth=edge
-        )
-        bar.set_gid(f"{index}/{span.rank}/{span.action}")
+        style = {"facecolor": fill, "edgecolor": "white", "linewidth": edge}
+        (bar,) = axes.barh(span.rank, width, 0.82, start, **(_AUDIT if is_audit else style))
+        bar.set_gid(f"{index}/{span.rank}/{span.action}{'/again' * is_audit}")
         if span.action in marked:
             bar.set(edgecolor="red", linewidth=2.5, zorder=3)
         text = str(span.action)
@@ -309,7 +326,9 @@ def _draw_bars(
                 middle,
                 span.rank,
                 text,
-                color=ink,
+                color=_INK if is_audit else ink,
+                bbox=_TEXT_ON_HATCH if is_audit else None,
+                zorder=4,
                 fontsize=_SIZE,
                 ha="center",
                 va="center_baseline",
@@ -350,6 +369,8 @@ def _draw_legend(figure: Figure, rows: Rows) -> None:
     if any(chunk for _, timeline in rows for chunk in _chunks(timeline).values()):
         handles.append(Patch(facecolor=_lighter(_MUTED, 1), label="lighter: a rank's later stages"))
     handles.append(Patch(**_IDLE, label="idle"))
+    if any(timeline.audits for _, timeline in rows):
+        handles.append(Patch(**_AUDIT, label="runs again: an audit"))
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
 
 

@@ -9,7 +9,8 @@
     mark          a hash of bits and fingerprint, which does not show the values of few words
 
 While a step runs, each tensor costs few calls: its 64 sums, and its extremes if its numbers must be
-finite; a scalar is only copied. Reading computes the rest, for all tensors at once.
+finite. ``reduce`` computes the rest for all tensors at once, and only digests that are read are
+hashed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -48,17 +50,21 @@ class Digest(NamedTuple):
 class PendingDigests:
     """Digests whose numbers are on their way to the host.
 
-    ``queue`` starts the computation on the tensors' device, and only ``read`` makes the host wait.
-    After ``queue``, the tensors may be freed or overwritten.
+    ``queue`` starts the computation on the tensors' device, and only ``reduce`` makes the host
+    wait. After ``queue``, the tensors may be freed or overwritten.
 
     Args:
         tensors: the first tensors to ``queue``.
     """
 
     def __init__(self, tensors: Iterable[Tensor | None] = ()) -> None:
-        self._forms: list[tuple[torch.Size, torch.dtype, slice | None] | None] = []
+        self._forms: list[tuple[torch.Size, torch.dtype, int, slice | None] | None] = []
+        self._count = 0  # of tensors that exist
         self._sums: list[Tensor] = []
         self._extremes: list[Tensor] = []
+        self._numbers: list[list[int]] = []  # (bits, fingerprint) of each tensor
+        self._bounds: list[float] = []
+        self._bound_count = 0
         self.queue(tensors)
 
     def queue(self, tensors: Iterable[Tensor | None], *, finite: bool = True) -> slice:
@@ -68,7 +74,7 @@ class PendingDigests:
             tensors: any tensors; None for one that does not exist.
             finite: whether to compute if all their numbers are finite.
         """
-        start, extremes = len(self._forms), self._extremes
+        start = len(self._forms)
         for tensor in tensors:
             if tensor is None:
                 self._forms.append(None)
@@ -76,31 +82,60 @@ class PendingDigests:
             tensor = local_tensor(tensor)
             values, place = real_numbers(tensor), None
             if finite:
-                first = len(extremes)
-                extremes += _extremes(values)
-                place = slice(first, len(extremes))
-            self._sums.append(_block_sums(values) if values.dim() else values.clone())
-            self._forms.append((tensor.shape, tensor.dtype, place))
+                extremes, first = _extremes(values), self._bound_count
+                self._extremes += extremes
+                self._bound_count += len(extremes)
+                place = slice(first, self._bound_count)
+            self._sums.append(_block_sums(values))
+            self._forms.append((tensor.shape, tensor.dtype, self._count, place))
+            self._count += 1
         return slice(start, len(self._forms))
 
-    def read(self) -> list[Digest | None]:
-        """The digests in the order of the tensors. Call it when the device has finished its queued
-        work.
+    def reduce(self) -> None:
+        """Copy the numbers of queued digests to the host. Call it when the device has finished its
+        queued work.
         """
-        rows = [row if row.dim() else _block_sums(row) for row in self._sums]
-        sums = torch.stack(rows or [torch.zeros(0)])
-        pairs = iter(torch.stack([sums.sum(1), sums.cumsum(1).sum(1)], 1).tolist())
-        extremes = torch.stack(self._extremes).tolist() if self._extremes else []
-        digests: list[Digest | None] = []
-        for form in self._forms:
-            if form is None:
-                digests.append(None)
-                continue
-            shape, dtype, place = form
-            mark = sha256(repr(next(pairs)).encode()).hexdigest()[:16]
-            finite = None if place is None else all(map(math.isfinite, extremes[place]))
-            digests.append(Digest((*shape,), str(dtype).removeprefix("torch."), mark, finite))
-        return digests
+        if self._sums:
+            sums = torch.stack(self._sums)
+            self._numbers += torch.stack([sums.sum(1), sums.cumsum(1).sum(1)], 1).tolist()
+            self._sums.clear()
+        if self._extremes:
+            self._bounds += torch.stack(self._extremes).tolist()
+            self._extremes.clear()
+
+    def read(self, places: slice = slice(None)) -> list[Digest | None]:
+        """The digests in the order of the tensors; see ``reduce``."""
+        self.reduce()
+        return [form and self._digest(*form) for form in self._forms[places]]
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether no tensor is known to have a number that is not finite. Call it after
+        ``reduce``.
+        """
+        return all(map(math.isfinite, self._bounds))
+
+    def finite(self, places: slice) -> list[bool | None]:
+        """Whether all numbers of each tensor are finite; None if it is not known. Call it after
+        ``reduce``.
+        """
+        return [form and self._is_finite(form[3]) for form in self._forms[places]]
+
+    def checksum(self, places: Iterable[int]) -> int:
+        """A checksum of the bits of the tensors at these places, 32 bits. Call it after
+        ``reduce``.
+        """
+        forms = [self._forms[place] for place in places]
+        return crc32(repr([form and self._numbers[form[2]] for form in forms]).encode())
+
+    def _digest(
+        self, shape: torch.Size, dtype: torch.dtype, number: int, place: slice | None
+    ) -> Digest:
+        mark = sha256(repr(self._numbers[number]).encode()).hexdigest()[:16]
+        return Digest((*shape,), str(dtype).removeprefix("torch."), mark, self._is_finite(place))
+
+    def _is_finite(self, place: slice | None) -> bool | None:
+        return None if place is None else all(map(math.isfinite, self._bounds[place]))
 
 
 def digest(tensor: Tensor) -> Digest:
@@ -117,6 +152,8 @@ def _block_sums(values: Tensor) -> Tensor:
         return values.reshape(_BLOCKS, -1).view(torch.int64).sum(1)
     words = values.reshape(-1).view(_WORDS[values.itemsize if size % 8 else 8])
     length, left = divmod(words.numel(), _BLOCKS)
+    if not length:
+        return torch.constant_pad_nd(words.long(), (0, _BLOCKS - left))
     end = length * _BLOCKS
     sums = words[:end].view(_BLOCKS, length).sum(1, dtype=torch.int64)
     sums[:left].add_(words[end:])

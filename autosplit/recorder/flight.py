@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import signal
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,17 @@ from autosplit.pipeline.engine.executor import BoundAction, Executor
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import SpanRecorder
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
 from autosplit.recorder.bundle import write_part
 from autosplit.recorder.options import ALARMS, Recorder
 from autosplit.recorder.programs import programs_of
-from autosplit.recorder.tape import Record, StepTape
+from autosplit.recorder.tape import StepTape
+from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.torch_internals.state import StateReader
 
 _NAMES = (*ALARMS, "metrics")
 
@@ -51,6 +54,10 @@ class FlightRecorder:
         seeds: the seeds of stages that draw random numbers.
         device: the device of the stages.
         scales: whether losses are scaled, so that gradients may be infinite.
+
+    Attributes:
+        checks_of_ranks: returns the numbers of ``end_actions`` of all ranks; set by the caller.
+        release: restores the handler of the signal.
     """
 
     def __init__(
@@ -70,9 +77,12 @@ class FlightRecorder:
         self._device, self._scales = device, scales
         (started,) = groups.everybody.broadcast([int(time.time())], 0)
         self._run = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
-        self._step, self._ring = 0, deque[Record](maxlen=options.steps)
+        self._step, self._ring = 0, deque[StepTape](maxlen=options.steps)
+        self._readers: dict[nn.Module, StateReader] = {}
         self._written: set[str] = set()
         self._tape: StepTape | None = None
+        self._alarms: dict[str, str] = {}  # of this rank in the step, with a text for each
+        self.checks_of_ranks: Callable[[], Sequence[Sequence[float]]] = lambda: ()
         self._signalled = False
         self.release: Callable[[], object] = lambda: None
         if "signal" in options.alarms and threading.current_thread() is threading.main_thread():
@@ -84,14 +94,24 @@ class FlightRecorder:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def watch(self, bound: BoundAction) -> BoundAction:
-        """Return the action with calls that also record its input and its result."""
+    def watch(self, waits: Collection[Action], bound: BoundAction) -> BoundAction:
+        """Return the action with calls that also record its input and its result.
+
+        Args:
+            waits: the actions before which the rank waits for others, and can compute digests.
+            bound: the action.
+        """
         action, fetch, deliver = bound.action, bound.fetch, bound.deliver
+        has_wait = action in waits
 
         def noted_fetch() -> list[Any]:
+            tape = self._tape
+            if tape is None:  # no step is recorded while gradients are verified
+                return fetch()  # type: ignore[misc]
+            if has_wait:
+                tape.compute_digests()
             values = fetch()  # type: ignore[misc]
-            if self._tape is not None:  # no step is recorded while gradients are verified
-                self._tape.note_arguments(action, values)
+            tape.note_arguments(action, values)
             return values
 
         def noted_deliver(values: list[Any]) -> None:
@@ -116,19 +136,48 @@ class FlightRecorder:
         """
         self._step += 1
         self._executor, self._stages, self._times = executor, stages, times
-        self._spans = list[Span]()
-        keep, seeds = self._options.kept_bytes, self._seeds
+        state = {index: self._state_of(index, stage) for index, stage in stages.items()}
         self._tape = StepTape(
-            self._step, stages, self._modules, batch, keep, seeds, reduces=reduces
+            self._step,
+            stages,
+            state,
+            batch,
+            self._options.kept_bytes,
+            self._seeds,
+            self._device,
+            reduces=reduces,
         )
 
-    def end_actions(self, spans: Sequence[Span], *, are_finite: bool) -> None:
-        """Record the times of the step's actions, and the gradients; see
-        ``StepTape.note_gradients``.
+    def _state_of(self, index: int, stage: TrainableStage) -> dict[str, Tensor]:
+        """Parameters and buffers by the names that the stage's graphs use. Buffers that F writes
+        are copied.
         """
-        self._spans = [*spans]
-        if self._tape is not None:
-            self._tape.note_gradients(are_finite=are_finite)
+        module = stage.module if isinstance(stage, Stage) else self._modules[index]
+        if module not in self._readers:
+            self._readers[module] = StateReader(module)
+        state = {**self._readers[module].read()}
+        captured = stage.captured if isinstance(stage, Stage) else ()
+        written = {name for functions in captured for name in functions.updated_state}
+        return state | {name: state[name].clone() for name in written}
+
+    def end_actions(self, spans: Sequence[Span], *, are_finite: bool) -> list[float]:
+        """End the tape of the step; see ``StepTape.end``.
+
+        Returns:
+            The numbers of this rank that all ranks exchange: its alarms as bits, and checksums.
+            ``checks_of_ranks`` then returns the numbers of all ranks.
+        """
+        tape: Any = self._tape
+        tape.end([*spans], are_finite=are_finite)
+        self._ring.append(tape)
+        self._alarms = {}
+        fault = tape.nonfinite(gradients=not self._scales)
+        if fault and "nonfinite" in self._options.alarms:
+            self._alarms["nonfinite"] = f"{fault} is not finite"
+        if self._signalled:
+            self._signalled = False
+            self._alarms["signal"] = "SIGUSR1"
+        return [sum(1 << _NAMES.index(n) for n in self._alarms), *self._checksums(tape)]
 
     @contextlib.contextmanager
     def recording(self, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
@@ -140,42 +189,50 @@ class FlightRecorder:
         self._tape = None
         try:
             yield
+            if self._tape is not None:
+                self._tape.metrics = metrics()
+                self._raise_alarms(self._tape)
         except BatchError:
             raise
         except Exception as error:
             if self._tape is not None:  # ranks that are between steps have nothing to write
                 self._write_after(error, self._tape)
             raise
-        if self._tape is not None:
-            self._raise_alarms(self._tape, metrics())
+        finally:
+            if self._tape is not None:
+                self._tape.release()
+            self._tape = None
 
     def _write_after(self, error: Exception, tape: StepTape) -> None:
         """Write a step that raised; the other ranks raise in the same step, and write it, too."""
         with self._reporting("the step"):
             settle(self._device)
-            self._ring.append(tape.record(self._times.spans(), self._device))
-            fault = tape.nonfinite(self._ring[-1], gradients=not self._scales)
+            if tape not in self._ring:
+                self._ring.append(tape)
+                tape.end(self._times.spans())
+            fault = tape.nonfinite(gradients=not self._scales)
             name = "nonfinite" if fault else "error"
             if {name, "error"} & {*self._options.alarms}:
                 self._write(tape, name, f"{type(error).__name__}: {error}")
 
-    def _raise_alarms(self, tape: StepTape, metrics: Mapping[str, float]) -> None:
-        """End the record of a step; write it, once, if any rank has an alarm. Collective."""
-        record = tape.record(self._spans, self._device) | {"metrics": metrics}
-        self._ring.append(record)
-        everybody, alarms = self._groups.everybody, self._alarms(tape, record)
+    def _raise_alarms(self, tape: StepTape) -> None:
+        """Write the step, once, if any rank has an alarm. Collective."""
+        everybody = self._groups.everybody
         if self._options.log is not None:
             path = Path(self._options.log) / f"rank-{everybody.rank}.jsonl"
             with self._reporting(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-        table = self._agree([sum(1 << _NAMES.index(n) for n in alarms), *self._marks(tape, record)])
+                    file.write(json.dumps(tape.record()) + "\n")
+        table = self.checks_of_ranks()
+        bits = [int(row[0]) for row in table]
+        if "metrics" in self._options.names:
+            bits = [*map(operator.or_, bits, self._judge_metrics(tape.metrics))]
         raised = {
-            name: alarms.get(name, f"raised on rank {rank}")
+            name: self._alarms.get(name, f"raised on rank {rank}")
             for at, name in enumerate(_NAMES)
-            for rank, row in enumerate(table)
-            if row[0] & 1 << at
+            for rank, alarms in enumerate(bits)
+            if alarms & 1 << at
         }
         if "replicas" in self._options.alarms and (text := self._difference(table)):
             raised["replicas"] = text
@@ -186,70 +243,58 @@ class FlightRecorder:
 
     # --- alarms -----------------------------------------------------------------------------------
 
-    def _alarms(self, tape: StepTape, record: Record) -> dict[str, str]:
-        """Maps the name of each alarm of this rank to its text."""
-        alarms = dict[str, str]()
-        fault = tape.nonfinite(record, gradients=not self._scales)
-        if fault and "nonfinite" in self._options.alarms:
-            alarms["nonfinite"] = f"{fault} is not finite"
-        if self._signalled:
-            self._signalled = False
-            alarms["signal"] = "SIGUSR1"
+    def _judge_metrics(self, metrics: Mapping[str, float]) -> list[int]:
+        """The alarms of the user's functions on each rank, as bits; collective."""
         for alarm in self._options.alarms:
-            if callable(alarm) and alarm(record["metrics"]):
+            if callable(alarm) and alarm(metrics):
                 name = getattr(alarm, "__name__", repr(alarm))
-                alarms["metrics"] = f"{name}(metrics) is true for {record['metrics']}"
-        return alarms
-
-    def _agree(self, row: Sequence[int]) -> list[list[int]]:
-        """Exchange a row of numbers, and return the rows of all ranks; collective."""
-        everybody = self._groups.everybody
-        table = torch.zeros(everybody.ranks, len(row), dtype=torch.int64, device="cpu")
-        table[everybody.rank] = torch.tensor(row)
+                self._alarms["metrics"] = f"{name}(metrics) is true for {metrics}"
+        everybody, bit = self._groups.everybody, 1 << _NAMES.index("metrics")
+        numbers = torch.zeros(everybody.ranks, dtype=torch.int64, device="cpu")
+        numbers[everybody.rank] = bit * ("metrics" in self._alarms)
         if everybody.ranks > 1:
             with self._guard.during("the alarms of a step"):
-                table = everybody.start_sum(table)()
-        rows: list[list[int]] = table.tolist()
-        return rows
+                numbers = everybody.start_sum(numbers)()
+        bits: list[int] = numbers.tolist()
+        return bits
 
-    def _marks(self, tape: StepTape, record: Record) -> list[int]:
+    def _checksums(self, tape: StepTape) -> list[int]:
         """Checksums of parameters and their gradients on this rank: one of all parameters, one of
         all except DTensors, and one of each shared parameter (0 if this rank does not hold it).
+        Empty if no other rank must have the same bits.
         """
-        pairs = {
-            id(tensor): (record["state"][at][name], record["gradients"][at].get(name))
-            for at, state in tape.state.items()
+        layout = self._groups.layout
+        if not self._shared and max(map(len, (*layout.copies, *layout.sets("tensor")))) < 2:
+            return []
+        holders = {
+            id(tensor): (stage, name, is_dtensor(tensor))
+            for stage, state in tape.state.items()
             for name, tensor in state.items()
             if isinstance(tensor, nn.Parameter)
         }
-        plain = [
-            pairs[id(tensor)]
-            for state in tape.state.values()
-            for tensor in state.values()
-            if id(tensor) in pairs and not is_dtensor(tensor)
+        rows = [
+            [(stage, name) for stage, name, _ in holders.values()],
+            [(stage, name) for stage, name, is_sharded in holders.values() if not is_sharded],
         ]
-        shared = [
-            [
-                pairs[id(self._modules[stage].get_parameter(name))]
-                for stage, name in holders
-                if stage in self._modules
-            ][:1]
-            for holders in self._shared
-        ]
-        rows = [[*pairs.values()], plain, *shared]
-        return [crc32(repr(row).encode()) if row else 0 for row in rows]
+        for shared in self._shared:
+            here = (
+                id(self._modules[at].get_parameter(n)) for at, n in shared if at in self._modules
+            )
+            rows.append([holders[number][:2] for number in here if number in holders][:1])
+        return [*map(tape.checksum, rows)]
 
-    def _difference(self, table: Sequence[Sequence[int]]) -> str:
+    def _difference(self, table: Sequence[Sequence[float]]) -> str:
         """Text that names ranks whose copies of a tensor have different bits; empty if all copies
         are equal.
         """
         layout = self._groups.layout
         rules: list[tuple[str, Sequence[Sequence[int]]]] = [
             ("replicas", layout.copies),
-            ("ranks along 'tp'", layout.sets("inner")),
+            ("ranks along 'tp'", layout.sets("tensor")),
         ]
         rules += [(f"the holders {[*holders]}", layout.pipelines) for holders in self._shared]
-        for column, (text, sets) in enumerate(rules, 1):
+        columns = range(1, len(table[0]) if table else 1)
+        for column, (text, sets) in zip(columns, rules, strict=False):
             for ranks in sets:
                 present = {rank: table[rank][column] for rank in ranks if table[rank][column]}
                 if len({*present.values()}) > 1:
@@ -276,7 +321,7 @@ class FlightRecorder:
             "threads": torch.get_num_threads(),
             "placement": self._executor.schedule.placement,
             "wiring": None if wiring is None else asdict(wiring),
-            "steps": [*self._ring],
+            "steps": [tape.record() for tape in self._ring],
             "stages": {},
         }
         sources: dict[str, str] = {}

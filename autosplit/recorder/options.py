@@ -26,9 +26,9 @@ class Recorder:
 
     Attributes:
         folder: where bundles are written; all ranks must see it.
-        keep: the most bytes of activations and gradients between stages that a rank keeps of its
-            last step, or a text such as ``"1GiB"``. The batch is kept by reference, and does not
-            count. A replay computes tensors that were not kept.
+        keep: the most bytes of activations and gradients between stages that a rank keeps until
+            the step ends, or a text such as ``"1GiB"``. The batch is kept by reference, and does
+            not count. A replay computes tensors that were not kept.
         alarms: names in ``ALARMS``, and functions from a step's ``metrics()`` to whether the step
             shall be written. ``"nonfinite"``: a loss, a gradient, or an output that gets a gradient
             is infinite or NaN. ``"error"``: a step raises any error, such as ``AnomalyError``.

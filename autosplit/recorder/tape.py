@@ -3,9 +3,15 @@ tensors.
 
 ::
 
-    before the actions   digests and versions of parameters, copies of buffers that F writes
-    each F, I and B      digests of what it took and gave; what it took is kept, within a limit
-    after the actions    digests of gradients; all numbers are read, which makes the record
+    rank 0   [digests] 0F0 0F1 <digests> 0B0 0F2 0B1 0F3 0B2 <digests> 0B3 [digests]
+    rank 1   <digests> 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 <digests>
+
+    before the first action   parameters and buffers; buffers that F writes are copied
+    each F, I and B           what it took and gave is noted, and what it took is kept
+    a wait, ``< >``           digests of what was noted, which cost the step no time
+    after the actions         digests of the rest and of gradients
+
+On other devices than the CPU, digests are queued behind each action, and cost the host few calls.
 """
 
 from __future__ import annotations
@@ -15,17 +21,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autosplit.device import settle
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span
-from autosplit.recorder.digests import Digest, PendingDigests
+from autosplit.recorder.digests import PendingDigests
 from autosplit.runtime.residuals import is_plain, storage_of
-from autosplit.stage import Stage
-from autosplit.torch_internals.state import StateReader, versions
+from autosplit.torch_internals.state import versions
 
 Record: TypeAlias = "dict[str, Any]"
 """The record of a step, as JSON has it; digests are lists."""
@@ -37,56 +42,90 @@ class StepTape:
     Args:
         step: the number of the step.
         stages: this rank's stages.
-        modules: the stages' modules, which are used for stages without graphs.
+        state: by stage, its parameters and buffers by name; buffers that F writes are copies.
         batch: the tensors of the batch, which the caller keeps alive.
         keep: the most bytes of other tensors that the tape keeps.
         seeds: the seeds of the step.
+        device: the device of the stages.
         reduces: whether gradients are reduced over ranks or scaled after they were summed.
 
     Attributes:
         kept: by action, the tensors that it got; None for a tensor that does not exist or is over
             the limit.
-        state: by stage, its parameters and buffers by name. Buffers that F writes are copies.
+        state: as passed.
+        metrics: the metrics of the step, once they are known.
     """
 
     def __init__(
         self,
         step: int,
         stages: Mapping[int, TrainableStage],
-        modules: Mapping[int, nn.Module],
+        state: Mapping[int, dict[str, Tensor]],
         batch: Iterable[Tensor | None],
         keep: int,
         seeds: StageSeeds,
+        device: torch.device,
         *,
         reduces: bool,
     ) -> None:
         self._step, self._stages, self._left, self._seeds = step, stages, keep, seeds
+        self._device, self._has_waits = device, device.type == "cpu"
         self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
         self._digests = PendingDigests()
+        self._noted: list[tuple[Action, str, list[Tensor | None]]] = []
+        self._noted_bytes = 0
         self._places: dict[Action, dict[str, slice]] = {}
         self.kept: dict[Action, list[Tensor | None]] = {}
         self._functions: dict[tuple[int, int], Any] = {}
-        self.state = {index: _state_of(stage, modules[index]) for index, stage in stages.items()}
-        self._state = {
-            index: ([*named], self._digests.queue(named.values(), finite=False))
-            for index, named in self.state.items()
-        }
+        self.state, self.metrics = state, dict[str, float]()
+        self._state: dict[int, tuple[list[str], slice]] = {}
         self._gradients: dict[int, tuple[list[str], slice]] = {}
-        self._versions = {index: versions(state.values()) for index, state in self.state.items()}
-        tensors = (tensor for state in self.state.values() for tensor in state.values())
+        self._spans: Sequence[Span] = ()
+        self._versions = {index: versions(named.values()) for index, named in state.items()}
+        tensors = (tensor for named in state.values() for tensor in named.values())
         self._comparable = not reduces and all(tensor.grad is None for tensor in tensors)
 
     def note_arguments(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the arguments of an action, before it runs."""
-        self._places[action] = {"took": self._digests.queue(tensors, finite=False)}
-        self.kept[action] = [*map(self._keep, tensors)]
+        self._places[action] = {}
+        self._note(action, "took", tensors)
 
     def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the results of an action."""
-        self._places[action]["gave"] = self._digests.queue(tensors)
+        self._note(action, "gave", tensors)
         if action.kind is ActionKind.FORWARD:
             functions = getattr(self._stages[action.stage], "functions", None)
             self._functions[action.stage, action.microbatch] = functions
+
+    def _note(self, action: Action, part: str, tensors: Sequence[Tensor | None]) -> None:
+        """Note tensors until the next wait, if the limit has room for them."""
+        self._noted.append((action, part, [*tensors]))
+        for tensor in tensors:
+            if tensor is not None:
+                self._noted_bytes += tensor.untyped_storage().nbytes()
+        if self._noted_bytes > self._left or not self._has_waits:
+            self.compute_digests()
+
+    def compute_digests(self) -> None:
+        """Compute the digests of noted tensors, and keep arguments. First come the digests of
+        parameters and buffers.
+        """
+        if not self._state:
+            self._state = self._queue(self.state, finite=False)
+        self._noted_bytes = 0
+        for action, part, tensors in self._noted:
+            self._places[action][part] = self._digests.queue(tensors, finite=part == "gave")
+            if part == "took":
+                self.kept[action] = [*map(self._keep, tensors)]
+        self._noted.clear()
+
+    def _queue(
+        self, tensors: Mapping[int, Mapping[str, Tensor]], *, finite: bool
+    ) -> dict[int, tuple[list[str], slice]]:
+        return {
+            index: ([*named], self._digests.queue(named.values(), finite=finite))
+            for index, named in tensors.items()
+        }
 
     def functions_of(self, index: int) -> dict[int, Any]:
         """The graphs of a stage by microbatch, in the order in which the microbatches began F.
@@ -101,17 +140,6 @@ class StepTape:
             if action.stage == index and action.kind is ActionKind.FORWARD
         }
 
-    def note_gradients(self, *, are_finite: bool = False) -> None:
-        """Record the sums of gradients, when they are complete.
-
-        Args:
-            are_finite: whether it is known that all their numbers are finite.
-        """
-        for index, state in self.state.items():
-            named = {name: t.grad for name, t in state.items() if t.grad is not None}
-            places = self._digests.queue(named.values(), finite=not are_finite)
-            self._gradients[index] = [*named], places
-
     def _keep(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor, or a copy in the host's memory; None if the copy is over the limit."""
         if tensor is None or (is_plain(tensor) and storage_of(tensor) in self._batch):
@@ -123,54 +151,87 @@ class StepTape:
             return tensor.to("cpu", non_blocking=True)
         return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
-    def record(self, spans: Iterable[Span], device: torch.device) -> Record:
-        """Read all digests from the device, and return the record of the step. After an error, the
-        record has only the actions that ran.
+    def end(self, spans: Sequence[Span], *, are_finite: bool = False) -> None:
+        """Record the sums of gradients, and read all digests from the device, for which the call
+        waits. After an error, the tape has only the actions that ran.
 
         Args:
             spans: the times of actions.
-            device: the device of the stages; the call waits for it.
+            are_finite: whether it is known that all numbers of gradients are finite.
         """
-        if not self._gradients:
-            self.note_gradients()
-        settle(device)
-        digests = self._digests.read()
+        self._spans = spans
+        self.compute_digests()
+        gradients = {
+            index: {name: t.grad for name, t in state.items() if t.grad is not None}
+            for index, state in self.state.items()
+        }
+        self._gradients = self._queue(gradients, finite=not are_finite)
+        settle(self._device)
+        self._digests.reduce()
+        self._seed_of = {
+            action: self._seeds.seed_of(action.stage, action.microbatch)
+            for action in self._places
+            if action.kind is ActionKind.FORWARD
+        }
+
+    def release(self) -> None:
+        """Drop all tensors. The record stays."""
+        self.kept, self.state, self._functions, self._stages = {}, {}, {}, {}
+
+    def record(self) -> Record:
+        """The record of the step."""
+        read = self._digests.read
         actions: dict[str, Record] = {}
         for action, parts in self._places.items():
-            row = actions[str(action)] = {name: digests[part] for name, part in parts.items()}
-            if action.kind is ActionKind.FORWARD:
-                row["seed"] = self._seeds.seed_of(action.stage, action.microbatch)
-        for span in spans:
+            row = actions[str(action)] = {name: read(part) for name, part in parts.items()}
+            if action in self._seed_of:
+                row["seed"] = self._seed_of[action]
+        for span in self._spans:
             actions.setdefault(str(span.action), {}).update(start=span.start, end=span.end)
+        state, gradients = (
+            {index: dict(zip(names, read(part), strict=True)) for index, (names, part) in p.items()}
+            for p in (self._state, self._gradients)
+        )
         return {
             "step": self._step,
             "actions": actions,
-            "state": _named(self._state, digests),
+            "state": state,
             "versions": self._versions,
-            "gradients": _named(self._gradients, digests),
+            "gradients": gradients,
             "comparable": self._comparable,
+            "metrics": self.metrics,
         }
 
-    def nonfinite(self, record: Record, *, gradients: bool) -> str:
+    def checksum(self, parameters: Iterable[tuple[int, str]]) -> int:
+        """A checksum of parameters, as (stage, name), and of their gradients; 0 for none."""
+        places = []
+        for stage, name in parameters:
+            for names, part in (self._state[stage], self._gradients[stage]):
+                places += [part.start + names.index(name)] if name in names else []
+        return self._digests.checksum(places) if places else 0
+
+    def nonfinite(self, *, gradients: bool) -> str:
         """Text on the first result of the step that is not finite; empty if all are finite.
 
         Outputs are only checked if they get a gradient; others, such as masks, may be infinite.
 
         Args:
-            record: the record of the step.
             gradients: whether gradients must be finite; with loss scaling they need not be.
         """
-        for action in self._places:
+        finite = self._digests.finite
+        if self._digests.are_finite:
+            return ""
+        for action, parts in self._places.items():
             counts: Iterable[bool] = itertools.repeat(gradients)
             if action.kind is ActionKind.FORWARD:
                 counts = [spec[2] for spec in self._stages[action.stage].output_specs]
-            gave = record["actions"][str(action)].get("gave", ())
-            for at, (digest, count) in enumerate(zip(gave, counts, strict=False)):
-                if digest is not None and count and not digest.finite:
+            gave = finite(parts["gave"]) if "gave" in parts else []
+            for at, (is_finite, count) in enumerate(zip(gave, counts, strict=False)):
+                if count and is_finite is False:
                     return f"result {at} of {action}"
-        for index, named in record["gradients"].items() if gradients else ():
-            for name, digest in named.items():
-                if digest.finite is False:
+        for index, (names, part) in self._gradients.items() if gradients else ():
+            for name, is_finite in zip(names, finite(part), strict=True):
+                if is_finite is False:
                     return f"the gradient of {name} in stage {index}"
         return ""
 
@@ -179,26 +240,5 @@ class StepTape:
         started.
         """
         backwards = (a for a in self._places if a.stage == index and a.kind in BACKWARDS)
-        digests = self._digests.read()
-        took = next((digests[self._places[action]["took"]] for action in backwards), [])
+        took = next((self._digests.read(self._places[a]["took"]) for a in backwards), [])
         return [digest is not None for digest in took]
-
-
-def _state_of(stage: TrainableStage, module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by the names that the stage's graphs use. Buffers that F writes are
-    copied.
-    """
-    if not isinstance(stage, Stage):
-        return StateReader(module).read()
-    state = {**StateReader(stage.module).read()}
-    written = {name for functions in stage.captured for name in functions.updated_state}
-    return state | {name: state[name].clone() for name in written}
-
-
-def _named(
-    places: Mapping[int, tuple[Sequence[str], slice]], digests: Sequence[Digest | None]
-) -> dict[int, dict[str, Digest | None]]:
-    return {
-        index: dict(zip(names, digests[part], strict=True))
-        for index, (names, part) in places.items()
-    }

@@ -105,6 +105,7 @@ class StepReduction:
         aux         one for each auxiliary loss, the sum over all ranks and microbatches
         squares     one in all, the sum over all ranks; only if the norm is computed
         windows     two for each rank: the start and the end of its recorded actions
+        checks      some for each rank: the numbers that the flight recorder compares
 
     When the sum is complete, every rank has run the step. Pipelines of ranks along "tp", which
     share the tensors of their stages, must have equal losses. Collective: the constructor starts
@@ -129,6 +130,7 @@ class StepReduction:
             ``time.perf_counter()``; zeros if nothing was recorded.
         batch: a checksum of this rank's microbatches, compared between pipelines that share
             tensors; below 2**40, so that the sum over a pipeline is exact in float64.
+        checks: numbers of the flight recorder, as many on each rank; integers below 2**53.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class StepReduction:
         raises: bool = False,
         window: tuple[float, float] = (0.0, 0.0),
         batch: int = 0,
+        checks: Sequence[float] = (),
     ) -> None:
         self._guard, self._raises = guard, raises
         self._dtype, self._part_names, self._weighted = dtype, part_names, weighted
@@ -161,8 +164,9 @@ class StepReduction:
         self._aux, self._aux_names = self._stages + groups.everybody.ranks, tuple(aux)
         self._squares = self._aux + len(aux)
         self._windows = self._squares + (squares is not None)
-        size = self._windows + 2 * groups.everybody.ranks
-        values = [0.0] * size
+        self._checks = self._windows + 2 * groups.everybody.ranks
+        self._check_count = len(checks)
+        values = [0.0] * (self._checks + len(checks) * groups.everybody.ranks)
         for row, scalars in enumerate(zip(*losses.values(), strict=True)):
             start = row * self._losses + layout.index * count
             for microbatch, scalar in zip(losses, torch.stack(scalars).tolist(), strict=True):
@@ -172,6 +176,8 @@ class StepReduction:
             values[self._squares] = squares.item()
         at = self._windows + 2 * groups.everybody.rank
         values[at : at + 2] = window
+        at = self._checks + len(checks) * groups.everybody.rank
+        values[at : at + len(checks)] = checks
         values[self._batches + layout.index] = batch
         if nonfinite is not None:
             values[self._stages + groups.everybody.rank] = nonfinite + 1
@@ -263,11 +269,16 @@ class StepReduction:
 
         Both are zero if nothing was recorded. Waits as ``wait`` does.
         """
-        numbers = self._await_reduced()[self._windows :]
+        numbers = self._await_reduced()[self._windows : self._checks]
         rows = [*zip(numbers[::2], numbers[1::2], strict=True)]
         windows = [rows[rank] for rank in self._layout.pipeline if rows[rank] != (0.0, 0.0)]
         starts, ends = zip(*windows, strict=True) if windows else ([0.0], [0.0])
         return min(starts), max(ends)
+
+    def checks(self) -> list[list[float]]:
+        """Return the ``checks`` of each rank; waits as ``wait`` does."""
+        numbers, count = self._await_reduced(), self._check_count
+        return [numbers[at : at + count] for at in range(self._checks, len(numbers), count)]
 
     def norm(self) -> float:
         """Return the norm of the model's gradient; waits as ``wait`` does."""

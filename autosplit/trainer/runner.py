@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +41,7 @@ from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.audit_gaps import actions_after_waits
 from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.pipeline.simulation.simulate import Span, window_of
 from autosplit.ranks.first_error import Guard
@@ -269,11 +271,14 @@ class Runner:
         self._tune(plan)
         if auditor is not None:
             auditor.measure_step(self.spans, executor.schedule, self.stages)
-        reduction = self._start_reduction(plan, losses, microbatches, weights, norms)
-        if flight is not None:  # the digests of gradients are computed while ranks reduce
+        checks: Sequence[float] = ()
+        if flight is not None:
             # Norms for clipping leave parameters of other ranks out.
             are_finite = norms is not None and not self.clips and not norms.nonfinite()
-            flight.end_actions(self.spans, are_finite=are_finite)
+            checks = flight.end_actions(self.spans, are_finite=are_finite)
+        reduction = self._start_reduction(plan, losses, microbatches, weights, norms, checks)
+        if flight is not None:
+            flight.checks_of_ranks = reduction.checks
         return reduction
 
     def _run_actions(
@@ -397,7 +402,10 @@ class Runner:
         prepared = self._prepared[schedule]
         groups.connect(prepared.pairs)
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
-        moves = None
+        moves = watch = None
+        if self.flight is not None and not plan.evaluates:
+            waits = actions_after_waits(schedule, groups.rank, self.dataflow.wiring)
+            watch = partial(self.flight.watch, waits)
         if prepared.moves:
             moves = Moves(stages, prepared, groups, self._device, self._store)
         return Executor(
@@ -410,7 +418,7 @@ class Runner:
             batch_arguments=self._batch_arguments(plan),
             seeds=self._seeds,
             sharding=sharded if sharded.indices else None,
-            watch=None if self.flight is None or plan.evaluates else self.flight.watch,
+            watch=watch,
         )
 
     def _batch_arguments(self, plan: StepPlan) -> dict[int, dict[int, BatchSlot]]:
@@ -525,8 +533,9 @@ class Runner:
         batch: Microbatches,
         weights: StepWeights | None,
         norms: GradientNorms | None = None,
+        checks: Sequence[float] = (),
     ) -> StepReduction:
-        """Start the all-reduce of losses, gradient norms and the batch's checksum."""
+        """Start the all-reduce of losses, gradient norms, checks and the batch's checksum."""
         nonfinite = None
         if norms is not None and self._checks_finite:
             nonfinite = self._model.nonfinite_stage(norms)
@@ -552,6 +561,7 @@ class Runner:
             part_names=plan.boundaries[0].part_names,
             weighted=plan.is_weighted,
             aux=aux_sums(plan.aux) if plan.aux else {},
+            checks=checks,
         )
 
 

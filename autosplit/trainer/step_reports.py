@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -257,7 +258,7 @@ class StepReports(RankSession):
         return "\n\n".join([text, *marks])
 
     def timeline(self) -> Timeline:
-        """The timeline of all ranks' actions in the last step; collective.
+        """The timeline of all ranks' actions and audits in the last step; collective.
 
         Times of different ranks can be compared only if the ranks run on one machine.
 
@@ -269,8 +270,9 @@ class StepReports(RankSession):
                 raise PipelineError(
                     "no step was recorded: set record=True before a step, then call timeline()"
                 )
-            rows = self._groups.gather(self._runner.spans)
-        return Timeline(len(rows), tuple(span for row in rows for span in row))
+            audits = [] if self.auditor is None else self.auditor.spans
+            spans, again = zip(*self._groups.gather((self._runner.spans, audits)), strict=True)
+        return Timeline(len(spans), (*chain(*spans),), audits=(*chain(*again),))
 
     def store_link(self) -> Link:
         """Measure the link of each rank to its offload target, and return the slowest link;

@@ -26,13 +26,6 @@ from .faults import Fault, happening
 RANKS, MICROBATCHES, WIDTH = 4, 6, 16
 FAULTY = "2B2"
 _SECONDS = 0.02
-_AGAIN: dict[str, Any] = {
-    "facecolor": "white",
-    "edgecolor": "#222222",
-    "hatch": "xxxx",
-    "linewidth": 1.0,
-}
-_WRONG: dict[str, Any] = {"edgecolor": "red", "linewidth": 2.5, "zorder": 3}
 
 
 class Layer(nn.Module):
@@ -87,10 +80,15 @@ def run() -> dict[str, Any]:
             trainer.step((batch[0], batch[1]))
             if auditor.marks:
                 break
+        timeline = trainer.timeline()
+        ran, again = (
+            [_row(span) for span in spans if span.rank == trainer.rank]
+            for spans in (timeline.spans, timeline.audits)
+        )
         return {
             "name": f"rank {trainer.rank}",
-            "ran": [*map(_row, trainer._runner.spans)],
-            "again": [*map(_row, auditor.spans)],
+            "ran": ran,
+            "again": again,
             "text": auditor.marks[0],
         }
 
@@ -111,28 +109,10 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     ran, again = ([*_spans(rows, key)] for key in ("ran", "again"))
     faulty = Action.parse(FAULTY)
     title = f"{FAULTY} computes a wrong bit, and rank {faulty.stage} finds it where it waits"
-    figure = timeline_figure([("", Timeline(RANKS, tuple(ran)))], title=title, marked=[faulty])
-    (axes,) = figure.axes
-    origin = min(span.start for span in ran)
-    for span in again:
-        start, width = 1e3 * (span.start - origin), 1e3 * (span.end - span.start)
-        (bar,) = axes.barh(span.rank, width, 0.82, start, **_AGAIN)
-        if span.action == faulty:
-            bar.set(**_WRONG)
-        axes.annotate(
-            str(span.action).removeprefix(str(span.action.stage)),
-            (start + width / 2, span.rank),
-            ha="center",
-            va="center_baseline",
-            fontsize=7.5,
-            bbox={"facecolor": "white", "linewidth": 0, "pad": 1.0},
-            zorder=4,
-        )
-    handles = [
-        Patch(**_AGAIN, label="runs again: an audit"),
-        Patch(facecolor="white", edgecolor="red", linewidth=2.5, label="has a wrong bit"),
-    ]
-    figure.legend(handles=handles, loc="outside lower right", ncols=2, frameon=False)
+    timeline = Timeline(RANKS, tuple(ran), audits=tuple(again))
+    figure = timeline_figure([("", timeline)], title=title, marked=[faulty])
+    wrong = Patch(facecolor="white", edgecolor="red", linewidth=2.5, label="has a wrong bit")
+    figure.legend(handles=[wrong], loc="outside lower right", frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import Span, Timeline
-from autosplit.report import draw_timelines, timeline_figure
+from autosplit.report import draw_timelines, timeline_figure, write_timeline
 
 pytest.importorskip("matplotlib")
 
@@ -70,6 +72,25 @@ def test_every_compute_action_is_a_bar_at_its_time_and_rank() -> None:
         "0/1/1W0": (300, 100, 1),
         "0/0/0W0": (400, 100, 0),
     }
+
+
+def test_audits_are_hatched_and_framed_with_their_action(tmp_path: Path) -> None:
+    audits = timeline(2, "1 1F0 450 550", "0 0F0 610 650").spans
+    audited = replace(FUSED, audits=audits)
+    figure = timeline_figure([("", audited)], marked=[Action.parse("1F0")])
+    (axes,) = figure.axes
+    hatched = {name for name, bar in bars(axes).items() if bar.get_hatch() == "xxxx"}
+    assert hatched == {"0/1/1F0/again", "0/0/0F0/again"}
+    framed = {name for name, bar in bars(axes).items() if bar.get_linewidth() == 2.5}
+    assert framed == {"0/1/1F0", "0/1/1F0/again"}
+    assert axes.get_xlim() == pytest.approx((0.0, 650.0))  # one runs after the step's last action
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[-1] == "runs again: an audit"
+    assert audited.busy(1) == FUSED.busy(1)
+    write_timeline(audited, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    again = [(event["name"], event["tid"]) for event in events if event.get("cat") == "audit"]
+    assert again == [("1F0 again", 1), ("0F0 again", 0)]
 
 
 def test_a_ranks_later_stage_is_lighter() -> None:

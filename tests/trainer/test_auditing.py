@@ -171,7 +171,10 @@ def test_a_rank_is_marked_on_all_ranks_and_the_step_goes_on() -> None:
         with damage(trainer, action), mock.patch.object(auditing.warnings, "warn") as warn:
             for step in range(8):
                 trainer.step_async(workers.data(8, seed=step)).wait()
+        trainer.record = True
         trainer.step(workers.data(8))
+        audits = trainer.timeline().audits
+        assert trainer.auditor.spans == [s for s in audits if s.rank == dist.get_rank()]
         warned = [call.args[0] for call in warn.call_args_list]
         assert trainer.auditor.marks == [text]
         assert all(span.start < span.end for span in trainer.auditor.spans)

@@ -1,4 +1,4 @@
-"""Which actions of a schedule a rank can run again while it waits for other ranks.
+"""Where a rank waits for other ranks, and which actions it can run again there.
 
 ::
 
@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from autosplit.pipeline.schedule.schedule import Action, Schedule
+from autosplit.pipeline.schedule.routes import Wiring
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.simulate import Durations, simulate
 
 _MARGIN = 1.25
@@ -38,6 +40,27 @@ class AuditPlan(NamedTuple):
     late: list[Action]
     never: list[Action]
     late_interval: int = 1
+
+
+def actions_after_waits(
+    schedule: Schedule, rank: int, wiring: Wiring | None = None
+) -> frozenset[Action]:
+    """The actions before which a rank waits for other ranks if F, I and W take equal times; and its
+    first action.
+
+    Args:
+        schedule: the schedule.
+        rank: the rank.
+        wiring: the dataflow between stages; None: a chain.
+    """
+    timeline = simulate(
+        schedule, lambda action: 1.0 + (action.kind is ActionKind.BACKWARD), wiring=wiring
+    )
+    spans = [s for s in timeline.spans if s.rank == rank and s.action.kind.is_compute]
+    pairs = itertools.pairwise(spans)
+    return frozenset(
+        [*(s.action for s in spans[:1]), *(s.action for last, s in pairs if s.start > last.end)]
+    )
 
 
 def plan_audits(

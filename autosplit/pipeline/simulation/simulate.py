@@ -42,13 +42,14 @@ class Timeline:
     """The spans of one step over ``ranks`` ranks.
 
     ``crosses_step``: see ``Schedule``. ``bounds``: (first start, last end) over all ranks, if
-    ``spans`` has only some ranks.
+    ``spans`` has only some ranks. ``audits``: when actions ran again in waits; they count as idle.
     """
 
     ranks: int
     spans: tuple[Span, ...]
     crosses_step: bool = False
     bounds: tuple[float, float] | None = None
+    audits: tuple[Span, ...] = ()
 
     @property
     def makespan(self) -> float:
