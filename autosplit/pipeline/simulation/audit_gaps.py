@@ -1,4 +1,4 @@
-"""Where a rank waits for other ranks, and which actions it can run again there.
+"""The waits of a rank in a schedule, and the actions that it can run again there.
 
 ::
 
