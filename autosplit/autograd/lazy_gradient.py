@@ -180,7 +180,7 @@ def pending_slot(lazy: LazyGradient) -> tuple[GradientSlot, Tensor] | None:
     slot = lazy._slot()
     if lazy._real is not None or slot is None:
         return None
-    parameter = slot.parameter_of(lazy)
+    parameter = slot.parameter() if slot.armed and slot.lazy is lazy else None
     return None if parameter is None else (slot, parameter)
 
 
@@ -252,10 +252,6 @@ class GradientSlot:
         lazy = parameter.grad
         target = pending_slot(lazy) if type(lazy) is LazyGradient else None
         return target[0] if target is not None and target[1] is parameter else None
-
-    def parameter_of(self, lazy: LazyGradient) -> Tensor | None:
-        """The parameter, if ``lazy`` stands for a pending part of its gradient; else None."""
-        return self.parameter() if self.armed and self.lazy is lazy else None
 
     def is_present(self) -> bool:
         """Whether the lazy gradient still exists and can be used.

@@ -40,14 +40,11 @@ class Process:
         stat = _stat(pid)
         return cls(_pid_namespace(), pid, stat[_STARTED] if stat else "")
 
-    @property
-    def is_visible(self) -> bool:
-        """Whether the present process can look this process up."""
-        return bool(self.started) and self.namespace == _pid_namespace()
-
     def ending(self) -> str | None:
-        """Text on how the process ended; None if it runs or is not visible."""
-        if not self.is_visible:
+        """Text on how the process ended; None if it runs, or if the present process cannot look it
+        up.
+        """
+        if not self.started or self.namespace != _pid_namespace():
             return None
         stat = _stat(self.pid)
         if stat is None or stat[_STARTED] != self.started:

@@ -85,8 +85,10 @@ class Root:
         self._state._root_post_backward_final_callback()
 
 
-def _sharding(spec: Any) -> Sharding:
-    """The sharding that a DTensor's spec describes, in torch 2.11 to 2.15."""
+def _gathered_sharding(parameter: Any) -> Sharding:
+    """The sharding that a parameter of ``parallelize_module`` keeps while it is gathered."""
+    is_renamed = hasattr(parameter, "_unsharded_dtensor_spec")  # not in torch 2.11
+    spec = parameter._unsharded_dtensor_spec if is_renamed else parameter._tp_spec
     meta = spec.tensor_meta
     return Sharding(spec.mesh, tuple(spec.placements), meta.shape, meta.stride)
 
@@ -148,10 +150,8 @@ class ParameterGroup:
         ``parallelize_module``.
         """
         return [
-            (parameter.sharded_param, _sharding(_gathered_spec(parameter)))
-            if parameter.is_dtensor
-            else (parameter.sharded_param, None)
-            for parameter in self._group.fsdp_params
+            (p.sharded_param, _gathered_sharding(p) if p.is_dtensor else None)
+            for p in self._group.fsdp_params
         ]
 
     @property
@@ -411,12 +411,6 @@ class ParameterGroup:
                 if _sums_apart(parameter):
                     parameter.unsharded_accumulated_grad = None
                 parameter._unsharded_param.grad = None
-
-
-def _gathered_spec(parameter: Any) -> Any:
-    """DTensor spec of a gathered parameter, from an attribute of another name in torch 2.11."""
-    is_renamed = hasattr(parameter, "_unsharded_dtensor_spec")
-    return parameter._unsharded_dtensor_spec if is_renamed else parameter._tp_spec
 
 
 def _sums_apart(parameter: Any) -> bool:

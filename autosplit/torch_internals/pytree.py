@@ -170,14 +170,11 @@ def _flatten(holder: Holder) -> tuple[list[Any], Skeleton]:
         names += [f"closure_{at}" for at in range(len(children) - len(names))]
         return [*map(hold, children)], Skeleton(kind, tuple(names[: len(children)]), {}, context)
     attributes = {name: hold(value) for name, value in vars(holder.value).items()}
-    children = tuple(name for name, value in attributes.items() if _has_tensor(value))
+    leaves = {name: tree_flatten(value)[0] for name, value in attributes.items()}
+    children = tuple(name for name in attributes if any(map(torch.is_tensor, leaves[name])))
     rest = {name: value for name, value in attributes.items() if name not in children}
     skeleton = Skeleton(type(holder.value), children, rest)
     return [attributes[name] for name in children], skeleton
-
-
-def _has_tensor(tree: Any) -> bool:
-    return any(map(torch.is_tensor, tree_flatten(tree)[0]))
 
 
 def _unflatten(children: Any, skeleton: Skeleton) -> Any:

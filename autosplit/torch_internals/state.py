@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, getitem, is_, is_not
 from typing import Any
 
@@ -209,7 +209,8 @@ def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """
     if optimizer is None:
         return 0
-    present_bytes = distinct_storage_bytes(_tensors(optimizer))
+    values = chain.from_iterable(state.values() for state in optimizer.state.values())
+    present_bytes = distinct_storage_bytes(v for v in values if isinstance(v, Tensor))
     return present_bytes or _predicted(optimizer)
 
 
@@ -243,8 +244,3 @@ def _small(parameter: Tensor) -> nn.Parameter:
     small = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     small.grad = torch.zeros_like(small)
     return small
-
-
-def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = optimizer.state.values()
-    return [value for state in states for value in state.values() if isinstance(value, Tensor)]

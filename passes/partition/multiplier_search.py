@@ -87,14 +87,10 @@ def run_counts(regions: Regions, reach: Reachability) -> Counter[fx.Node]:
     return Counter([*forward, *regions.input.runs, *regions.weight.runs])
 
 
-def weight_work(reach: Reachability) -> set[fx.Node]:
-    """Nodes of the backward that only weight gradients need; all of them may be deferred."""
-    return ancestors(reach.weight_grads) & reach.gradient - reach.input_grad_closure
-
-
 def waiting_share(regions: Regions, reach: Reachability) -> float:
     """The share of the weight gradients' FLOPs that is deferred to W."""
-    work = weight_work(reach)
+    # Nodes of the backward that only weight gradients need: all of them may be deferred.
+    work = ancestors(reach.weight_grads) & reach.gradient - reach.input_grad_closure
     total = sum(map(flops, work))
     return sum(map(flops, work & regions.weight.runs)) / total if total else 1.0
 
