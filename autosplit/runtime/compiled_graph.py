@@ -24,8 +24,8 @@ from autosplit.passes import Kind, PassError, Role, SplitGraphs
 from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.passes.lowering.accumulate import REPORT, completion_order
 from autosplit.passes.lowering.forms import Changed, Fuses, GraphForm, Strides
-from autosplit.passes.lowering.fuse import gains_by_fusing
-from autosplit.passes.lowering.join import gains_by_joining, joined_role
+from autosplit.passes.lowering.fuse import fusible_count
+from autosplit.passes.lowering.join import joinable_count, joined_role
 from autosplit.passes.manager import When, run_graph_passes
 from autosplit.passes.subgraph import subgraphs
 from autosplit.torch_internals.autograd import add_together, zero_together
@@ -230,7 +230,20 @@ class GradientGraph:
     @cached_property
     def _gains_by_joining(self) -> bool:
         rows = self._accumulation.joined_rows
-        return rows > 0 and gains_by_joining(self._module, rows)
+        return rows > 0 and self._saves_calls(joinable_count(self._module, rows), 1 / 4)
+
+    def _saves_calls(self, count: int, least: float) -> bool:
+        """Whether ``count`` operators that add gradients in the graph save time.
+
+        Small gradients that a graph returns are added by one call for all of them. If the graph
+        adds them, each is added by a call of its own. So ``count`` must be at least the share
+        ``least`` of the gradients; benchmarks/accumulation measures where this saves time.
+        """
+        return count > 0 and (not self._are_small or count >= least * len(self.parameters))
+
+    @cached_property
+    def _are_small(self) -> bool:
+        return sum(value.nbytes for value in self._gradients) <= _SMALL
 
     def run(
         self,
@@ -358,16 +371,14 @@ class GradientGraph:
         the graph needs no form that adds.
 
         An interpreting backend adds them outside if all gradients are small, so that holding them
-        is cheap, and no product adds them itself. For a compiling backend, a second form takes
-        seconds. It adds gradients outside if all are of norms and biases, or if some are sparse,
-        which its graphs cannot add.
+        is cheap, and few operators add them themselves. For a compiling backend, a second form
+        takes seconds. It adds gradients outside if all are of norms and biases, or if some are
+        sparse, which its graphs cannot add.
         """
         if self._backend.compiles:
             return not self._is_dense or all(value.ndim <= 1 for value in self._gradients)
-        fuses = self._accumulation.fuses and gains_by_fusing(self._module)
-        if not self._is_dense or fuses:
-            return False
-        return sum(value.nbytes for value in self._gradients) <= _SMALL
+        fuses = self._accumulation.fuses and self._saves_calls(fusible_count(self._module), 1 / 2)
+        return self._is_dense and self._are_small and not fuses
 
     @cached_property
     def _gradients(self) -> list[Tensor]:

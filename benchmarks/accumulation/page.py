@@ -21,16 +21,33 @@ of rows, *auto* those of at most a number a microbatch that this page is the sou
 """
 
 _COLUMNS = """\
-All Ws of a step run directly after each other, on one thread, whose CPU time is measured. The ways
-take turns in one run; ratios are medians over the rounds. *MiB*: the most that the Ws allocate
-above what the microbatches hold, gradients included. *Largest difference*: of gradients from the
+All Ws of a step run directly after each other, on one thread, whose CPU time is measured, without
+Python's garbage collection. The ways take turns in one run, in another order in each round; ratios
+are medians over the rounds. *MiB*: the peak over the Ws above what is allocated when the first
+begins; they free what their microbatches hold. *Largest difference*: of gradients from the
 exact ones, relative to their largest element, over all ways."""
 
 PARTS: dict[str, Part[Settings]] = {
     "layers": Part("A linear layer", _COLUMNS, weights.measure_layers, weights.render),
+    "small": Part(
+        "Small gradients, and embeddings",
+        f"""\
+Gradients of at most 1 MiB together are added by one call for all of them, unless products compute
+at least half of them, or a quarter can be joined: a call for each takes longer. The rows of an
+embedding with padding are copied to mask the padding's, and are added to the table only if they are
+at most a quarter of it.
+
+{_COLUMNS}""",
+        weights.measure_small,
+        weights.render,
+    ),
     "models": Part(
         "Stages of models",
-        f"The middle one of three stages. {_COLUMNS}",
+        f"""\
+The middle one of three stages. Where all ways call the same operators, as where no product and no
+convolution has few rows, the ratios show what the measurement can tell apart.
+
+{_COLUMNS}""",
         weights.measure_models,
         weights.render,
     ),

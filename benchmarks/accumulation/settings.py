@@ -19,7 +19,8 @@ class Settings:
     families: tuple[str, ...] = option(FAMILIES, "of models", FAMILIES)
     size: str = option("small", "of models", SIZES)
     samples: tuple[int, ...] = option((1, 2, 8), "in a microbatch of a model's stage")
-    rounds: int = option(7, "timed steps")
+    rounds: int = option(15, "timed steps of each way, at least")
+    seconds: float = option(10.0, "of measuring a row, at least; short steps have more rounds")
     width: int = option(1024, "of the pipeline's model")
 
     def overrides(self, family: str) -> Mapping[str, object]:

@@ -1,9 +1,12 @@
-"""Ws of several microbatches of one stage, one thread: a linear layer, and stages of models."""
+"""Ws of several microbatches of one stage, one thread: a linear layer, small modules, and stages of
+models.
+"""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -12,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
+from autosplit.torch_internals.allocations import allocations_on
 
 from ..paper.stages import middle
-from ..peak import peak_bytes
 from ..pipeline.turns import take_turns
 from ..results import Rows, ratios, table
 from ..split.models import Subject
@@ -44,6 +47,53 @@ def measure_layers(settings: Settings) -> Iterator[dict[str, Any]]:
                 yield {"name": name, **_measure(subject, count, settings)}
 
 
+def _convolutions(count: int, channels: int) -> nn.Module:
+    layers = [
+        layer
+        for _ in range(count)
+        for layer in (
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+        )
+    ]
+    pool = nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(*layers, pool, nn.Flatten(), nn.Linear(channels, channels))
+
+
+def _norms(count: int, width: int) -> nn.Module:
+    layers = [(nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh()) for _ in range(count)]
+    return nn.Sequential(*[layer for group in layers for layer in group])
+
+
+def _embedding(padding: int | None) -> nn.Module:
+    return nn.Sequential(nn.Embedding(3000, 256, padding_idx=padding), nn.LayerNorm(256))
+
+
+def small_modules() -> Mapping[str, tuple[nn.Module, Tensor]]:
+    """Modules in which few products compute gradients, with inputs of a microbatch."""
+    tokens = torch.randint(0, 3000, (4096,))
+    return {
+        "20 convolutions, a layer; 1 image": (_convolutions(20, 8), torch.randn(1, 8, 16, 16)),
+        "20 convolutions, a layer; 4 images": (_convolutions(20, 8), torch.randn(4, 8, 16, 16)),
+        "6 layers and norms; 16 rows": (_norms(6, 64), torch.randn(16, 64)),
+        "6 layers and norms; 256 rows": (_norms(6, 64), torch.randn(256, 64)),
+        "embedding; 4096 tokens": (_embedding(None), tokens),
+        "embedding with padding; 4096 tokens": (_embedding(0), tokens),
+        "embedding with padding; 512 tokens": (_embedding(0), tokens[:512]),
+    }
+
+
+def measure_small(settings: Settings) -> Iterator[dict[str, Any]]:
+    """A row for each small module and number of microbatches."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    for title, (module, x) in small_modules().items():
+        subject = Subject(title, module, x, torch.randn(module(x).shape))
+        for count in settings.counts:
+            yield {"name": f"{count} x {title}", **_measure(subject, count, settings)}
+
+
 def measure_models(settings: Settings) -> Iterator[dict[str, Any]]:
     """A row for each family and number of samples in a microbatch."""
     torch.set_num_threads(1)
@@ -59,24 +109,37 @@ def _measure(subject: Subject, count: int, settings: Settings) -> dict[str, Any]
     """Seconds of the Ws of a step by each way in each round, the most bytes that they allocate, and
     the distance of their gradients from the exact ones.
     """
-    x = subject.x.detach().requires_grad_(subject.name != "")
+    needs_input_grad = subject.name != "" and subject.x.is_floating_point()
+    x = subject.x.detach().requires_grad_(needs_input_grad)
     stages = {
         way: autosplit.Stage(subject.module, [x], accumulation=accumulation)
         for way, accumulation in WAYS.items()
     }
     turns = {way: partial(_seconds, stage, subject, count) for way, stage in stages.items()}
-    seconds = take_turns(turns, settings.rounds, WARM_UP)
     gradients, peaks = {}, {}
     for way, stage in stages.items():
-        _run_to_weights(stage, subject, count)
-        peaks[way] = peak_bytes(partial(stage.backward_weight, *range(count)))
-        gradients[way] = dict(stage.gradients)
-        stage.reset()
+        _seconds(stage, subject, count)
+        peaks[way], gradients[way] = _peak_and_gradients(stage, subject, count)
+    gc.collect()
+    gc.disable()
+    try:
+        seconds = take_turns(turns, _rounds(turns, settings), WARM_UP)
+    finally:
+        gc.enable()
     return {
         "seconds": seconds,
         "peak": peaks,
         "gap": {way: _distance(gradients["exact"], gradients[way]) for way in WAYS},
     }
+
+
+def _rounds(turns: Mapping[str, Callable[[], float]], settings: Settings) -> int:
+    """The number of rounds that take ``settings.seconds``, or ``settings.rounds`` if more."""
+    start = time.perf_counter()
+    for turn in turns.values():
+        turn()
+    seconds = time.perf_counter() - start
+    return max(settings.rounds, int(settings.seconds / seconds))
 
 
 def _run_to_weights(stage: autosplit.Stage, subject: Subject, count: int) -> None:
@@ -93,6 +156,26 @@ def _seconds(stage: autosplit.Stage, subject: Subject, count: int) -> float:
     seconds = time.thread_time() - start
     stage.reset()
     return seconds
+
+
+def _peak_and_gradients(
+    stage: autosplit.Stage, subject: Subject, count: int
+) -> tuple[int, Mapping[str, Tensor]]:
+    """The peak of the Ws in bytes, above what is allocated when they begin, and the gradients.
+
+    The counter starts before the forwards, because it counts the releases only of memory whose
+    allocation it has seen.
+    """
+    with allocations_on(torch.device("cpu")) as allocations:
+        allocations.mark()
+        _run_to_weights(stage, subject, count)
+        allocations.mark()
+        stage.backward_weight(*range(count))
+        allocations.mark()
+    gradients = dict(stage.gradients)
+    stage.reset()
+    before, during, _ = allocations.stretches()
+    return during.highest - before.end, gradients
 
 
 def _distance(exact: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> float:

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from ..analysis.operators import OPERATORS, is_plain_sum
-from ..graph import Kind, inputs, tensor_of
+from ..graph import Kind, concrete, inputs, tensor_of
 from ..rewrites.emit import eliminate_dead_code, emit
 from ..subgraph import inner_calls, subgraphs
 
@@ -69,9 +69,9 @@ def fuse(module: fx.GraphModule, wanted: Wanted = lambda _: True) -> bool:
     return changed
 
 
-def gains_by_fusing(module: fx.GraphModule) -> bool:
-    """Whether the graph has operators that ``fuse`` could replace."""
-    return any(node.target in _WRITERS for node in inner_calls(module.graph))
+def fusible_count(module: fx.GraphModule) -> int:
+    """The number of operators in a graph that ``fuse`` could replace."""
+    return sum(node.target in _WRITERS for node in inner_calls(module.graph))
 
 
 def _terms(
@@ -98,8 +98,20 @@ def _is_fusible(term: fx.Node, accumulator: Any) -> bool:
     if value is None or total is None or value.dtype != total.dtype or len(term.users) > 1:
         return False
     if term.target is aten.embedding_dense_backward.default:
-        return term.args[4] is False  # not scaled by how often a row is read
+        return _adds_few_rows(*term.args)  # type: ignore[arg-type]
     return term.target in _WRITERS
+
+
+def _adds_few_rows(
+    rows: fx.Node, indices: fx.Node, table_rows: int, padding: int, is_scaled: bool
+) -> bool:
+    """Whether an embedding's rows take less time to add than its whole gradient.
+
+    Rows are copied to mask those of the padding, so they must be fewer than the table's, see
+    benchmarks/accumulation. Rows that are scaled by how often they are read cannot be added.
+    """
+    count = concrete(indices.meta["val"].numel())
+    return not is_scaled and (padding == -1 or 4 * count <= concrete(table_rows))
 
 
 Write = Callable[[Callable[..., fx.Node], fx.Node, fx.Node], object]

@@ -6,8 +6,10 @@ section 3)::
     sum(a[j] @ b[j] for j in microbatches) == cat(a, 1) @ cat(b, 0)
 
 A product of few rows spends its time on reading and writing the gradient; one product over all rows
-reads and writes it once. Everything else runs once for each microbatch, in order. Factors are
-concatenated just before their first product, so copies of one layer's factors are alive at a time.
+reads and writes it once. The gradient of a convolution's weight is a sum over samples, too; its
+rows are the positions of the outputs of all samples. Everything else runs once for each microbatch,
+in order. Factors are concatenated just before their first product, so copies of one layer's factors
+are alive at a time.
 """
 
 from __future__ import annotations
@@ -50,39 +52,43 @@ _SUMMED: Mapping[Any, tuple[int, ...]] = {
     aten.mm.default: (1, 0),
     aten.bmm.default: (2, 1),
     aten.sum.dim_IntList: (0,),
+    aten.convolution_backward.default: (0, 0),
 }
-"""Operator -> the dimension over which it sums, in each factor: the rows of a microbatch."""
+"""Operator -> the dimension over which it sums, in each factor: the rows of a microbatch, or the
+samples."""
 
 
-def gains_by_joining(module: fx.GraphModule, rows: int) -> bool:
-    """Whether several microbatches may share one run of W, and at least one product would be
-    joined.
+def joinable_count(module: fx.GraphModule, rows: int) -> int:
+    """The number of operators that run once if several microbatches share one run of W.
 
-    A graph with effects, random numbers, exchanges between ranks, or state that it writes runs once
-    a microbatch.
+    The number is 0 if no product is joined, or if W must run once a microbatch: W has effects,
+    random numbers, exchanges between ranks, or state that it writes.
     """
-    if outputs(module.graph, *BACKWARD_WRITE):
-        return False
     nodes = [*inner_calls(module.graph)]
-    products = (aten.mm.default, aten.bmm.default)
-    is_small = any(node.target in products and sums_few_rows(node, rows) for node in nodes)
     is_ordered = any(is_effect(node) or is_random(node) or is_exchange(node) for node in nodes)
-    return is_small and not is_ordered
+    if is_ordered or outputs(module.graph, *BACKWARD_WRITE):
+        return 0
+    joined = [node.target for node in nodes if sums_few_rows(node, rows)]
+    only_sums = {aten.sum.dim_IntList}.issuperset(joined)
+    return 0 if only_sums else len(joined)
 
 
 def sums_few_rows(node: fx.Node, rows: int) -> bool:
-    """Whether the operator is a product that sums over at most ``rows`` rows of a microbatch."""
+    """Whether the operator is a product or a sum over at most ``rows`` rows of a microbatch."""
     if node.target not in _SUMMED:
         return False
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    if node.target is aten.convolution_backward.default:
+        computes_input_grad = node.args[-1][0]  # type: ignore[index]
+        return not computes_input_grad and concrete(shape.numel() // shape[1]) <= rows
     if node.target is aten.sum.dim_IntList and [*node.args[1:]] != [[0]]:
         return False
-    factor: Any = node.args[0]
-    return concrete(factor.meta["val"].shape[_SUMMED[node.target][0]]) <= rows
+    return concrete(shape[_SUMMED[node.target][0]]) <= rows
 
 
 def join_microbatches(program: SplitGraphs, form: GraphForm) -> Changed:
     """Graph pass: W of ``form.count`` microbatches, which returns weight gradients summed over the
-    microbatches. ``gains_by_joining`` must hold for W.
+    microbatches. ``joinable_count`` must not be 0 for W.
 
     The inputs are the deferred values of the first microbatch, of the second, and so on, with the
     roles of ``joined_role``; then parameters and buffers, once.
@@ -157,18 +163,35 @@ class _Joined:
                 return call(self._total(operand), *node.args[1:], **node.kwargs)
             if is_plain_sum(node):
                 return call(*map(self._total, node.args))  # type: ignore[arg-type]
-            if subgraph_of(node) is not None and self._only_summed.issuperset(operand.users):
-                return self._item(operand, node.args[1])  # type: ignore[arg-type]
+            is_item = node.target is operator.getitem
+            if is_item and self._only_summed.issuperset(operand.users):
+                if subgraph_of(node) is not None:
+                    return self._item(operand, node.args[1])  # type: ignore[arg-type]
+                if sums_few_rows(operand, self._rows):
+                    self._totals |= self._items(operand)
+                    return self._totals[node]
             if sums_few_rows(node, self._rows):
-                dims = _SUMMED[node.target]
-                factors = map(self._concatenate, node.args, dims)  # type: ignore[arg-type]
-                product = call(*factors, *node.args[len(dims) :], **node.kwargs)
-                product.meta[JOINED] = True
-                return product
+                return self._product(node, like=node)
         total = self._copy(node, 0)
         for at in range(1, self._count):
             total = emit(self._graph, node, aten.add.Tensor, total, self._copy(node, at))
         return total
+
+    def _product(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """An operator of ``_SUMMED`` over the rows of all microbatches, with the origin of the node
+        ``like``.
+        """
+        dims = _SUMMED[node.target]
+        factors = map(self._concatenate, node.args, dims)  # type: ignore[arg-type]
+        rest = fx.map_arg(node.args[len(dims) :], lambda operand: self._copy(operand, 0))
+        product = emit(self._graph, like, node.target, *factors, *rest, **node.kwargs)
+        product.meta[JOINED] = True
+        return product
+
+    def _items(self, call: fx.Node) -> dict[fx.Node, fx.Node]:
+        """The results of a convolution's backward over the rows of all microbatches."""
+        product = self._product(call, like=next(iter(call.users)))
+        return {i: emit(self._graph, i, i.target, product, i.args[1]) for i in call.users}
 
     def _concatenate(self, node: fx.Node, dim: int) -> fx.Node:
         """Concatenate a factor of all microbatches along its rows. A transposed factor is

@@ -9,7 +9,7 @@ from benchmarks.accumulation.page import PAGE
 from benchmarks.accumulation.settings import Settings
 from benchmarks.results import Results
 
-SMALLEST = Settings(widths=(16,), rows=(4, 100), counts=(3,), rounds=1)
+SMALLEST = Settings(widths=(16,), rows=(4, 100), counts=(3,), rounds=1, seconds=0.0)
 
 
 def test_layers_make_a_page(tmp_path: Path) -> None:

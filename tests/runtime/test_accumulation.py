@@ -118,6 +118,24 @@ def test_operators_of_each_accumulation(
     assert {name: operators[name] for name in products} == products
 
 
+def test_small_gradients_of_few_products_are_added_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each gradient that is no product's would need a call of its own."""
+    monkeypatch.undo()
+    x = torch.randn(1, 3, 16, 16, requires_grad=True)
+    convolutions = [nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)) for _ in range(2)]
+    few = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(432, 2))
+    most = nn.Sequential(nn.Flatten(), nn.Linear(768, 2), nn.Linear(2, 2))
+    called = {}
+    for name, model in {"few": few, "most": most}.items():
+        weight = Stage(model, [x], accumulation="auto").functions._weight
+        graph = weight.source(None, adds=True).graph
+        products = graph.find_nodes(op="call_function", target=torch.ops.aten.addmm_.default)
+        called[name] = weight.most_joined(None), len(products)
+    assert called == {"few": (1, 0), "most": (MOST_JOINED, 2)}
+
+
 def test_long_runs_are_several_calls() -> None:
     count = MOST_JOINED + 3
     assert_close(step(blocks_stage(accumulation="joined"), count), step(blocks_stage(), count))

@@ -53,8 +53,17 @@ def test_products_of_one_parameter_are_added_one_by_one() -> None:
 def test_embedding_adds_its_rows(padding: int | None) -> None:
     table = nn.Embedding(11, 8, padding_idx=padding)
     padded = Made(lambda m, tokens: m.table(tokens).sin(), table=table)
-    counts = operators_of_fused(padded, torch.randint(0, 11, (3, 5)))
+    counts = operators_of_fused(padded, torch.randint(0, 11, (1, 2)))
     assert (counts["index_add_"], counts["embedding_dense_backward"]) == (1, 0)
+
+
+@pytest.mark.parametrize(("padding", "added"), [(None, 1), (1, 0)])
+def test_masking_more_rows_than_the_table_has_would_take_longer(
+    padding: int | None, added: int
+) -> None:
+    table = nn.Embedding(11, 8, padding_idx=padding)
+    model = Made(lambda m, tokens: m.table(tokens).sin(), table=table)
+    assert operators_of_fused(model, torch.randint(0, 11, (3, 5)))["index_add_"] == added
 
 
 def test_other_gradients_are_left_whole() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.passes.lowering.join import gains_by_joining
+from autosplit.passes.lowering.join import joinable_count
 from tests.passes.graphs import ops
 from tests.zoo import CASES, Made, RepeatedLayer
 
@@ -45,6 +45,20 @@ def test_layers_of_all_kinds_have_the_same_sums(name: str) -> None:
     assert operators_of_joined(CASES[name].build(), example)["addmm_"] == products[name]
 
 
+def test_gradients_of_convolutions_with_few_positions_are_joined() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.SiLU(),
+        nn.ConvTranspose2d(4, 2, 3, bias=False),
+        nn.Conv2d(2, 2, 3, stride=2, groups=2),
+    )
+    example = torch.randn(2, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    few = operators_of_joined(model, example, rows=2 * 36)
+    some = operators_of_joined(model, example, rows=2 * 36 - 1)
+    assert few["convolution_backward"] == 3
+    assert some["convolution_backward"] == 2 + MICROBATCHES
+
+
 def test_products_of_many_rows_run_once_a_microbatch() -> None:
     example = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     few = operators_of_joined(RepeatedLayer(), example, rows=5)
@@ -62,8 +76,8 @@ def test_equal_views_of_an_input_are_concatenated_once() -> None:
 
 def test_a_graph_without_small_products_gains_nothing() -> None:
     weight = weight_graph(nn.Linear(4, 4), torch.randn(8, 4, requires_grad=True))
-    assert gains_by_joining(weight, rows=8)
-    assert not gains_by_joining(weight, rows=7)
+    assert joinable_count(weight, rows=8) == 2  # the product, and the bias's sum
+    assert joinable_count(weight, rows=7) == 0
 
 
 class _AliveResults(TorchDispatchMode):
@@ -99,7 +113,7 @@ def test_gradients_of_convolutions_beside_joined_products_are_freed_one_by_one()
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)).double()
     example = torch.randn(3, 2, 4, 4, dtype=torch.float64, requires_grad=True)
     weight = weight_graph(model, example)
-    together = adding(joined(weight, ALL_ROWS))
+    together = adding(joined(weight, rows=3))
     with _AliveResults(torch.ops.aten.convolution_backward.default) as gradients:
         run(together, values_of(weight))
     assert len(gradients.alive) == MICROBATCHES
