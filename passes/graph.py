@@ -211,18 +211,17 @@ def computed_outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, fx.Node]
 
 
 def set_outputs(
-    graph: fx.Graph, pairs: Sequence[tuple[Role, Any]], copies: Mapping[fx.Node, Any] | None = None
+    graph: fx.Graph, pairs: Sequence[tuple[Role, Any]], copies: Mapping[fx.Node, Any]
 ) -> None:
     """Append an output node that returns values as a list, with their roles.
 
     Args:
         graph: the graph.
-        pairs: roles and values.
-        copies: maps values of another graph to nodes of ``graph``; None if the values are nodes of
-            ``graph``.
+        pairs: roles, and values of another graph.
+        copies: maps values of the other graph to nodes of ``graph``.
     """
     values: Any = [value for _, value in pairs]
-    node = graph.output(values if copies is None else fx.node.map_arg(values, copies.__getitem__))
+    node = graph.output(fx.node.map_arg(values, copies.__getitem__))
     node.meta["roles"] = tuple(role for role, _ in pairs)
 
 
@@ -233,12 +232,12 @@ def calls(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def is_like(node: Any, other: fx.Node) -> bool:
     """Whether both nodes are tensors of one shape and dtype, without symbolic sizes."""
-    mine, whole = (
+    value, expected = (
         tensor_of(operand) if isinstance(operand, fx.Node) else None for operand in (node, other)
     )
-    if mine is None or whole is None or not (is_fixed(mine) and is_fixed(whole)):
+    if value is None or expected is None or not (is_fixed(value) and is_fixed(expected)):
         return False
-    return (mine.shape, mine.dtype) == (whole.shape, whole.dtype)
+    return (value.shape, value.dtype) == (expected.shape, expected.dtype)
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
@@ -383,14 +382,14 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), NUMBERS)
 
 
-def with_concrete_sizes(value: Any, size: Callable[[Any], int] = concrete) -> Any:
+def with_concrete_sizes(value: Any, size: Callable[[Any], int]) -> Any:
     """Replace symbolic sizes in a value, also inside containers. A tensor becomes a tensor without
     data and with concrete sizes. A symbolic number becomes a plain number. Other values stay as
     they are.
 
     Args:
         value: the value of a node.
-        size: returns the number for a symbolic one; by default that of the example inputs.
+        size: returns the number for a symbolic one.
     """
     match value:
         case torch.Tensor():

@@ -177,11 +177,6 @@ def run(
     return program
 
 
-def op_counts(graph: fx.Graph) -> Counter[str]:
-    """How often each operator occurs."""
-    return Counter(str(node.target) for node in calls(graph))
-
-
 def _sizes(program: SplitGraphs) -> dict[str, int]:
     return {name: len(module.graph.nodes) for name, module in program.graphs().items()}
 
@@ -202,7 +197,7 @@ class _Dump:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         for graph, module in program.graphs().items():
-            counts = op_counts(module.graph)
+            counts = Counter(str(node.target) for node in calls(module.graph))
             if graph in self.previous and counts == self.previous[graph]:
                 continue
             difference = self._difference(graph, counts)

@@ -190,12 +190,12 @@ def search_rows(configurations: Sequence[Configuration]) -> list[dict[str, Any]]
     return rows
 
 
-def search_table(configurations: Sequence[Configuration], rows: int | None = None) -> str:
+def search_table(configurations: Sequence[Configuration], rows: int) -> str:
     """Table of the best ``rows`` configurations that can run, and the errors of those that cannot.
 
     Args:
         configurations: the best first.
-        rows: the number of rows to show; None: all.
+        rows: the number of rows to show.
     """
     able = [(c, c.outcome) for c in configurations if isinstance(c.outcome, Solution)]
     best = able[0][1].step

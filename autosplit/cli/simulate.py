@@ -62,7 +62,7 @@ Survey = tuple[list[SimulatedSchedule], dict[str, str]]
 """The schedules that a pipeline admits, and the errors of the others, by name."""
 
 
-def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = math.inf) -> Survey:
+def survey(costs: Costs, microbatches: int, *, chunks: int, cap: float) -> Survey:
     """Simulate every schedule in every form, and the shortest schedule that ``search`` finds.
 
     Args:

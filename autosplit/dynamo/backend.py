@@ -293,16 +293,12 @@ class SplittingBackend:
     """A Dynamo backend that splits graphs.
 
     Args:
-        owner: the owner that collects pending work; None: each graph gets a
-            ``PendingOnParameters``.
+        owner: the owner that collects pending work.
         options: options for splitting and running the graphs.
     """
 
-    def __init__(
-        self, owner: GraphOwner | None = None, options: SplitOptions | None = None
-    ) -> None:
-        self._owner = owner or PendingOnParameters(PendingBound())
-        self._options = options or SplitOptions()
+    def __init__(self, owner: GraphOwner, options: SplitOptions) -> None:
+        self._owner, self._options = owner, options
 
     def __deepcopy__(self, _: dict[int, Any]) -> SplittingBackend:
         """Return the backend itself instead of a copy.

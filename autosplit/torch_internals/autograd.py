@@ -351,7 +351,7 @@ zero_together: Callable[..., None] = torch._foreach_zero_
 """Set all sums to zero in one call of torch; at least one."""
 
 
-def norms_of(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def norms_of(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """The 2-norm of each tensor, computed by torch's operator for lists of tensors."""
     return [*torch._foreach_norm(tensors, 2, dtype=dtype)] if tensors else []
 

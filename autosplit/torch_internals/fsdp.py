@@ -369,7 +369,7 @@ class ParameterGroup:
 
     @contextlib.contextmanager
     def communicating(
-        self, shard_group: Any, replicate_group: Any, divisor: int | None = None
+        self, shard_group: Any, replicate_group: Any, divisor: int | None
     ) -> Iterator[None]:
         """Context in which the group communicates over other process groups of the same ranks.
 

@@ -108,7 +108,7 @@ def compile_module(
     is_backward: bool,
     static: Collection[int],
     visible: Collection[int],
-    donated: Collection[int] = (),
+    donated: Collection[int],
 ) -> Compiled:
     """Compile a graph by Inductor, which changes the graph in place.
 

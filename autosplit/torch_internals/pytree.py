@@ -127,8 +127,7 @@ class Skeleton:
 
 def hold(tree: Any) -> Any:
     """Wrap leaves of a pytree in a Holder: those that are objects with tensors."""
-    leaves, spec = _pytree.tree_flatten(tree)
-    return tree_unflatten([_hold_leaf(leaf) for leaf in leaves], spec)
+    return tree_map(_hold_leaf, tree)
 
 
 def _hold_leaf(leaf: Any) -> Any:

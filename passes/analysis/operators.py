@@ -147,6 +147,9 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ======================  ==========================================================================
 """
 
+OUTPUT_MASK = 10
+"""Position of ``output_mask`` in the schema of ``convolution_backward``."""
+
 WRITE: Any = torch.ops.aten.copy_.default
 
 SUMS: Mapping[Any, Any] = {

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -70,7 +69,7 @@ def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
     computed in this graph and is as large as the result. No later node reads the operand or a view
     of it.
     """
-    last_read = _last_reads(graph)
+    last_read = _last_reads(graph, storage_root)
     reusable: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.target not in OPERATORS["overwrites"] or node.kwargs:
@@ -82,12 +81,17 @@ def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
     return reusable
 
 
-def _last_reads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Maps the node that allocates a storage to the last node that reads the storage."""
+def _last_reads(graph: fx.Graph, home_of: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Maps the node that allocates a storage to the last node that reads the storage.
+
+    Args:
+        graph: the graph.
+        home_of: returns the node that allocated the storage of a node's value.
+    """
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         operands = read_until(node) if is_wait(node) else []
-        last |= dict.fromkeys(map(storage_root, (*node.all_input_nodes, *operands)), node)
+        last |= dict.fromkeys(map(home_of, (*node.all_input_nodes, *operands)), node)
     return last
 
 
@@ -120,15 +124,15 @@ def _fills(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
     """Whether the result has the operand's dtype, shape and strides, and the operand fills its
     storage.
     """
-    mine, base, wanted = tensor_of(operand), tensor_of(root), tensor_of(result)
-    if mine is None or base is None or wanted is None:
+    value, base, new = tensor_of(operand), tensor_of(root), tensor_of(result)
+    if value is None or base is None or new is None:
         return False
-    if not all(map(is_fixed, (mine, base, wanted))):
+    if not all(map(is_fixed, (value, base, new))):
         return False
-    if (mine.dtype, mine.device) != (wanted.dtype, wanted.device):
+    if (value.dtype, value.device) != (new.dtype, new.device):
         return False
-    alike = (mine.shape, mine.stride()) == (wanted.shape, wanted.stride())
-    return alike and mine.numel() == base.numel()
+    alike = (value.shape, value.stride()) == (new.shape, new.stride())
+    return alike and value.numel() == base.numel()
 
 
 @dataclass(frozen=True)
@@ -153,16 +157,14 @@ class LiveBytes:
 
     Args:
         module: the graph.
-        workspace: bytes that kernels take beyond their results, by node.
+        workspace: bytes that kernels take beyond their results, by node; may be empty.
 
     Attributes:
         input_roles: the roles of the graph's inputs.
         results: the returned values, in order.
     """
 
-    def __init__(
-        self, module: fx.GraphModule, workspace: Mapping[fx.Node, int] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, workspace: Mapping[fx.Node, int]) -> None:
         graph = module.graph
         homes = _homes(graph)
         roles = {node: role_of(node) for node in placeholders(graph)}
@@ -182,7 +184,7 @@ class LiveBytes:
             _result(role, value, homes, roles, numbers) for role, value in outputs(graph)
         ]
 
-    def peak(self, released: Iterable[tuple[Collection[Role], int]] = ()) -> int:
+    def peak(self, released: Iterable[tuple[Collection[Role], int]]) -> int:
         """The peak of a run in bytes, above the bytes that are alive when the run begins.
 
         Args:
@@ -191,7 +193,7 @@ class LiveBytes:
         """
         return max(self._levels(released))
 
-    def end(self, released: Iterable[tuple[Collection[Role], int]] = ()) -> int:
+    def end(self, released: Iterable[tuple[Collection[Role], int]]) -> int:
         """The bytes alive at the end of a run, results included, above the bytes at its beginning.
         ``released`` is as for ``peak``.
         """
@@ -270,24 +272,16 @@ def _lifetimes(
     first item has None as statement and the inputs that are never read as dead.
     """
     kept = {homes[value] for _, value in computed_outputs(graph)}
-    names: dict[fx.Node, int] = defaultdict(int)
+    last_read = _last_reads(graph, homes.__getitem__)
+    dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for home in dict.fromkeys(homes.values()):
+        if home not in kept and _is_tensor(home):
+            dying[last_read.get(home, home)].append(home)  # a value that is never read dies at once
+    yield None, [], [node for node in placeholders(graph) if node in dying]
     for node in graph.nodes:
-        if node.op != "output" and _is_tensor(node):
-            names[homes[node]] += 1
-    dying = last_uses(graph)
-    unused = [node for node in placeholders(graph) if not node.users and node not in kept]
-    yield None, [], unused
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        new = [home for home in allocated(node) if homes[home] is home]
-        dead = []
-        for value in filter(_is_tensor, dying.get(node, ())):
-            home = homes[value]
-            names[home] -= 1
-            if not names[home] and home not in kept:
-                dead.append(home)
-        yield node, new, dead
+        if node.op not in ("placeholder", "output"):
+            new = [home for home in allocated(node) if homes[home] is home]
+            yield node, new, dying.get(node, [])
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -35,10 +35,8 @@ aten = torch.ops.aten
 JOINED = "joined"
 """Key in the ``meta`` of an operator that runs once for several microbatches, see ``join``."""
 
-Wanted = Callable[[fx.Node], bool]
 
-
-def fuse(module: fx.GraphModule, wanted: Wanted = lambda _: True) -> bool:
+def fuse(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> bool:
     """Replace operators that compute gradients by operators that add them into the accumulators;
     True if any was replaced. Subgraphs are included.
 

@@ -24,6 +24,7 @@ from ..analysis.aliasing import is_free, is_view, storage_root
 from ..analysis.operator_cost import flops, is_cheap
 from ..analysis.operators import (
     OPERATORS,
+    OUTPUT_MASK,
     checkpoint_region,
     is_check,
     is_effect,
@@ -159,8 +160,6 @@ def _overwritten(graph: fx.Graph) -> set[fx.Node]:
     return {node for role, node in state.items() if role.name in names}
 
 
-_MASK = 10  # position of output_mask in convolution_backward's schema
-
 # Parts of the names of backwards that make the gradient of an activation, and those of weights
 # only by the way.
 _OF_ACTIVATIONS = ("norm_backward", "attention")
@@ -219,7 +218,7 @@ def _is_of_activations(
     if any(part in str(node.target) for part in _OF_ACTIVATIONS) or is_exchange(node):
         return True
     if node.target is torch.ops.aten.convolution_backward.default:
-        mask = node.args[_MASK]
+        mask = node.args[OUTPUT_MASK]
         return isinstance(mask, (list, tuple)) and not mask[1]
     fixed = [arg for arg in node.all_input_nodes if arg not in varying]
     return bool(fixed and flops(node)) and all(storage_root(arg) in weights for arg in fixed)

@@ -36,6 +36,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import storage_root
+from ..analysis.operators import OUTPUT_MASK
 from ..graph import (
     FORWARD_OUTPUT,
     SplitGraphs,
@@ -48,8 +49,6 @@ from ..graph import (
 from .emit import emit, erase
 
 aten = torch.ops.aten
-
-_MASK = 10  # position of output_mask in convolution_backward's schema
 
 
 def divide_backward_operators(program: SplitGraphs) -> bool:
@@ -69,10 +68,10 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _divide_call(graph: fx.Graph, node: fx.Node) -> None:
-    mask: Any = node.args[_MASK]
+    mask: Any = node.args[OUTPUT_MASK]
     for part_mask in ([True, False, False], [False, mask[1], mask[2]]):
         with graph.inserting_before(node):
-            args = (*node.args[:_MASK], part_mask, *node.args[_MASK + 1 :])
+            args = (*node.args[:OUTPUT_MASK], part_mask, *node.args[OUTPUT_MASK + 1 :])
             part = graph.call_function(node.target, args, node.kwargs)  # type: ignore[arg-type]
         part.meta = dict(node.meta)
         part.meta["val"] = tuple(

@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 import autosplit
 from autosplit import CaptureError, SplitError
-from autosplit.dynamo.backend import SplittingBackend
 from tests.semantics.against_autograd import assert_equals_autograd, leaves
 from tests.zoo import layered
 
@@ -178,7 +177,7 @@ def test_gradients_that_may_be_absent_are_refused() -> None:
     )
     with pytest.raises(CaptureError, match=expected):
         autosplit.split(model, fullgraph=True, max_pending=math.inf)(torch.randn(2, 4))
-    compiled = torch.compile(model, backend=SplittingBackend(), fullgraph=True)
+    compiled = torch.compile(model, backend="autosplit", fullgraph=True)
     with pytest.raises(BackendCompilerFailed, match=expected):
         compiled(torch.randn(2, 4))
 

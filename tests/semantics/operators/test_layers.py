@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError, Stage
-from autosplit.dynamo.backend import SplittingBackend
 from autosplit.torch_internals import TORCH
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_equals_autograd, leaves, within
@@ -156,7 +155,7 @@ def test_models_in_parts_with_a_state_of_their_own() -> None:
 def test_torch_compile() -> None:
     model = layers("RNN")
     plain = copy.deepcopy(model)
-    compiled = torch.compile(model, backend=SplittingBackend(), fullgraph=True)
+    compiled = torch.compile(model, backend="autosplit", fullgraph=True)
     batch = torch.randn(2, 2, 4)
     with torch._dynamo.config.patch(allow_rnn=True):
         for module in (compiled, plain):

@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import autosplit
-from autosplit.dynamo.backend import SplittingBackend
 from autosplit.dynamo.pending_weights import Deferral
 from autosplit.errors import DeferralWarning
 from autosplit.passes.analysis.operators import is_start
@@ -211,7 +210,7 @@ def compiled(mesh: DeviceMesh, name: str) -> bool:
     """
     eager, model = _twins(mesh, name)
     waited: list[int] = []
-    forward = torch.compile(model, backend=SplittingBackend())
+    forward = torch.compile(model, backend="autosplit")
     built = train(forward, name, lambda: waited.append(Deferral(model).pending))
     return same(train(eager, name), built) and all(waited)
 
