@@ -45,12 +45,12 @@ from .graph import (
 
 # These operators never run: a graph with calls is compiled into calls of the graphs' code.
 _LIBRARY = torch.library.Library("autosplit", "DEF")
-_LIBRARY.define("subgraph(str name, Tensor[] given) -> Tensor[]")
+_LIBRARY.define("subgraph(str name, Tensor[] arguments) -> Tensor[]")
 _LIBRARY.define(
-    "drawing_subgraph(str name, Tensor[] given) -> Tensor[]",
+    "drawing_subgraph(str name, Tensor[] arguments) -> Tensor[]",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-_LIBRARY.define("adding_subgraph(str name, Tensor[] given, Tensor(a!)[] sums) -> Tensor[]")
+_LIBRARY.define("adding_subgraph(str name, Tensor[] arguments, Tensor(a!)[] sums) -> Tensor[]")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -123,7 +123,7 @@ def load_checkpoint(
     naming = Naming.of_ranks(ranks, names)
     checkpoint = ranks.do(lambda: open_checkpoint(path))
     _check_one(ranks.gather(checkpoint.identity), path)
-    missing, more = ranks.do(lambda: naming.compare(checkpoint, strict=strict))
+    missing, unexpected = ranks.do(lambda: naming.compare(checkpoint, strict=strict))
     sources = [(tensor, entry.checkpoint_name(checkpoint.model)) for tensor, entry in naming.local]
     model = [(tensor, checkpoint.model[name]) for tensor, name in sources if name is not None]
     if optimizer is None:  # in any form: a state that cannot be loaded must not be ignored silently
@@ -132,7 +132,7 @@ def load_checkpoint(
         )
     restored = trainer.optimizer if optimizer else None
 
-    def look() -> tuple[run_state.RunState, list[run_state.FoundGroup]]:
+    def verify_all() -> tuple[run_state.RunState, list[run_state.FoundGroup]]:
         for _, key in model:
             checkpoint.verify(key)
         run = run_state.unpack_run(
@@ -142,7 +142,7 @@ def load_checkpoint(
             return run, []
         return run, run_state.find_optimizer(checkpoint, restored, naming.groups, run.groups)
 
-    run, states = ranks.do(look)
+    run, states = ranks.do(verify_all)
     with trainer.together(ranks.doing) as groups, torch.no_grad():
         for tensor, key in model:
             checkpoint.fill(key, tensor)
@@ -153,7 +153,7 @@ def load_checkpoint(
         for restore in run.restore:
             restore()
         groups.everybody.barrier()
-    return Loaded(missing, more, run.step, run.extra, run.generators)
+    return Loaded(missing, unexpected, run.step, run.extra, run.generators)
 
 
 def _run(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -110,26 +110,28 @@ class Naming:
         saved = {name: checkpoint.tensor(key) for name, key in checkpoint.model.items()}
         expected = {name: entry for entry in self.entries for name in entry.names}
         missing = [entry for entry in self.entries if entry.checkpoint_name(saved) is None]
-        more = [name for name in saved if name not in expected]
-        wrong = []
+        unexpected = [name for name in saved if name not in expected]
+        problems = []
         for name, entry in expected.items():
-            if (came := saved.get(name)) is None:
+            if (tensor := saved.get(name)) is None:
                 continue
-            if came.size != entry.shape:
-                wrong.append(f"{name}: expected {[*entry.shape]}, got {[*came.size]}")
-            elif _kind(came.properties.dtype) != _kind(entry.dtype):
-                wrong.append(f"{name}: expected {entry.dtype}, got {came.properties.dtype}")
+            if tensor.size != entry.shape:
+                problems.append(f"{name}: expected {[*entry.shape]}, got {[*tensor.size]}")
+            elif _kind(tensor.properties.dtype) != _kind(entry.dtype):
+                problems.append(f"{name}: expected {entry.dtype}, got {tensor.properties.dtype}")
         advice = ""
-        if strict and (missing or more):
-            wrong += [f"{entry.name}: expected {[*entry.shape]}, is missing" for entry in missing]
-            wrong += [f"{name}: the model has no such tensor" for name in more]
+        if strict and (missing or unexpected):
+            problems += [
+                f"{entry.name}: expected {[*entry.shape]}, is missing" for entry in missing
+            ]
+            problems += [f"{name}: the model has no such tensor" for name in unexpected]
             advice = "\nstrict=False ignores missing and unexpected tensors, not other shapes"
-        if wrong:
-            listed = "\n  ".join(wrong)
+        if problems:
+            listed = "\n  ".join(problems)
             raise CheckpointError(
                 f"the checkpoint {checkpoint.path} does not fit the model:\n  {listed}{advice}"
             )
-        return [entry.name for entry in missing], more
+        return [entry.name for entry in missing], unexpected
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
@@ -178,12 +180,12 @@ def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[H
     entries: dict[Holder, ModelTensor] = {}
     stages: dict[str, int] = {}
     for group in groups.values():
-        called = tuple(dict.fromkeys(row.name for row in group))
+        names = tuple(dict.fromkeys(row.name for row in group))
         stage = group[0].holder[0]
-        if twice := [name for name in called if name in stages]:
+        if repeated := next((name for name in names if name in stages), None):
             raise CheckpointError(
                 with_code(
-                    f"{twice[0]!r} is one parameter in stage {stages[twice[0]]} and another in "
+                    f"{repeated!r} is one parameter in stage {stages[repeated]} and another in "
                     f"stage {stage}: stages that were not cut from one model need names= with the "
                     "names in the whole model, and tied ones shared_parameters=. Pass the same "
                     "names= when you load",
@@ -192,8 +194,8 @@ def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[H
                     'names=lambda stage, name: f"{stage}.{name}")',
                 )
             )
-        stages |= dict.fromkeys(called, stage)
-        entry = ModelTensor(called, group[0].shape, group[0].dtype)
+        stages |= dict.fromkeys(names, stage)
+        entry = ModelTensor(names, group[0].shape, group[0].dtype)
         entries |= {row.holder: entry for row in group}
     return entries
 

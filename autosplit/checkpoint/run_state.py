@@ -281,10 +281,10 @@ def unpack_run(
     progress = whole_run(entries)
     rows = [_value(entries, f"{_RANK}{rank}") for rank in range(len(entries) - 1)]
     run = _value(entries, _ALL) if rows else {}
-    same = len(rows) == ranks.count and run["layout"] == ranks.layout
-    local = rows[ranks.number] if same else {}
+    is_same_layout = len(rows) == ranks.count and run["layout"] == ranks.layout
+    local = rows[ranks.number] if is_same_layout else {}
     generators_of = local or (rows[0] if run.get("cut") == ranks.cut and _alike(rows) else {})
-    then = [names for row in rows for names in row.get("groups", ())]
+    saved_groups = [names for row in rows for names in row.get("groups", ())]
     restore: list[Callable[[], object]] = []
     if scheduler is not None:
         state = _scheduler(rows, groups, local)
@@ -292,16 +292,16 @@ def unpack_run(
     if (scaler := ranks.trainer.grad_scaler) and run.get("grad_scaler"):
         restore.append(lambda: scaler.load_state_dict(run["grad_scaler"]))
     device = ranks.trainer.device
-    done: Generators = "untouched"
+    outcome: Generators = "untouched"
     if generators and device.type in generators_of.get("generators", ()):
-        done = "continued"
+        outcome = "continued"
         restore.append(lambda: _restore_generators(generators_of["generators"], device))
     elif generators and rows:
         # Whatever was drawn before has no influence, and no rank draws what another does.
-        done = "seeded"
+        outcome = "seeded"
         seed = hashlib.sha256(f"{ranks.number}{rows[0]['generators']['cpu'].tolist()}".encode())
         restore.append(lambda: torch.manual_seed(int.from_bytes(seed.digest()[:8], "little")))
-    return RunState(progress.get("step"), progress.get("extra", {}), done, then, restore)
+    return RunState(progress.get("step"), progress.get("extra", {}), outcome, saved_groups, restore)
 
 
 def whole_run(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,9 +355,9 @@ def _scheduler(rows: Sequence[Any], groups: Groups, local: Mapping[str, Any]) ->
     if "scheduler" in local and local["groups"] == _names(groups):
         return local["scheduler"]
     # A state has lists with an element for each group.
-    then = {place for row in saved for place in _places(row["groups"])}
+    saved_places = {place for row in saved for place in _places(row["groups"])}
     texts = {json.dumps(row["scheduler"], default=_listed) for row in saved}
-    if len(texts) > 1 or not {*_places(_names(groups))} <= then:
+    if len(texts) > 1 or not {*_places(_names(groups))} <= saved_places:
         raise CheckpointError(
             "the scheduler's state differs between the ranks of the checkpoint, or has other "
             "groups of parameters, and cannot be mapped to the present groups. Restore the "

@@ -105,13 +105,13 @@ def _write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathl
     """Write a trace and a picture of the typical steps, and return the paths. Below each measured
     step, the trace has the simulated step, in which actions wait for nothing but their inputs.
     """
-    rows, both = [], []
+    rows, trace_rows = [], []
     for row, timeline, ideal in zip(
         comparison.rows, comparison.timelines, comparison.ideals, strict=True
     ):
         name = f"{row.title}, step {row.drawn_step}"
         rows.append((name, timeline))
-        both += [(f"{name}, measured", timeline), (f"{row.title}, simulated", ideal)]
+        trace_rows += [(f"{name}, measured", timeline), (f"{row.title}, simulated", ideal)]
     names = ", ".join(dict.fromkeys(row.schedule for row in comparison.rows))
     title = f"{names} over {comparison.rows[0].stages} stages: the steps nearest to the medians"
-    return write_timelines(rows, folder, title=title, trace_rows=both)
+    return write_timelines(rows, folder, title=title, trace_rows=trace_rows)

@@ -123,8 +123,8 @@ def search_plans(
         return Configuration(number, batch // count, request, outcome)
 
     choices = [*_choices(schedules, stages, devices)]
-    rough = [solved(count, *choice, refine=False) for count in costs for choice in choices]
-    rough.sort(key=lambda configuration: configuration.key)
+    unrefined = [solved(count, *choice, refine=False) for count in costs for choice in choices]
+    unrefined.sort(key=lambda configuration: configuration.key)
     best = [
         solved(
             configuration.request.microbatches,
@@ -132,13 +132,14 @@ def search_plans(
             configuration.request.name,
             refine=True,
         )
-        for configuration in rough[:_REFINED]
+        for configuration in unrefined[:_REFINED]
     ]
-    configurations = sorted([*best, *rough[_REFINED:]], key=lambda configuration: configuration.key)
-    lost = configurations[0].outcome
-    if isinstance(lost, CapError):
-        raise lost
-    if not isinstance(lost, Solution):
+    everything = [*best, *unrefined[_REFINED:]]
+    configurations = sorted(everything, key=lambda configuration: configuration.key)
+    outcome = configurations[0].outcome
+    if isinstance(outcome, CapError):
+        raise outcome
+    if not isinstance(outcome, Solution):
         reasons = dict.fromkeys(str(configuration.outcome) for configuration in configurations)
         raise PlanError("no configuration can run: " + "; ".join(reasons))
     return configurations
@@ -197,8 +198,8 @@ def search_table(configurations: Sequence[Configuration], rows: int) -> str:
         configurations: the best first.
         rows: the number of rows to show.
     """
-    able = [(c, c.outcome) for c in configurations if isinstance(c.outcome, Solution)]
-    best = able[0][1].step
+    runnable = [(c, c.outcome) for c in configurations if isinstance(c.outcome, Solution)]
+    best = runnable[0][1].step
     table = [
         [
             configuration.request.name,
@@ -210,14 +211,14 @@ def search_table(configurations: Sequence[Configuration], rows: int) -> str:
             f"{plan.bubble:.1%}",
             size_text(round(max(plan.peaks))),
         ]
-        for configuration, plan in able[:rows]
+        for configuration, plan in runnable[:rows]
     ]
     headers = ["schedule", "N", "M", "size", "step ms", "of the best", "bubble", "peak"]
     text = tabulate(table, headers, colalign=("left", *["right"] * 7), disable_numparse=True)
-    if left_out := len(able) - len(table):
+    if left_out := len(runnable) - len(table):
         text += f"\n... and {left_out} more (--rows shows them)"
-    lost = [c for c in configurations if not isinstance(c.outcome, Solution)]
-    reasons = "\n".join(dict.fromkeys(f"not {c.request.name}: {c.outcome}" for c in lost))
+    refused = [c for c in configurations if not isinstance(c.outcome, Solution)]
+    reasons = "\n".join(dict.fromkeys(f"not {c.request.name}: {c.outcome}" for c in refused))
     return f"{text}\n\n{reasons}" if reasons else text
 
 

@@ -281,15 +281,16 @@ class _Case:
 
     def _check_gradients(self, runs: list[_Run]) -> None:
         """Compare both trainers' gradients of the first step with plain autograd's, on rank 0."""
-        wholes = [self._whole(runs[0].trainer.device) for _ in runs] if dist.get_rank() == 0 else []
+        is_first = dist.get_rank() == 0
+        expected = [self._whole(runs[0].trainer.device) for _ in runs] if is_first else []
         for run in runs:
             run.trainer.forward_backward(self.step_batch)
             local = [_gradients(module) for module in run.trainer.modules.values()]
             stages = [gradients for part in gather(local) for gradients in part]
-            mine = {name: grad for gradients in stages for name, grad in gradients.items()}
-            if wholes:
-                run.difference = largest_difference(mine, wholes[0])
-                if 0.0 < run.difference < math.inf and largest_difference(*wholes):
+            present = {name: grad for gradients in stages for name, grad in gradients.items()}
+            if expected:
+                run.difference = largest_difference(present, expected[0])
+                if 0.0 < run.difference < math.inf and largest_difference(*expected):
                     run.difference = None
             for module in run.trainer.modules.values():
                 module.zero_grad(set_to_none=True)
@@ -389,13 +390,13 @@ def _gradients(module: nn.Module) -> Gradients:
     return {name: parameter.grad.cpu() for name, parameter in named if parameter.grad is not None}
 
 
-def largest_difference(mine: Gradients, whole: Gradients) -> float:
+def largest_difference(gradients: Gradients, expected: Gradients) -> float:
     """The largest absolute difference of the stages' gradients from the whole model's; infinite if
     a gradient is missing. Every stage with a tied parameter has the parameter's whole gradient.
     """
-    if not mine.keys() >= whole.keys():
-        return float("inf")
-    differences = [(mine[name] - grad).abs().max().item() for name, grad in whole.items()]
+    if not gradients.keys() >= expected.keys():
+        return math.inf
+    differences = [(gradients[name] - grad).abs().max().item() for name, grad in expected.items()]
     return max(differences, default=0.0)
 
 

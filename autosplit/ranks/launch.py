@@ -309,12 +309,12 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
     started: list[_Process] = []
     try:
         for rank in range(job.nprocs):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(job, rank, theirs), name=f"rank {rank}")
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=work, args=(job, rank, sender), name=f"rank {rank}")
             with _no_piped_program():
                 process.start()
-            theirs.close()
-            started.append(_Process(rank, process, ours))
+            sender.close()
+            started.append(_Process(rank, process, receiver))
         yield started
         _join(started)
     finally:

@@ -179,12 +179,12 @@ def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
     """
     if graphs.backward_weight is None or graphs.backward_input is None:
         return 0, 0
-    waiting, handed = _products(_gradients(graphs.backward_weight, ()))
-    gradients = _gradients(graphs.backward_input, handed)
+    late, deferred = _products(_gradients(graphs.backward_weight, ()))
+    gradients = _gradients(graphs.backward_input, deferred)
     results = computed_outputs(graphs.backward_input.graph, Kind.INPUT_GRAD)
     input_grad_closure = ancestors(value for _, value in results)
     early = _products(gradients)[0] - input_grad_closure
-    return sum(map(flops, waiting)), sum(map(flops, early))
+    return sum(map(flops, late)), sum(map(flops, early))
 
 
 def _gradients(module: fx.GraphModule, also: Collection[Role]) -> list[fx.Node]:

@@ -126,13 +126,13 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ``addresses``           reads memory by strides, which must be those that tracing saw
 ``attention``           a kernel of attention's forward
 ``cheap``               a reduction or copy that has neither the pointwise nor the reduction tag
-``check``               raises where what it is given says that another operator failed, and does
-                        nothing else: it runs wherever that one runs
+``check``               raises if its operand says that another operator failed, and has no other
+                        effect; runs in each graph that runs that operator
 ``commutes``            its first two operands may change places
-``fresh``               its result is memory of its own, though it is not tagged as pointwise:
-                        whatever is not known to be may hand back an operand, as composite and
-                        custom operators do
-``fresh_first``         likewise the first of its results
+``fresh``               its result has memory of its own, although the operator is not tagged as
+                        pointwise. Operators without this trait may return an operand, as
+                        composite and custom operators do
+``fresh_first``         the first of its results has memory of its own
 ``hands_on``            a sum or copy of gradients
 ``norm``                a reduction along rows whose result is as large as what it reduces
 ``overwrites``          has a form that writes into its first operand, see ``reusable_operands``
@@ -158,7 +158,7 @@ SUMS: Mapping[Any, Any] = {
     if op is not WRITE
 }
 """Operator that returns the sum of its first argument and others -> the one that adds in place.
-Which of its calls are sums says ``is_sum``.
+``is_sum`` says which of its calls are sums.
 """
 
 IN_PLACE: Mapping[Any, Any] = {
@@ -291,7 +291,7 @@ def is_sum(node: fx.Node) -> bool:
 
 _WAIT = "wait_tensor"
 
-# These begin on a copy of what they are given; others read it until they are waited for.
+# These collectives copy their operand when they start. Others read it until the wait returns.
 _COPYING = ("all_reduce", "broadcast")
 
 

@@ -34,7 +34,7 @@ from .regions import with_early_weight_grads
 # one that would hardly start in this wait is kept for the next.
 _ROOM = 0.4
 _ROOM_OF_I = 0.25
-_MOST = 0.5  # the fraction of a weight gradient's work that must fit into waits
+_HIDDEN_SHARE = 0.5  # the fraction of a weight gradient's work that must fit into waits
 
 
 def overlap_collectives(program: SplitGraphs) -> bool:
@@ -82,7 +82,7 @@ def hide_collectives(
     more = {
         root
         for root, work in needed.items()
-        if sum(map(duration, work & hiding)) >= _MOST * sum(map(duration, work)) > 0
+        if sum(map(duration, work & hiding)) >= _HIDDEN_SHARE * sum(map(duration, work)) > 0
     }
     wanted = [node for node in reach.weight_grads if storage_root(node) in more]
     return with_early_weight_grads(graph, reach, regions, wanted) if wanted else regions
