@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 # Inductor's pool of processes takes longer to start than all that tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Every connection of a rank to a store asks for the name of 127.0.0.1, which no test reads. By
+# default, a name server that loses one question in fifty delays its ranks by five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 collect_rarely()
 
 

@@ -350,6 +350,8 @@ def cut_model(
             except CapError:  # a trainer offloads or recomputes the excess
                 return solve(block_costs, stages, request, firsts=firsts)
 
+    if not alone and costs != "profile" and grouped():
+        return whole, on_first_rank(find)
     return whole, on_all_ranks(find, alone=alone)
 
 
@@ -383,19 +385,35 @@ def on_all_ranks(work: Callable[[], T], *, alone: bool = False) -> T:
     """
     if alone or not grouped():
         return work()
-
-    def outcome() -> T | AutosplitError:
-        try:
-            return work()
-        except AutosplitError as error:
-            return error
-
-    outcomes = gather(outcome())
+    outcomes = gather(_outcome(work))
     for result in outcomes:
         if isinstance(result, AutosplitError):
             raise result
     first: T = outcomes[0]
     return first
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 of the default process group; return its result on all ranks.
+
+    The other ranks wait. They leave the processors of a shared machine to rank 0. An error is
+    raised on all ranks.
+
+    Args:
+        work: a function that cuts the model without timing its blocks.
+    """
+    result: T | AutosplitError = gather(_outcome(work) if dist.get_rank() == 0 else None)[0]
+    if isinstance(result, AutosplitError):
+        raise result
+    return result
+
+
+def _outcome(work: Callable[[], T]) -> T | AutosplitError:
+    """The result of ``work``, or the error that it raised."""
+    try:
+        return work()
+    except AutosplitError as error:
+        return error
 
 
 def grouped() -> bool:

@@ -199,7 +199,8 @@ def partition(
         trainer = plan.trainer(loss_fn, optimizer_fn)
 
     With a process group, all ranks must call it, except with ``ranks=1``. They measure at the same
-    time, as the stages will run, and all get the same cuts. The model is not changed.
+    time, as the stages will run; rank 0 estimates for all. All get the same cuts. The model is not
+    changed.
 
     Training and evaluation are captured separately, evaluation at its first use. Everything else
     that the forward reads, such as an attribute or the rate of a dropout, is fixed in the stages:

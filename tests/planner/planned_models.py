@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit import partition
+from autosplit.errors import PlanError
 from autosplit.pipeline import PipelineTrainer
-from autosplit.planner import WholeModel, captured_model
+from autosplit.planner import WholeModel, captured_model, cutting
 from autosplit.planner.costs import BlockCost, ModelCosts
 from tests.pipeline.trainer_options import grouped
 from tests.planner.planned import even
@@ -141,3 +143,15 @@ def measured() -> tuple[tuple[str, ...], float, int]:
     plan = partition(model, tokens(), stages=2, seconds=0.5)
     touched = [p for p in model.parameters() if p.grad is not None]
     return plan.cuts, plan.predicted_step, len(touched)
+
+
+def estimated() -> tuple[tuple[str, ...], float, int, str]:
+    """A plan of ranks that estimate: its cuts, its step, how often this rank estimated, and the
+    error if that fails.
+    """
+    with mock.patch.object(cutting, "estimate", wraps=cutting.estimate) as estimate:
+        plan = partition(net(2), tokens(), stages=2, costs="estimate")
+        estimate.side_effect = PlanError("no estimate")
+        with pytest.raises(PlanError) as caught:
+            partition(net(2), tokens(), stages=2, costs="estimate")
+    return plan.cuts, plan.predicted_step, estimate.call_count, str(caught.value)

@@ -16,6 +16,7 @@ from tests.kept_ranks import Ranks
 from tests.planner.planned_models import (
     MICROBATCH,
     costs,
+    estimated,
     loss,
     measured,
     net,
@@ -159,6 +160,13 @@ def test_ranks_measure_together(on_ranks: Ranks) -> None:
     assert len(first[0]) == 1
     assert 0.0 < first[1] < 1.0
     assert first[2] == 0  # the model has no gradients of it
+
+
+def test_the_first_rank_estimates_for_all(on_ranks: Ranks) -> None:
+    (cuts, step, *first), (*same, count, error) = on_ranks(estimated, 2, timeout=100.0)
+    assert same == [cuts, step]
+    assert first == [2, "no estimate"]
+    assert (count, error) == (0, "no estimate")
 
 
 def test_cut_at(plan: Plan) -> None:
