@@ -14,6 +14,7 @@ are alive at a time.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable, Mapping
 from functools import partial
@@ -79,8 +80,9 @@ def sums_few_rows(node: fx.Node, rows: int) -> bool:
         return False
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     if node.target is aten.convolution_backward.default:
+        samples, _, *positions = map(concrete, shape)
         computes_input_grad = node.args[-1][0]  # type: ignore[index]
-        return not computes_input_grad and concrete(shape.numel() // shape[1]) <= rows
+        return not computes_input_grad and math.prod([samples, *positions]) <= rows
     if node.target is aten.sum.dim_IntList and [*node.args[1:]] != [[0]]:
         return False
     return concrete(shape[_SUMMED[node.target][0]]) <= rows

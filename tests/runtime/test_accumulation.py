@@ -157,6 +157,21 @@ def test_pending_microbatches_of_a_split_module_are_summed(accumulation: str) ->
     assert_close(gradients_of_split(accumulation=accumulation), gradients_of_split())
 
 
+def test_convolutions_of_open_sizes_are_joined() -> None:
+    def gradients_after(model: nn.Module) -> Gradients:
+        for length in (5, 6, 6, 7, 7):
+            model(torch.ones(1, 3, length, dtype=torch.float64).cumsum(2)).sum().backward()
+        return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv1d(3, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 3, 1)).double()
+    expected = gradients_after(plain)
+    plain.zero_grad()
+    model = autosplit.split(plain, accumulation="joined", max_pending=math.inf)
+    assert_close(gradients_after(model), expected)
+    assert any(graph._weight.most_joined(None) > 1 for graph in model.functions)
+
+
 def test_hooks_see_the_gradient_of_each_microbatch() -> None:
     stage = blocks_stage(accumulation="auto")
     seen: list[Tensor] = []
