@@ -11,7 +11,8 @@ model::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,10 +52,16 @@ class BackwardSlices:
             leaf: the leaf of the weight anchor.
             leaves: the inputs of the graph.
         """
-        token: Tensor = _Inputs.apply(self, leaf, *leaves)  # type: ignore[no-untyped-call]
+        node: Any = _Slice.apply
+        token: Tensor = node(self.zero, lambda _: [None, *self.inputs()], leaf, *leaves)
         for at in reversed(range(1, len(self.parameters))):
-            token = _Slice.apply(self, at, token, *self.parameters[at])  # type: ignore[no-untyped-call]
+            run = partial(self._run_slice, at)
+            token = node(self.zero, run, token, *self.parameters[at])
         return token
+
+    def _run_slice(self, at: int, gradient: Tensor) -> list[Tensor | None]:
+        """Run slice number ``at``; return the gradients of the next node and of the parameters."""
+        return [gradient, *self.weights(at)]
 
     def begin_backward(
         self,
@@ -106,30 +113,21 @@ class BackwardSlices:
 
 
 class _Slice(torch.autograd.Function):
-    """The autograd function of one slice after the first."""
+    """The autograd function of one slice after the first, or of the inputs, which end the chain.
+
+    Args of ``forward``:
+        zero: the tensor that represents the slice in the node before it.
+        run: runs the slice; returns the gradients of the other arguments.
+        values: the next node's tensor, and the slice's parameters; for the inputs, the leaf of the
+            weight anchor and the inputs.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, slices: BackwardSlices, at: int, _token: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        ctx.slices, ctx.at = slices, at
-        return slices.zero.clone()
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, grad, *ctx.slices.weights(ctx.at))
-
-
-class _Inputs(torch.autograd.Function):
-    """The last autograd function in the chain of slices; the graph's inputs are its arguments."""
-
-    @staticmethod
-    def forward(ctx: Any, slices: BackwardSlices, leaf: Tensor, *leaves: Any) -> Tensor:
-        ctx.slices = slices
-        return slices.zero.clone()
+    def forward(ctx: Any, zero: Tensor, run: Callable[[Tensor], Any], *values: Any) -> Tensor:
+        ctx.run = run
+        return zero.clone()
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.slices.inputs())
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.run(gradient))
