@@ -19,7 +19,7 @@ from autosplit.graph_picture import draw_graphs
 from autosplit.passes.analysis.aliasing import distinct_bytes, is_view
 from autosplit.passes.analysis.boundary import BoundaryTensor, boundaries, total_bytes
 from autosplit.passes.analysis.operator_cost import graph_flops, weight_flops
-from autosplit.passes.graph import Kind, calls, inputs, outputs
+from autosplit.passes.graph import Kind, calls, computed_outputs, inputs
 from autosplit.passes.lowering import codegen
 from autosplit.passes.subgraph import Subgraph, subgraphs
 from autosplit.runtime.functions import SplitFunctions
@@ -184,7 +184,7 @@ def _graph_figures(graph: fx.Graph) -> dict[str, int]:
     views = sum(is_view(node) for node in nodes)
     state = inputs(graph, Kind.PARAMETER, Kind.BUFFER)
     arguments = [node for role, node in inputs(graph).items() if role not in state]
-    results = [value for _, value in outputs(graph) if isinstance(value, fx.Node)]
+    results = [node for _, node in computed_outputs(graph)]
     return {
         "ops": len(nodes) - views,
         "views": views,

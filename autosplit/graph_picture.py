@@ -20,7 +20,7 @@ from torch import fx
 
 from autosplit.passes.analysis.aliasing import is_view, producer, storage_bytes, storage_root
 from autosplit.passes.analysis.operators import overload
-from autosplit.passes.graph import SUBGRAPH, Kind, inputs, outputs, value_text
+from autosplit.passes.graph import SUBGRAPH, Kind, computed_outputs, inputs, outputs, value_text
 from autosplit.text.figures import size_text
 
 if TYPE_CHECKING:
@@ -150,9 +150,7 @@ def draw_graphs(graphs: Mapping[str, fx.GraphModule], path: Path, title: str) ->
 def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:
     """Map each operator that computes the gradient of a parameter to the parameter."""
     makers = [
-        (producer(value), role.name)
-        for role, value in outputs(graph, Kind.PARAMETER_GRAD)
-        if isinstance(value, fx.Node)
+        (producer(value), role.name) for role, value in computed_outputs(graph, Kind.PARAMETER_GRAD)
     ]
     return {maker: name for maker, name in makers if SUBGRAPH not in maker.meta}
 

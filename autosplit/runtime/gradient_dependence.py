@@ -16,7 +16,7 @@ from torch import fx
 
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import fills_storage, is_view, producer, storage_root
-from autosplit.passes.graph import ancestors, concrete, inputs, outputs
+from autosplit.passes.graph import ancestors, computed_outputs, concrete, inputs, outputs
 from autosplit.passes.subgraph import reached, subgraph_of
 from autosplit.runtime.residuals import TensorSpec
 
@@ -34,8 +34,7 @@ def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]
     depend = reached(joint, [*inputs(joint, Kind.TANGENT).values()])
     sources = {
         role: frozenset(name for at, name in enumerate(names) if depend[value] >> at & 1)
-        for role, value in outputs(joint, *kinds)
-        if isinstance(value, fx.Node)
+        for role, value in computed_outputs(joint, *kinds)
     }
     return {r.name: of or _computed_from(joint, r, names) for r, of in sources.items()}
 
@@ -47,16 +46,16 @@ def _computed_from(joint: fx.Graph, gradient: Role, tangents: Collection[str]) -
     kind = _GRADIENT_OF[gradient.kind]
     source = inputs(joint, kind).get(Role(kind, gradient.name))
     users = reached(joint, [source] if source else [])
-    results = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
-    names = {role.name for role, value in results if isinstance(value, fx.Node) and users[value]}
+    results = computed_outputs(joint, Kind.OUTPUT, Kind.UPDATE)
+    names = {role.name for role, value in results if users[value]}
     return frozenset(tangents) & names or frozenset(tangents)
 
 
 def outputs_read_inside(joint: fx.Graph) -> frozenset[str]:
     """Names of differentiable outputs from which the graph computes other outputs."""
     trained = {role.name for role in inputs(joint, Kind.TANGENT)}
-    pairs = outputs(joint, Kind.OUTPUT, Kind.UPDATE)
-    nodes = {role.name: v for role, v in pairs if role.name in trained and isinstance(v, fx.Node)}
+    pairs = computed_outputs(joint, Kind.OUTPUT, Kind.UPDATE)
+    nodes = {role.name: v for role, v in pairs if role.name in trained}
     depend = reached(joint, [*nodes.values()])
     return frozenset(
         name
@@ -71,7 +70,7 @@ def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
     Such a gradient shares storage with another result or an argument, overlaps itself, or is only a
     part of its storage.
     """
-    pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
+    pairs = computed_outputs(graph)
     uses = Counter(storage_root(value) for _, value in pairs)
     return frozenset(
         role.name
@@ -171,13 +170,11 @@ class GradientDependence:
         fused recurrent layer, a norm, or a sum of an input and a weight.
         """
         graph = self._graphs.joint.graph
-        wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
-        input_grad_closure = ancestors(wanted)
-        pairs = [(role.name, value) for role, value in outputs(graph, Kind.PARAMETER_GRAD)]
+        input_grads = computed_outputs(graph, Kind.INPUT_GRAD)
+        input_grad_closure = ancestors(node for _, node in input_grads)
         producers = {
-            name: _inseparable_producer(v, input_grad_closure)
-            for name, v in pairs
-            if isinstance(v, fx.Node)
+            role.name: _inseparable_producer(node, input_grad_closure)
+            for role, node in computed_outputs(graph, Kind.PARAMETER_GRAD)
         }
         return {name: str(node.target) for name, node in producers.items() if node is not None}
 
