@@ -243,7 +243,8 @@ class GradientGraph:
 
     @cached_property
     def _are_small(self) -> bool:
-        return sum(value.nbytes for value in self._gradients) <= _SMALL
+        """Whether all gradients are dense, and small enough to be held beside their sums."""
+        return self._is_dense and sum(value.nbytes for value in self._gradients) <= _SMALL
 
     def run(
         self,
@@ -378,7 +379,7 @@ class GradientGraph:
         if self._backend.compiles:
             return not self._is_dense or all(value.ndim <= 1 for value in self._gradients)
         fuses = self._accumulation.fuses and self._saves_calls(fusible_count(self._module), 1 / 2)
-        return self._is_dense and self._are_small and not fuses
+        return self._are_small and not fuses
 
     @cached_property
     def _gradients(self) -> list[Tensor]:

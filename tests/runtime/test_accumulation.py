@@ -172,6 +172,22 @@ def test_convolutions_of_open_sizes_are_joined() -> None:
     assert any(graph._weight.most_joined(None) > 1 for graph in model.functions)
 
 
+@pytest.mark.parametrize("accumulation", ["fused", "joined"])
+def test_products_beside_a_sparse_gradient(accumulation: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)).double()
+    tokens = torch.tensor([[0, 5, 5]])
+    for _ in range(2):
+        model(tokens).sum().backward()
+    stage = Stage(model, [tokens], accumulation=accumulation)
+    for at in range(2):
+        stage.forward(at, [tokens])
+        stage.backward_input(at, [torch.ones(1, 3, 2, dtype=torch.float64)])
+    stage.backward_weight(0, 1)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(stage.gradients[name].to_dense(), parameter.grad.to_dense())  # type: ignore[union-attr]
+
+
 def test_hooks_see_the_gradient_of_each_microbatch() -> None:
     stage = blocks_stage(accumulation="auto")
     seen: list[Tensor] = []
