@@ -446,9 +446,9 @@ class PipelineTrainer(StepReports):
     ) -> Tensor:
         """Return the loss of each microbatch in eval mode, shape [M], without gradients.
 
-        Batches may have another shape than in training, unless the trainer has cut the model. The
-        first call captures such a cut model for evaluation. Arguments, result and errors are those
-        of ``step``. The attribute ``evaluation`` then has the mean losses.
+        Batches may have other shapes than in training. If the trainer has cut the model, the first
+        call captures it for evaluation. Arguments, result and errors are those of ``step``. The
+        attribute ``evaluation`` then has the mean losses.
         """
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(paired(batch, target, named, microbatches), weight)
