@@ -202,7 +202,6 @@ class _RankCollectives:
         number = self._graph.add_action(self._lane_index, action)
         self._seconds.append(seconds)
         self._lane.append(number)
-        self._lanes.took[number], self._lanes.latency[number] = seconds, 0.0
         self._lanes.ends.append((self._rank, action, number))
         if after is not None:
             self._graph.add_wait(after, number, latency)

@@ -190,7 +190,7 @@ def simulate(
         for number in row
         if (action := graph.actions[number]).kind.is_compute
     ]
-    spans += [Span(*span) for span in lanes.spans(run.starts)]
+    spans += [Span(*span) for span in lanes.spans(run.starts, seconds)]
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 

@@ -237,24 +237,28 @@ class Lanes:
     Attributes:
         rows: per rank, the numbers of its actions; then per lane, the numbers of its transfers, in
             order.
-        took: per transfer, seconds for which it occupies its lane.
-        latency: per transfer, seconds from the end of that time to its arrival.
+        latency: per transfer, seconds from its end to its arrival; 0 where it is missing.
         ends: (rank, action, transfer) of every action at which a move leaves or reaches a rank.
     """
 
     rows: list[Sequence[int]]
-    took: dict[int, float] = field(default_factory=dict)
     latency: dict[int, float] = field(default_factory=dict)
     ends: list[tuple[int, Action, int]] = field(default_factory=list)
 
-    def spans(self, starts: Sequence[float]) -> Iterator[tuple[int, Action, float, float]]:
-        """Yield (rank, action, start, end) of every move. ``starts`` are the starts of the
-        transfers, in seconds.
+    def spans(
+        self, starts: Sequence[float], seconds: Sequence[float]
+    ) -> Iterator[tuple[int, Action, float, float]]:
+        """Yield (rank, action, start, end) of every move.
+
+        Args:
+            starts: per action of the graph, its start in seconds.
+            seconds: per action, for how long it occupies its rank or lane.
         """
         for rank, action, number in self.ends:
-            end = starts[number] + self.took[number]
-            arrives = action.kind in ARRIVALS
-            yield rank, action, starts[number], end + arrives * self.latency[number]
+            end = starts[number] + seconds[number]
+            if action.kind in ARRIVALS:
+                end += self.latency.get(number, 0.0)
+            yield rank, action, starts[number], end
 
 
 def add_lanes(
@@ -281,11 +285,10 @@ def add_lanes(
     moves = find_moves(schedule)
     if not moves:
         return Lanes([*rows])
-    builder = _Builder(graph, rows)
+    builder = _Builder(graph, rows, seconds)
     for move in moves:
         builder.add_move(move, _took(schedule, transfer, memory, move))
     builder.order_lanes(schedule)
-    seconds += builder.lanes.took.values()
     return builder.lanes
 
 
@@ -314,10 +317,11 @@ def _took(
 
 
 class _Builder:
-    def __init__(self, graph: StepGraph, rows: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, graph: StepGraph, rows: Sequence[Sequence[int]], seconds: list[float]
+    ) -> None:
         self.lanes = Lanes([*rows])
-        self._graph = graph
-        self._rows = rows
+        self._graph, self._rows, self._seconds = graph, rows, seconds
         self._queues: dict[tuple[int, int | str], list[tuple[int, int]]] = {}
         """The transfers of each lane, each with the place of the move that starts it."""
         self._transfers: dict[tuple[int, int], int] = {}
@@ -376,5 +380,6 @@ class _Builder:
         row = len(self._rows) + [*self._queues].index(lane)
         number = graph.add_action(row, graph.actions[self._rows[rank][place]])
         queue.append((place, number))
-        self.lanes.took[number], self.lanes.latency[number] = took
+        duration, self.lanes.latency[number] = took
+        self._seconds.append(duration)
         return number
