@@ -16,7 +16,7 @@ from itertools import dropwhile
 from typing import cast
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import SPLIT_KINDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 
@@ -72,13 +72,6 @@ def most_in_flight(row: Sequence[Action]) -> int:
 StageTimes = tuple[float, float, float]
 """Assumed durations of one stage's F, I and W in any common unit."""
 
-_PLACE = {
-    ActionKind.FORWARD: 0,
-    ActionKind.BACKWARD_INPUT: 1,
-    ActionKind.BACKWARD_WEIGHT: 2,
-}
-
-
 Numbers = list[list[int]]
 """Rows with their Ws, as the numbers of a ``WeightPlacer``'s actions."""
 
@@ -105,7 +98,6 @@ class WeightPlacer:
                 weight = Action(action.stage, ActionKind.BACKWARD_WEIGHT, action.microbatch)
                 placed.append((rank, weight))
         self._graph = StepGraph(schedule, placed)
-        self._forward = [action.kind is ActionKind.FORWARD for action in self._graph.actions]
 
     def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Numbers:
         """Place each W, and return each rank's row as numbers of actions, for ``rows``.
@@ -129,7 +121,7 @@ class WeightPlacer:
             start = math.inf
             if orders[rank]:
                 action = orders[rank][0]
-                forward = self._forward[action]
+                forward = graph.actions[action].kind is ActionKind.FORWARD
                 if not forward or in_flight[rank] < self._budget:
                     start = scheduler.ready(action)
                 if start <= now:
@@ -143,7 +135,13 @@ class WeightPlacer:
             return pending[rank].popleft()
 
         scheduler.run(choose)
-        self._refuse_rest([graph.actions[order[0]] for order in orders if order])
+        stuck = [str(graph.actions[order[0]]) for order in orders if order]
+        if stuck:
+            raise ScheduleError(
+                f"no place for the backward weights within {self._budget} microbatches in flight: "
+                f"nothing can run while {', '.join(stuck)} wait. Change the order of these "
+                "actions, or allow more microbatches in flight"
+            )
         return scheduler.rows
 
     def rows(self, numbers: Numbers) -> tuple[Row, ...]:
@@ -163,15 +161,9 @@ class WeightPlacer:
         return max(end - start for start, end in zip(starts, ends, strict=True))
 
     def _seconds(self, times: Sequence[StageTimes]) -> list[float]:
-        return [times[action.stage][_PLACE[action.kind]] for action in self._graph.actions]
-
-    def _refuse_rest(self, stuck: Sequence[Action]) -> None:
-        if stuck:
-            raise ScheduleError(
-                f"no place for the backward weights within {self._budget} microbatches in "
-                f"flight: nothing can run while {', '.join(map(str, stuck))} wait. Change "
-                "the order of these actions, or allow more microbatches in flight"
-            )
+        return [
+            times[action.stage][SPLIT_KINDS.index(action.kind)] for action in self._graph.actions
+        ]
 
 
 WEIGHTS = ("2bp", "fill")
