@@ -154,7 +154,7 @@ class RankStages:
         key, modules = _set_key(plan), self.complete(batch)
         plan.aux = self._with_aux_losses(modules)
         built = self._sets.get(key)
-        if built is not None and not (built.has_rules or built.is_first(plan.microbatches[0])):
+        if built is not None and not (built.has_rules or built.first_sizes == plan.microbatches[0]):
             built = None  # a user's own stage factory is called for each size
         is_new = built is None
         if built is None:

@@ -220,7 +220,7 @@ def build_stages(
         _use_rules(built, index, facts, rows)
     if is_new:
         built.boundaries.resolve_gradients(dependence, built.dataflow)
-        built.remember_first(rows[0].sizes)
+        built.first_sizes = rows[0].sizes
 
 
 def _build_at_once(

@@ -64,6 +64,7 @@ class StageSet:
     Attributes:
         stages: this rank's stages.
         boundaries: the tensors between stages for the first microbatch.
+        first_sizes: the sizes of the first microbatch; None before stages are built.
         rules: by stage, its size rules. None for a stage without size rules: its outputs are known
             for the first microbatch only.
     """
@@ -73,7 +74,7 @@ class StageSet:
         self.stages: dict[int, TrainableStage] = {}
         self.boundaries = Boundaries()
         self.rules: list[list[SizeRule] | None] = [[] for _ in range(count)]
-        self._first: MicrobatchSizes | None = None
+        self.first_sizes: MicrobatchSizes | None = None
         self._by_sizes = CallCache[MicrobatchSizes, Boundaries]()
 
     @property
@@ -81,20 +82,12 @@ class StageSet:
         """Whether all stages have size rules."""
         return None not in self.rules
 
-    def remember_first(self, sizes: MicrobatchSizes) -> None:
-        """Record that ``boundaries`` holds for microbatches of these sizes."""
-        self._first = sizes
-
-    def is_first(self, sizes: MicrobatchSizes) -> bool:
-        """Whether these are the sizes of the first microbatch, to which ``boundaries`` belong."""
-        return self._first == sizes
-
     def boundaries_of(self, sizes: MicrobatchSizes) -> Boundaries | None:
         """The tensors between stages for a microbatch; None if the graphs of a stage are missing.
 
         Outputs of a stage without rules, and of stages that read these outputs, are left out.
         """
-        if self.is_first(sizes):
+        if sizes == self.first_sizes:
             return self.boundaries
         if (boundaries := self._by_sizes.get(sizes)) is not None:
             return boundaries
