@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -111,10 +112,6 @@ class _Candidate(NamedTuple):
     excess: float
     schedule: Schedule
 
-    @property
-    def key(self) -> tuple[float, float]:
-        return self.step, self.excess
-
 
 class _LimitSearch:
     """One call of ``search_within``, with its arguments."""
@@ -144,7 +141,7 @@ class _LimitSearch:
         candidates = [*self._remedied()] if max(excess) <= 0.0 else []
         if all(candidate.excess > 0.0 for candidate in candidates):
             candidates += self._frugal(excess)
-        return min(candidates, key=lambda candidate: candidate.key)
+        return min(candidates, key=itemgetter(0, 1))
 
     def _least_excess(self) -> list[float]:
         """Bytes by which each rank exceeds the limit even with a single microbatch of its largest
