@@ -139,8 +139,3 @@ class Boundaries:
                         for flag, of_input in zip(flags, places, strict=True)
                     ]
                 self._get_gradient[source, stage] = flags
-
-
-def listed(metas: Sequence[TensorMeta | None]) -> str:
-    """Text for errors: shapes and dtypes of tensors."""
-    return ", ".join("nothing" if meta is None else str(meta) for meta in metas)

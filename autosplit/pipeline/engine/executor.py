@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -122,10 +122,8 @@ class Executor:
         row = schedule.ranks[rank]
         self._recomputed = recomputed(row)
         self._forward_stages: set[int] = set()
-        self._positions: dict[Action, deque[int]] = defaultdict(deque)
-        for position, action in enumerate(row):  # a row may contain a move more than once
-            self._positions[action].append(position)
-        self._row = self._bound = self._joined(map(self._bind, row))
+        bound = (self._bind(position, action) for position, action in enumerate(row))
+        self._row = self._bound = self._joined(bound)
 
     # The rows of 1F1B for two stages on two ranks and three microbatches, over time. ">" and "<"
     # are messages of the transport. An output is sent as soon as F has computed it. The receive of
@@ -256,9 +254,9 @@ class Executor:
 
     # --- binding actions --------------------------------------------------------------------------
 
-    def _bind(self, action: Action) -> BoundAction:
-        """Bind the next action of the row: its waits, its input, its work."""
-        moves, kind, position = self.moves, action.kind, self._positions[action].popleft()
+    def _bind(self, position: int, action: Action) -> BoundAction:
+        """Bind the action at a position of the row: its waits, its input, its work."""
+        moves, kind = self.moves, action.kind
         if kind.is_move:
             if moves is None:
                 raise PipelineError(
