@@ -67,11 +67,10 @@ def build(
     weights = _check_weights(name, family, split_backward, weights, times)
     options = {} if family.chunks else {"chunks": chunks}
     template = family.make(ranks, microbatches, **options)
-    if ranks * chunks == stages:
-        return placed(name, template, weights, times)
     sizes = block_sizes(stages, ranks * chunks)
     summed = None if times is None else block_times(times, sizes)
-    return expand(placed(name, template, weights, summed), sizes)
+    schedule = placed(name, template, weights, summed)
+    return schedule if len(sizes) == stages else expand(schedule, sizes)
 
 
 _OF_TORCH = {
@@ -173,7 +172,8 @@ def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:
     """The times of each block: the sums over its stages.
 
     Raises:
-        ScheduleError: ``times`` has other values than finite numbers >= 0, three for each stage.
+        ScheduleError: ``times`` is neither one triple of finite numbers >= 0, nor one for each
+            stage.
     """
     rest = iter(per_stage(times, sum(sizes)))
     sums = []

@@ -176,7 +176,10 @@ _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 
 
 def placed(
-    name: str, template: ScheduleTemplate, weights: str | None, times: Times | None
+    name: str,
+    template: ScheduleTemplate,
+    weights: str | None,
+    times: Sequence[StageTimes] | None,
 ) -> Schedule:
     """Build a schedule from the order of its forwards and backwards, by placing the Ws.
 
@@ -189,10 +192,10 @@ def placed(
         template: the order of F and B.
         weights: ``"2bp"`` (Ws in the cool-down and at the end of each row, as in the 2BP paper),
             ``"fill"``, or None to keep the rows.
-        times: the times of the stages, for ``"fill"``; None means F = I = W.
+        times: the times of each stage, for ``"fill"``; None means F = I = W.
 
     Raises:
-        ScheduleError: the Ws cannot be placed within ``template.budget``, or ``times`` is invalid.
+        ScheduleError: the Ws cannot be placed within ``template.budget``.
     """
     rows = template.rows
     if weights == "fill":
@@ -200,9 +203,8 @@ def placed(
         placer = WeightPlacer(unfilled, template.budget)
         best = placer.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
         if times is not None:
-            triples = per_stage(times, unfilled.stages)
-            greedy = (placer.fill(triples, patience=patience) for patience in _PATIENCE)
-            best = min((best, *greedy), key=lambda numbers: placer.step(numbers, triples))
+            greedy = (placer.fill(times, patience=patience) for patience in _PATIENCE)
+            best = min((best, *greedy), key=lambda numbers: placer.step(numbers, times))
         rows = tuple(map(complete_by_stage, placer.rows(best)))
     elif weights == "2bp" and template.weights_in_cooldown is not None:
         pairs = zip(rows, template.weights_in_cooldown, strict=True)
