@@ -23,7 +23,7 @@ from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
 from autosplit.pipeline.engine.offload_target import OffloadTarget
 from autosplit.pipeline.schedule.moves import ActivationMove, waited_departures
-from autosplit.pipeline.schedule.schedule import LANES, Action
+from autosplit.pipeline.schedule.schedule import LANES
 from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import ActionError, LostPeerError
@@ -69,14 +69,11 @@ class Lane:
         self._device = device
         self._stream = OwnStream(device)
 
-    def carry(
-        self, action: Action, work: Callable[[], Any], *, counted: bool = False
-    ) -> TransferFuture:
+    def carry(self, work: Callable[[], Any], *, counted: bool) -> TransferFuture:
         """Run a transfer on the lane's thread, after the lane's earlier transfers and after the
         kernels launched so far.
 
         Args:
-            action: the move.
             work: the transfer.
             counted: whether another thread is recording the memory of the step, so that the
                 transfer's allocations must be counted.
@@ -348,8 +345,8 @@ class Moves:
                     yield from stage.held(move.microbatch)
 
     def _submit(self, place: int, work: Callable[[], Any]) -> TransferFuture:
-        action = self._row[place]
-        return self._lanes[LANES[action.kind]].carry(action, work, counted=self._counting)
+        lane = self._lanes[LANES[self._row[place].kind]]
+        return lane.carry(work, counted=self._counting)
 
     def _send(self, storages: list[Tensor], target: OffloadTarget | PartnerMemory) -> Tickets:
         """Send storages one by one, and remove each from the list when it was sent; return their

@@ -236,13 +236,14 @@ def _move_faults(schedule: Schedule) -> Iterator[_Fault]:
                 moved.add(key)
     for key, places in rows.items():
         if key in moved:
-            yield from _state_faults(schedule, *key, places)
+            rank, stage, _ = key
+            yield from _state_faults(schedule, rank, stage, places)
     for low in range(len(schedule.ranks) // 2):
         yield from _order_faults(schedule, low, schedule.partner(low))
 
 
 def _state_faults(
-    schedule: Schedule, rank: int, stage: int, microbatch: int, places: Sequence[int]
+    schedule: Schedule, rank: int, stage: int, places: Sequence[int]
 ) -> Iterator[_Fault]:
     """Yield the faults of one microbatch of a stage on a rank, action by action."""
     actions = [schedule.ranks[rank][place] for place in places]
