@@ -18,9 +18,9 @@ from autosplit.pipeline.builders.build import SCHEDULES, ScheduleRequest
 from autosplit.pipeline.preparation import prepare_schedule
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-from autosplit.pipeline.validation.communicators import Programs, Sharing, stuck
+from autosplit.pipeline.validation.communicators import Programs, Sharing, find_deadlock
 from autosplit.pipeline.validation.grid import describe
-from autosplit.pipeline.validation.programs import COMMUNICATORS, of_engine, of_torch
+from autosplit.pipeline.validation.programs import COMMUNICATORS, engine_programs, torch_programs
 from autosplit.pipeline.validation.torch_csv import add_communication, check_memory, read_actions
 from autosplit.text.figures import few, nearest
 from autosplit.text.files import write_text
@@ -84,7 +84,7 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[dict[str, str],
     for sharing in ("launches", "kernels"):
         if has_moves(schedule):
             verdicts[sharing] = "not judged, because moves have threads of their own"
-        elif circle := stuck(programs, sharing):
+        elif circle := find_deadlock(programs, sharing):
             verdicts[sharing] = "may hang"
             circles[_RULES[sharing]] = circle
     ends = "ends" if not circles else f"may hang with {' or '.join(circles)}, else ends"
@@ -143,18 +143,18 @@ def check(
         raise click.exceptions.Exit(1) from error
     several = [name for name, size in mesh if size > 1 and name != PIPELINE]
     if communicators is None:
-        programs = of_engine(plan, several)
+        programs = engine_programs(plan, several)
     else:
         check_memory(plan)
         listed = add_communication(plan) if rows is None else rows
-        programs = of_torch(listed, plan.placement, communicators, several)
+        programs = torch_programs(listed, plan.placement, communicators, several)
     click.echo(f"{describe(plan)}{''.join(f', {n}={s}' for n, s in mesh)}")
     if rows is not None and communicators is None:
         click.echo(
             "the sends and receives of the file are not judged, because this engine has its own; "
             "to judge them, give --torch pair, group, direction or edge"
         )
-    circle = stuck(programs)
+    circle = find_deadlock(programs)
     verdicts = dict.fromkeys(_RULES.values(), "never ends")
     text = f"never ends, whatever anything takes:\n{circle}"
     if circle is None:

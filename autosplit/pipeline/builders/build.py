@@ -20,7 +20,7 @@ from autosplit.pipeline.schedule.schedule import (
 from autosplit.text.figures import nearest
 
 from .families import SCHEDULES, Family
-from .placement import WEIGHTS, StageTimes, Times, per_stage, placed
+from .placement import WEIGHTS, StageTimes, Times, per_stage, place_weights
 
 __all__ = ["SCHEDULES", "WEIGHTS", "Family", "build"]
 
@@ -69,7 +69,7 @@ def build(
     template = family.make(ranks, microbatches, **options)
     sizes = block_sizes(stages, ranks * chunks)
     summed = None if times is None else block_times(times, sizes)
-    schedule = placed(name, template, weights, summed)
+    schedule = place_weights(name, template, weights, summed)
     return schedule if len(sizes) == stages else expand(schedule, sizes)
 
 

@@ -175,7 +175,7 @@ Times = StageTimes | Sequence[StageTimes]
 _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 
 
-def placed(
+def place_weights(
     name: str,
     template: ScheduleTemplate,
     weights: str | None,

@@ -18,8 +18,13 @@ from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage, StageSharding
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import SpanRecorder, run_in_range
-from autosplit.pipeline.engine.transport import Transport, added, bind_arguments, output_gradients
-from autosplit.pipeline.schedule.moves import recomputed
+from autosplit.pipeline.engine.transport import (
+    Transport,
+    bind_arguments,
+    output_gradients,
+    sum_gradients,
+)
+from autosplit.pipeline.schedule.moves import recomputed_microbatches
 from autosplit.pipeline.schedule.routes import incoming_messages, result_of
 from autosplit.pipeline.schedule.schedule import SHARDING, Action, ActionKind, Schedule
 from autosplit.ranks.first_error import ActionError, LostPeerError, RankActivity
@@ -120,7 +125,7 @@ class Executor:
         self._activity = RankActivity() if activity is None else activity
         self.moves = moves
         row = schedule.ranks[rank]
-        self._recomputed = recomputed(row)
+        self._recomputed = recomputed_microbatches(row)
         self._forward_stages: set[int] = set()
         bound = (self._bind(position, action) for position, action in enumerate(row))
         self._row = self._bound = self._joined(bound)
@@ -421,7 +426,7 @@ class Executor:
         def keep(gradients: Values) -> None:
             for place, name in names.items():
                 row = self.batch_gradients[name]
-                total = added(row.get(action.microbatch), gradients[place])
+                total = sum_gradients(row.get(action.microbatch), gradients[place])
                 if total is not None:
                     row[action.microbatch] = total
             if send is not None:

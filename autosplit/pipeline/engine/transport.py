@@ -518,7 +518,7 @@ def output_gradients(stage: int, dataflow: StageDataflow, receives: Sequence[Rec
         totals: list[Tensor | None] = [None] * count
         for receive, positions in backwards:
             for position, gradient in zip(positions, receive(), strict=True):
-                totals[position] = added(totals[position], gradient)
+                totals[position] = sum_gradients(totals[position], gradient)
         return totals
 
     return bring
@@ -542,14 +542,14 @@ def gradients_for(
         for first, *repeats in places:
             total = gradients[first]
             for place in repeats:
-                total = added(total, gradients[place])
+                total = sum_gradients(total, gradients[place])
             chosen.append(total)
         return chosen
 
     return choose
 
 
-def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def sum_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """The sum of two gradients. It is a new tensor, because each gradient may be in use elsewhere.
     None stands for zeros.
     """

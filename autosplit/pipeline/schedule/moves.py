@@ -165,7 +165,7 @@ def awaits(action: Action, departure: Action) -> bool:
     return same and departure.kind in DEPARTURES
 
 
-def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
+def recomputed_microbatches(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
     """(stage, microbatch) of every RECOMPUTE of a row."""
     return frozenset(
         (action.stage, action.microbatch) for action in row if action.kind is ActionKind.RECOMPUTE
@@ -182,12 +182,12 @@ class _WorstCaseTransfer:
     Attributes:
         action: the action that starts it.
         size: by how much the rank's memory grows; negative for a departure.
-        came: for a RETURN, the arrival that brought the activations to this rank.
+        arrival: for a RETURN, the arrival that brought the activations to this rank.
     """
 
     action: Action
     size: float
-    came: _WorstCaseTransfer | None = None
+    arrival: _WorstCaseTransfer | None = None
 
 
 class WorstCaseMemory:
@@ -242,24 +242,24 @@ class WorstCaseMemory:
                 arrival,
             ]
         elif kind in DEPARTURES:
-            came = self._latest.pop(key, None) if kind is ActionKind.RETURN else None
-            self._pending[self._place] = _WorstCaseTransfer(action, -size, came)
+            arrival = self._latest.pop(key, None) if kind is ActionKind.RETURN else None
+            self._pending[self._place] = _WorstCaseTransfer(action, -size, arrival)
         elif waited:
-            self._leave(waited)
+            self._settle_departures(waited)
         elif self._latest and kind in BACKWARDS:
-            self._use(*key)
+            self._record_use(*key)
 
-    def _use(self, stage: int, microbatch: int) -> None:
+    def _record_use(self, stage: int, microbatch: int) -> None:
         """Record that a microbatch is used, so that its departure and arrival have happened."""
         arrival = self._latest.pop((stage, microbatch), None)
         if arrival is None:
             return
-        self._come(arrival)
+        self._settle_arrival(arrival)
         departures = (
             transfer for transfer in self._pending.values() if transfer.action.kind in _LEAVES
         )
         key = stage, microbatch
-        self._leave(
+        self._settle_departures(
             [
                 transfer
                 for transfer in departures
@@ -267,7 +267,7 @@ class WorstCaseMemory:
             ]
         )
 
-    def _leave(self, departures: Sequence[_WorstCaseTransfer]) -> None:
+    def _settle_departures(self, departures: Sequence[_WorstCaseTransfer]) -> None:
         """Record that these departures, and all earlier departures in their lanes, have
         happened.
         """
@@ -279,12 +279,12 @@ class WorstCaseMemory:
                 lanes.add(lane)
                 gone.append(departure)
         for departure in reversed(gone):
-            if departure.came is not None:
-                self._come(departure.came)
+            if departure.arrival is not None:
+                self._settle_arrival(departure.arrival)
             if departure in self._pending.values():  # the arrival may have settled it
                 self._settle([departure])
 
-    def _come(self, arrival: _WorstCaseTransfer) -> None:
+    def _settle_arrival(self, arrival: _WorstCaseTransfer) -> None:
         """Record that an arrival, and all departures that it waited for, have happened."""
         if arrival in self._unsure:
             self._settle(self._unsure[: self._unsure.index(arrival) + 1])

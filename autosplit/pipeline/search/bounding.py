@@ -104,7 +104,7 @@ def offload_windows(
     return windows
 
 
-def necessary(
+def necessary_windows(
     level: Sequence[float],
     bound: float,
     windows: Sequence[OffloadWindow],
@@ -140,7 +140,7 @@ def necessary(
     return needed
 
 
-def insert(schedule: Schedule, insertions: Insertions) -> Schedule:
+def insert_actions(schedule: Schedule, insertions: Insertions) -> Schedule:
     """The schedule with ``insertions`` added to its rows."""
     rows = list(schedule.ranks)
     for timeline, actions in insertions:

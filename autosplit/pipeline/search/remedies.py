@@ -33,9 +33,9 @@ from .bounding import (
     OffloadWindow,
     PlacementRule,
     bring_below,
-    insert,
+    insert_actions,
     keep_limit,
-    necessary,
+    necessary_windows,
     offload_windows,
     single_ranks,
 )
@@ -85,21 +85,26 @@ def balance(
         count = schedule.stages
         costs = Costs([(1.0, 1.0, 1.0)] * count, [StageMemory(1.0, 1.0)] * count)
     bounds = _paper_bounds(schedule, costs) if bound is None else bound
-    return keep_limit("balancing", balanced, schedule, costs, bounds)
+    return keep_limit("balancing", add_partner_moves, schedule, costs, bounds)
 
 
-def balanced(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
+def add_partner_moves(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """Add moves until bounds are kept, or until no further move helps."""
     pairs = [(low, schedule.partner(low)) for low in range(len(schedule.ranks) // 2)]
 
     def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
+        """Yield schedules in which one rank of a pair keeps its excess on the other, by different
+        rules.
+        """
         partner, donor = sorted(sides, key=lambda side: max(side.level) - bounds[side.rank])
         spans = zip(donor.starts, donor.reached[1:], strict=False)
         shortest = min((end - start for start, end in spans), default=0.0)
         for rule in _BALANCE_RULES:
             windows = offload_windows(donor, rule, 1)
-            windows = necessary(donor.level, bounds[donor.rank], windows)
-            yield insert(schedule, _exchanges(donor, partner, windows, rule.slack * shortest))
+            windows = necessary_windows(donor.level, bounds[donor.rank], windows)
+            yield insert_actions(
+                schedule, _exchanges(donor, partner, windows, rule.slack * shortest)
+            )
 
     return bring_below(schedule, costs, bounds, pairs, propose)
 
@@ -163,10 +168,10 @@ def offload(
     """
     if limit is None:
         return _offload_for_free(schedule, costs)
-    return keep_limit("offloading", offloaded, schedule, costs, limit)
+    return keep_limit("offloading", add_offloads, schedule, costs, limit)
 
 
-def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
+def add_offloads(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """Add offloads until bounds are kept, or until no further offload helps."""
 
     def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
@@ -177,12 +182,12 @@ def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sche
         for rule, order, fraction in product(_OFFLOAD_RULES, (1, -1), (1.0, 0.75)):
             # Offload what is used last, or first; a lower bound may leave each transfer more time.
             windows = offload_windows(timeline, rule, 0)[::order]
-            windows = necessary(timeline.level, fraction * bounds[timeline.rank], windows)
+            windows = necessary_windows(timeline.level, fraction * bounds[timeline.rank], windows)
             moves = [(window.out, 0, window.action(ActionKind.OFFLOAD)) for window in windows]
             moves += [(w.out, 1, w.action(ActionKind.AWAIT)) for w in windows if w.awaited]
             moves += [(window.arrival, 2, window.action(ActionKind.RELOAD)) for window in windows]
             ordered = [(slot, move) for slot, _, move in sorted(moves, key=itemgetter(0, 1))]
-            yield insert(schedule, [(timeline, ordered)])
+            yield insert_actions(schedule, [(timeline, ordered)])
 
     return bring_below(schedule, costs, bounds, single_ranks(schedule), propose)
 
@@ -196,7 +201,7 @@ def _offload_for_free(schedule: Schedule, costs: Costs) -> Schedule:
     best, low, high = schedule, 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        candidate = offloaded(schedule, costs, [share * peak for peak in peaks])
+        candidate = add_offloads(schedule, costs, [share * peak for peak in peaks])
         if costs.timeline(candidate).step_time <= longest:
             best, high = candidate, share
         else:
@@ -219,10 +224,10 @@ def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) 
     Raises:
         ScheduleError: the limit cannot be kept; the text has a limit that recomputing can keep.
     """
-    return keep_limit("recomputing", recomputed, schedule, costs, limit)
+    return keep_limit("recomputing", add_recomputations, schedule, costs, limit)
 
 
-def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
+def add_recomputations(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """Add recomputations until bounds are kept, or until no further recomputation helps."""
 
     def freed(residency: Residency) -> float:
@@ -243,16 +248,16 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
             (window for window in candidates if window.slots),
             key=lambda window: timeline.idle_seconds(window.arrival),
         )
-        windows = necessary(timeline.level, bounds[timeline.rank], windows, freed)
+        windows = necessary_windows(timeline.level, bounds[timeline.rank], windows, freed)
         actions = [(window.arrival, window.action(ActionKind.RECOMPUTE)) for window in windows]
-        yield insert(schedule, [(timeline, actions)])
+        yield insert_actions(schedule, [(timeline, actions)])
 
     return bring_below(schedule, costs, bounds, single_ranks(schedule), propose)
 
 
 REMEDIES: Mapping[str, MemoryRemedy] = {
-    "balance": balanced,
-    "offload": offloaded,
-    "recompute": recomputed,
+    "balance": add_partner_moves,
+    "offload": add_offloads,
+    "recompute": add_recomputations,
 }
 """The remedies by name."""

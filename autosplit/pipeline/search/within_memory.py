@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -18,16 +19,15 @@ from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memor
 from autosplit.pipeline.simulation.simulate import Costs
 
 from .bounding import MemoryRemedy, caps_of
-from .remedies import REMEDIES, balanced
+from .remedies import REMEDIES
 from .search import constructed, named_schedules, reduced_early
 
 _ALONE: list[tuple[MemoryRemedy, ...]] = [(remedy,) for remedy in REMEDIES.values()]
 # Balancing comes first: a partner takes only what is neither offloaded nor recomputed.
 _IN_PAIRS: list[tuple[MemoryRemedy, ...]] = [
-    (first, second)
-    for first in REMEDIES.values()
-    for second in REMEDIES.values()
-    if second not in (first, balanced)
+    (REMEDIES[first], REMEDIES[second])
+    for first, second in permutations(REMEDIES, 2)
+    if second != "balance"
 ]
 _WORK = 150_000  # actions that are simulated with remedies
 _BASES = 3  # schedules on which pairs of remedies are tried, the shortest first

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.moves import WorstCaseMemory, find_moves, recomputed
+from autosplit.pipeline.schedule.moves import WorstCaseMemory, find_moves, recomputed_microbatches
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 
 ROUNDING = 1 + 1e-9
@@ -131,7 +131,7 @@ def _changes(
     row: Sequence[Action], sizes: Sequence[StageMemory], moves: Mapping[int, Change]
 ) -> list[Change]:
     """The memory that each action of a row allocates and frees, as if moves took no time."""
-    again = recomputed(row)
+    again = recomputed_microbatches(row)
     return [
         sizes[action.stage].change(
             action.kind, again=bool(again) and (action.stage, action.microbatch) in again

@@ -86,7 +86,7 @@ _WIDEST = 40
 
 
 @dataclass(frozen=True)
-class Stuck:
+class Deadlock:
     """The reason why a step never ends.
 
     Attributes:
@@ -121,7 +121,7 @@ class Stuck:
         return self.programs[place[0]][place[1]].text
 
 
-def stuck(programs: Programs, sharing: Sharing = "streams") -> Stuck | None:
+def find_deadlock(programs: Programs, sharing: Sharing = "streams") -> Deadlock | None:
     """Return the reason why a step never ends, or None if it always ends.
 
     Args:
@@ -133,7 +133,7 @@ def stuck(programs: Programs, sharing: Sharing = "streams") -> Stuck | None:
         _add_rank(graph, rank, program, sharing)
     for meeting, parts in _meetings(programs).items():
         if lacks := _lack(parts):
-            return Stuck(programs, (parts[0][0],), lacks)
+            return Deadlock(programs, (parts[0][0],), lacks)
         graph[meeting] = [(*place, "starts") for place, _ in parts]
         for place, _ in parts:
             graph[*place, "ends"].append(meeting)
@@ -143,7 +143,7 @@ def stuck(programs: Programs, sharing: Sharing = "streams") -> Stuck | None:
         places = [node[:2] for node in reversed(error.args[1]) if node[-1] != "meets"]
         # Start and end of one operation are one line.
         circle = [one for one, other in pairwise((*places, places[0])) if one != other]
-        return Stuck(programs, tuple(circle))
+        return Deadlock(programs, tuple(circle))
     return None
 
 

@@ -174,7 +174,7 @@ class Host:
         (self.sent if sends else self.received)[name, peer].append(action)
 
 
-def of_torch(
+def torch_programs(
     rows: Sequence[Sequence[Action]],
     placement: Sequence[int],
     communicators: str = "pair",
@@ -205,8 +205,8 @@ def of_torch(
 
 
 def _check_order(hosts: Sequence[Host]) -> None:
-    """Check that every receive gets the right message. ``stuck`` finds receives whose message never
-    comes.
+    """Check that every receive gets the right message. ``find_deadlock`` finds receives whose
+    message never comes.
     """
     for rank, host in enumerate(hosts):
         for (name, target), sent in host.sent.items():
@@ -230,7 +230,7 @@ def _arrives(send: Action) -> Action:
 # --- this engine ----------------------------------------------------------------------------------
 
 
-def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
+def engine_programs(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
     """The operations that ``PipelineTrainer`` enqueues in a step over GPUs.
 
     Args:

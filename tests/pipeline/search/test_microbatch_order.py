@@ -18,8 +18,8 @@ from autosplit.pipeline.search.microbatch_order import MicrobatchOrders
 from autosplit.pipeline.search.search import named_schedules
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.validation.communicators import stuck
-from autosplit.pipeline.validation.programs import of_engine
+from autosplit.pipeline.validation.communicators import find_deadlock
+from autosplit.pipeline.validation.programs import engine_programs
 from autosplit.pipeline.validation.validate import validate
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2, 3), (0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1)]
@@ -153,7 +153,7 @@ def test_drawn_lists(data: st.DataObject, placement: tuple[int, ...], cap: float
         assert largest > cap or len({*placement}) < len(placement)
         return
     validate(schedule)
-    assert stuck(of_engine(schedule)) is None
+    assert find_deadlock(engine_programs(schedule)) is None
     assert max(peaks_of(schedule, costs)) <= cap * (1 + 1e-6)
     orders = {
         (tuple(action.microbatch for action in row if (action.stage, action.kind) == (stage, kind)))

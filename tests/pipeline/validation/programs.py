@@ -15,7 +15,7 @@ from autosplit.pipeline.validation.communicators import (
     Part,
     Programs,
     Sharing,
-    stuck,
+    find_deadlock,
 )
 
 
@@ -37,7 +37,7 @@ def judge(
 ) -> bool:
     """Whether such a program ends."""
     sharing: Sharing = "launches" if one_connection else "streams"
-    return stuck(of_items(program, communicators), sharing) is None
+    return find_deadlock(of_items(program, communicators), sharing) is None
 
 
 def _rank(items: Sequence[Any], communicators: Mapping[str, tuple[Any, bool]]) -> list[Operation]:

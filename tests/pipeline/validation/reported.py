@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from autosplit.pipeline.schedule.schedule import Action
-from autosplit.pipeline.validation.programs import of_torch
+from autosplit.pipeline.validation.programs import torch_programs
 from tests.pipeline.validation.programs import items_of
 
 
@@ -93,7 +93,7 @@ def _torch(
 ) -> Case:
     rows, placement = _listed(ranks, 2 * ranks)
     changed = [[*map(Action.parse, row)] for row in change(rows, placement)]
-    programs = of_torch(changed, placement, communicators)
+    programs = torch_programs(changed, placement, communicators)
     return _of(*items_of(programs).values(), ends=ends)
 
 

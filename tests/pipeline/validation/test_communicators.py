@@ -22,9 +22,9 @@ from autosplit.pipeline.validation.communicators import (
     COMPUTE,
     Programs,
     Sharing,
-    stuck,
+    find_deadlock,
 )
-from autosplit.pipeline.validation.programs import of_engine, of_torch
+from autosplit.pipeline.validation.programs import engine_programs, torch_programs
 from autosplit.pipeline.validation.torch_csv import add_communication
 from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.validation.programs import held_up, of_items, on_mesh
@@ -40,10 +40,12 @@ def test_our_schedules_end_whatever_queues_share(name: str) -> None:
     for ranks, microbatches in ((2, 4), (4, 8)):
         schedule = build(name, ranks * (SCHEDULES[name].chunks or 2), microbatches, ranks=ranks)
         for dimensions in ((), (*MESH,)):
-            programs = of_engine(schedule, dimensions)
-            assert [stuck(programs, item) for item in SHARINGS] == [None] * 3
+            programs = engine_programs(schedule, dimensions)
+            assert [find_deadlock(programs, item) for item in SHARINGS] == [None] * 3
             assert not any(map(held_up, programs.values()))
-        assert stuck(of_torch(add_communication(schedule), schedule.placement)) is None
+        assert (
+            find_deadlock(torch_programs(add_communication(schedule), schedule.placement)) is None
+        )
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -54,7 +56,7 @@ def test_they_take_as_long_as_where_each_message_starts_at_once(name: str) -> No
     for ranks, microbatches in ((4, 8), (8, 16)):
         schedule = build(name, ranks * (SCHEDULES[name].chunks or 2), microbatches, ranks=ranks)
         expected = simulate(schedule, lambda action: second, transfer=link).makespan
-        assert _seconds(of_engine(schedule), second, 1.0 / 3.0) == pytest.approx(expected)
+        assert _seconds(engine_programs(schedule), second, 1.0 / 3.0) == pytest.approx(expected)
 
 
 def _seconds(programs: Programs, computed: float, message: float) -> float:
@@ -78,8 +80,8 @@ def _seconds(programs: Programs, computed: float, message: float) -> float:
 
 def test_so_do_schedules_that_nobody_would_write() -> None:
     for seed in range(40):
-        programs = of_engine(random_schedule(seed))
-        assert [stuck(programs, item) for item in SHARINGS] == [None] * 3, seed
+        programs = engine_programs(random_schedule(seed))
+        assert [find_deadlock(programs, item) for item in SHARINGS] == [None] * 3, seed
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -87,7 +89,7 @@ def test_one_pipeline_stands_for_the_mesh(seed: int) -> None:
     """Also where two operations of a rank have changed places, and much hangs."""
     chance = random.Random(seed)
     name = ["1f1b", "zb-v", "dualpipe-v", "interleaved"][seed % 4]
-    programs = of_engine(build(name, 4, 4, ranks=2), (*MESH,))
+    programs = engine_programs(build(name, 4, 4, ranks=2), (*MESH,))
     if seed >= 4:
         rank = chance.randrange(2)
         row = list(programs[rank])
@@ -99,8 +101,8 @@ def test_one_pipeline_stands_for_the_mesh(seed: int) -> None:
         )
         programs = {**programs, rank: row}
     for sharing in SHARINGS:
-        whole = stuck(on_mesh(programs, MESH), sharing)
-        assert (stuck(programs, sharing) is None) == (whole is None)
+        whole = find_deadlock(on_mesh(programs, MESH), sharing)
+        assert (find_deadlock(programs, sharing) is None) == (whole is None)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v"])
@@ -108,12 +110,12 @@ def test_moves_end(name: str) -> None:
     schedule = build(name, 4 * (SCHEDULES[name].chunks or 2), 8, ranks=4)
     evicted = evicting(schedule, range(4))
     for moved in (offloading(schedule), evicted, awaiting(evicted)):
-        assert stuck(of_engine(moved)) is None
+        assert find_deadlock(engine_programs(moved)) is None
 
 
 def test_reductions_that_a_file_of_torch_lists_are_judged() -> None:
     listed = rows("0UNSHARD 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1SEND_B0")
-    programs = of_torch(listed, (0, 1), "edge", (SHARD, TENSOR))
+    programs = torch_programs(listed, (0, 1), "edge", (SHARD, TENSOR))
     parts = {program.text: [part.communicator for part in program.parts] for program in programs[0]}
     assert parts["0UNSHARD"] == ["dp_shard gathers of rank 0"]
     assert parts["0F0"] == ["tp of rank 0"]
@@ -145,16 +147,16 @@ rank 1  1B0  1SEND_B0  1RECV_F1  1F1  settled
 
 
 def test_a_circle_is_drawn() -> None:
-    result = stuck(of_torch(CROSSED, IN_TURN))
+    result = find_deadlock(torch_programs(CROSSED, IN_TURN))
     assert str(result) == CIRCLE
-    assert stuck(of_torch(CROSSED, IN_TURN, "edge")) is None
+    assert find_deadlock(torch_programs(CROSSED, IN_TURN, "edge")) is None
 
 
 def test_messages_that_cross_on_one_communicator_are_refused() -> None:
     """NCCL would give each receive the other's message."""
     crossing = rows("0F0 0F1 0SEND_F0 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
     with pytest.raises(ScheduleError, match="rank 0 sends 0SEND_F0 where rank 1 receives 1RECV_F1"):
-        of_torch(crossing, IN_TURN)
+        torch_programs(crossing, IN_TURN)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_messages_that_cross_on_one_communicator_are_refused() -> None:
 )
 def test_an_operation_without_a_partner_is_named(first: Any, second: Any, said: str) -> None:
     program = {0: [("op", "0", *first)], 1: [("op", "0", *second)] if second else []}
-    assert said in str(stuck(of_items(program, {"0": ((0, 1), True)})))
+    assert said in str(find_deadlock(of_items(program, {"0": ((0, 1), True)})))
 
 
 def test_receives_posted_ahead_hang_where_queues_share_a_connection() -> None:
@@ -178,10 +180,12 @@ def test_receives_posted_ahead_hang_where_queues_share_a_connection() -> None:
         "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     )
-    results = [stuck(of_torch(ahead, IN_TURN, "edge"), item) is None for item in SHARINGS]
+    results = [
+        find_deadlock(torch_programs(ahead, IN_TURN, "edge"), item) is None for item in SHARINGS
+    ]
     assert results == [True, False, False]
-    one_order = of_engine(build("1f1b", 2, 2))
-    assert [stuck(one_order, item) for item in SHARINGS] == [None] * 3
+    one_order = engine_programs(build("1f1b", 2, 2))
+    assert [find_deadlock(one_order, item) for item in SHARINGS] == [None] * 3
 
 
 # --- what people report, and the mends ------------------------------------------------------------
@@ -190,14 +194,15 @@ def test_receives_posted_ahead_hang_where_queues_share_a_connection() -> None:
 @pytest.mark.parametrize("thread", sorted(CASES))
 def test_reported(thread: str) -> None:
     program, communicators, ends = CASES[thread]
-    assert (stuck(of_items(program, communicators)) is None) is ends
+    assert (find_deadlock(of_items(program, communicators)) is None) is ends
 
 
 def test_early_receives_hold_sends_up() -> None:
     """pytorch #188833, which ends, but late."""
     listed = add_communication(build("interleaved", 4, 8, ranks=2))
     results = [
-        sum(map(held_up, of_torch(listed, IN_TURN, item).values())) for item in ("pair", "edge")
+        sum(map(held_up, torch_programs(listed, IN_TURN, item).values()))
+        for item in ("pair", "edge")
     ]
     assert results == [41, 0]
 

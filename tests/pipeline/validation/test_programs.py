@@ -21,7 +21,7 @@ from autosplit.pipeline.schedule.routes import StageDataflow, routes_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.pipeline.validation.communicators import COMPUTE
-from autosplit.pipeline.validation.programs import of_engine
+from autosplit.pipeline.validation.programs import engine_programs
 from tests.pipeline.schedule.random_schedules import random_schedule
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def _modelled(schedule: Schedule, rank: int) -> list[Any]:
     results: list[Any] = []
     numbers: dict[int, int] = {}
     waited: set[int] = set()
-    for place, operation in enumerate(of_engine(schedule)[rank]):
+    for place, operation in enumerate(engine_programs(schedule)[rank]):
         waits = {*operation.after}.intersection(numbers) - waited
         if COMPUTE in operation.queues or operation.text == "settled":
             results.append(("waits", sorted(numbers[wait] for wait in waits)))
