@@ -24,7 +24,11 @@ from torch import Tensor
 
 from autosplit.errors import ReplayError
 from autosplit.passes.graph import value_text
-from autosplit.pipeline.engine.transport import bind_arguments, gradients_for, output_gradients
+from autosplit.pipeline.engine.stage_arguments import (
+    bind_arguments,
+    gradients_for,
+    output_gradients,
+)
 from autosplit.pipeline.schedule.routes import Source, StageDataflow, Wiring, needs_of
 from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span, Timeline

@@ -15,15 +15,15 @@ from torch import Tensor
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.boundaries import Boundaries
 from autosplit.pipeline.engine.moves import Moves
-from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage, StageSharding
-from autosplit.pipeline.engine.stage_seeds import StageSeeds
-from autosplit.pipeline.engine.timing import SpanRecorder, run_in_range
-from autosplit.pipeline.engine.transport import (
-    Transport,
+from autosplit.pipeline.engine.stage_arguments import (
     bind_arguments,
     output_gradients,
     sum_gradients,
 )
+from autosplit.pipeline.engine.stage_protocols import BackwardStage, ForwardStage, StageSharding
+from autosplit.pipeline.engine.stage_seeds import StageSeeds
+from autosplit.pipeline.engine.timing import SpanRecorder, run_in_range
+from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.moves import recomputed_microbatches
 from autosplit.pipeline.schedule.routes import incoming_messages, result_of
 from autosplit.pipeline.schedule.schedule import SHARDING, Action, ActionKind, Schedule

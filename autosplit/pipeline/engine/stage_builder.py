@@ -26,9 +26,9 @@ from autosplit.errors import (
 )
 from autosplit.pipeline.engine.boundaries import Boundary, Dependence, NamedLoss, TensorMeta
 from autosplit.pipeline.engine.partial_stage import PartialStage
+from autosplit.pipeline.engine.stage_arguments import Receive, bind_arguments
 from autosplit.pipeline.engine.stage_protocols import TrainableStage, unsupported_output
 from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageSet
-from autosplit.pipeline.engine.transport import Receive, bind_arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule, calls_of
 from autosplit.ranks.groups import Groups

@@ -19,8 +19,8 @@ import torch
 
 from autosplit.capture.size_rule import Leaf, SizeRule
 from autosplit.pipeline.engine.boundaries import Boundaries, Boundary
+from autosplit.pipeline.engine.stage_arguments import bind_arguments
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
-from autosplit.pipeline.engine.transport import bind_arguments
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.runtime.call_cache import CallCache
 
