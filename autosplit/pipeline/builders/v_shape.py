@@ -72,20 +72,18 @@ def _block(ranks: int, distances: Distances) -> list[_Slots]:
     The slots between passes at the turns of the V are free to choose. The choice with the fewest
     microbatches in flight is returned.
     """
-    best: tuple[tuple[int, int, tuple[int, ...]], list[_Slots]] | None = None
+    blocks: dict[tuple[int, ...], list[_Slots]] = {}
     for turns in product(range(1, _INTERVAL + 1), repeat=3):
         block = [_slots(rank, ranks, distances, turns) for rank in range(ranks)]
-        if any(len({slot % _INTERVAL for slot in slots}) < 4 for slots in block):
-            continue  # two passes of a rank would have the same slot
-        cost = max(map(_alive, block)), sum(turns), turns
-        if best is None or cost < best[0]:
-            best = cost, block
-    if best is None:
+        if all(len({slot % _INTERVAL for slot in slots}) == 4 for slots in block):
+            blocks[turns] = block  # no two passes of a rank have the same slot
+    if not blocks:
         raise ScheduleError(
             f"no block of passes with the distances {distances} repeats every {_INTERVAL} slots on "
             f"{ranks} ranks: use the distances of 'zb-v', 'v-half' or 'v-min'"
         )
-    return best[1]
+    alive = {turns: max(map(_alive, block)) for turns, block in blocks.items()}
+    return blocks[min(blocks, key=lambda turns: (alive[turns], sum(turns), turns))]
 
 
 def _slots(rank: int, ranks: int, distances: Distances, turns: tuple[int, ...]) -> _Slots:
