@@ -32,35 +32,23 @@ from autosplit.text.files import read_text, writing
 from .validate import validate
 
 
-def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank, with sends and receives between them.
+def add_communication(schedule: Schedule) -> list[list[Action]]:
+    """The actions of each rank of a legal schedule, with sends and receives between them.
 
     ``sSEND_Fm`` sends the outputs of stage s for microbatch m, and ``sRECV_Fm`` receives the inputs
     of stage s. ``SEND_B`` and ``RECV_B`` send and receive gradients. All actions are in the order
     of ``global_order``.
-
-    Raises:
-        ScheduleError: the schedule deadlocks.
     """
     dataflow = StageDataflow(schedule.stages)
     rows: list[list[Action]] = [[] for _ in schedule.ranks]
-    done = [0] * len(rows)
     for rank, action in global_order(schedule, dataflow):
         rows[rank].append(action)
-        done[rank] += 1
         for message in outgoing_messages(result_of(action), dataflow):
             source, target = sender_and_receiver(message, schedule)
             if source != target:
                 rows[source].append(message.send)
                 rows[target].append(message.receive)
-    ends = zip(schedule.ranks, done, strict=True)
-    stuck = [str(row[count]) for row, count in ends if count < len(row)]
-    if stuck:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} deadlocks, because {', '.join(stuck)} wait for each "
-            "other: change their order"
-        )
-    return tuple(map(tuple, rows))
+    return rows
 
 
 # A forward and a backward that torch may run at the same time.
