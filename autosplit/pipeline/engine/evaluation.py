@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -25,9 +26,9 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
         itertools.product(range(schedule.stages), range(microbatches)),
         key=lambda pair: (sum(pair), pair),
     )
-    return Schedule(
+    return replace(
+        schedule,
         name=f"{schedule.name}, forward only",
-        stages=schedule.stages,
         microbatches=microbatches,
         ranks=tuple(
             tuple(
@@ -37,8 +38,8 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
             )
             for rank in range(len(schedule.ranks))
         ),
-        placement=schedule.placement,
         split_backward=False,
+        crosses_step=False,
     )
 
 
