@@ -68,8 +68,8 @@ class StageSeeds:
         self._stages, self.microbatches = stages, 1
         self._is_source = groups.everybody.rank == layout.pipelines[0][source]
         self._device = device
-        self._drawing = {True: False, False: False}  # by evaluates: of any rank
-        self._drew = {True: False, False: False}  # of this rank
+        # The kinds of steps, by ``evaluates``, in which a stage draws: of any rank, of this rank.
+        self._drawing, self._drawing_here = set[bool](), set[bool]()
         self._evaluates = False
         self._number = self._first = 0
         self._states: GeneratorStates | None = None
@@ -82,7 +82,7 @@ class StageSeeds:
             (number of the step, or -1 on ranks that are not the source; 0 if a stage is known to
             draw, else -1).
         """
-        draws = self._drawing[evaluates] or self._drew[evaluates]
+        draws = evaluates in self._drawing or evaluates in self._drawing_here
         return (next_number() if self._is_source else -1), (0 if draws else -1)
 
     def begin_step(self, number: int, draws: int, *, evaluates: bool) -> None:
@@ -94,8 +94,9 @@ class StageSeeds:
             evaluates: whether the step is an evaluation.
         """
         # If the previous step drew unexpectedly, it had the same number: use other seeds.
-        late = not draws and not self._drawing[evaluates]
-        self._drawing[evaluates] |= not draws
+        late = not draws and evaluates not in self._drawing
+        if not draws:
+            self._drawing.add(evaluates)
         self._number, self._evaluates = number, evaluates
         self._first = ((2 * late + evaluates) * self._shares + self._share) * self._stages
 
@@ -103,8 +104,8 @@ class StageSeeds:
         """Record that some rank's stage draws in steps of this kind (training or evaluation), and
         return whether that is new. All ranks call it.
         """
-        new = not self._drawing[self._evaluates]
-        self._drawing[self._evaluates] = True
+        new = self._evaluates not in self._drawing
+        self._drawing.add(self._evaluates)
         return new
 
     @property
@@ -112,13 +113,13 @@ class StageSeeds:
         """Whether stages of this rank have drawn random numbers in a step of the present kind,
         training or evaluation.
         """
-        return self._drew[self._evaluates]
+        return self._evaluates in self._drawing_here
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
         """Context around a step that restores the generators at its end."""
         self._states = None
-        if self._drawing[self._evaluates]:
+        if self._evaluates in self._drawing:
             draw_number()
             self._states = GeneratorStates.on(self._device)
         try:
@@ -127,10 +128,10 @@ class StageSeeds:
             if self._states is not None:
                 self._states.restore()
 
-    def seed(self, stage: int, microbatch: int, call: str = "F") -> None:
-        """Seed the generators for an action of a stage that draws."""
-        self._drew[self._evaluates] = True
-        self._seed(stage, microbatch, call)
+    def seed(self, stage: int, microbatch: int) -> None:
+        """Seed the generators for an F of a stage that draws."""
+        self._drawing_here.add(self._evaluates)
+        self._seed(stage, microbatch, "F")
 
     def seed_of(self, stage: int, microbatch: int, call: str = "F") -> int:
         """The seed of an action of this step, if its stage draws."""
@@ -150,5 +151,6 @@ class StageSeeds:
             return compute(*inputs)
         seeded = GeneratorStates.on(self._device)
         outputs = compute(*inputs)
-        self._drew[self._evaluates] = not seeded.unchanged()
+        if not seeded.unchanged():
+            self._drawing_here.add(self._evaluates)
         return outputs
