@@ -32,7 +32,7 @@ from autosplit.ranks.first_error import LostPeerError
 from autosplit.ranks.groups import Groups, lost_peer_error
 
 REFUSED: list[Tensor] = []
-"""In place of a stage's outputs: the stage could not take the microbatch."""
+"""Stands for the outputs of a stage that could not take the microbatch."""
 _STAND_IN = (1,) * 16
 """The shape of the tensor of one byte that is sent for each output of a stage that could not take a
 microbatch. No model has tensors of so many dimensions."""
@@ -286,13 +286,12 @@ class Transport:
             box.finish_step()
 
     @property
-    def message_tensors(self) -> list[Tensor]:
+    def message_tensors(self) -> Iterator[Tensor]:
         """Tensors of all messages: received, sent, and between stages of this rank."""
-        local = [t for tensors in self._local.values() for t in tensors if t is not None]
-        return [
-            *local,
-            *(tensor for box in self._mailboxes.values() for tensor in box.message_tensors),
-        ]
+        for tensors in self._local.values():
+            yield from (tensor for tensor in tensors if tensor is not None)
+        for box in self._mailboxes.values():
+            yield from box.message_tensors
 
     def sender(self, result: Action) -> Send | None:
         """Return a function that passes the result of an F or I to other stages; None if no stage
