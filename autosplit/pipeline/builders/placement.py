@@ -215,8 +215,9 @@ def place_weights(
 def complete_by_stage(row: Row, order: Sequence[int] = ()) -> Row:
     """Return a row whose Ws at the end run stage by stage, so that stages are complete early.
 
-    No rank waits for a W. One stage after another, in the order in which they were complete before,
-    none is complete later, whatever Ws take; reductions of its gradients start no later.
+    These Ws may run in any order, because no rank waits for a W. Stages run one after another, in
+    the order of their last Ws, so no stage is complete later than before, however long Ws take.
+    Reductions of gradients start no later, either.
 
     Args:
         row: a rank's row.

@@ -143,6 +143,9 @@ class _Moment:
 class MemoryRecorder(SpanRecorder):
     """Records times and memory of one step.
 
+    The recorder sets a mark where an action starts or ends. ``holdings`` gives the bytes at a mark;
+    the allocator and ``beside`` give the changes after the mark.
+
     Args:
         times: the recorder of times.
         holdings: a function that returns the bytes that tensors hold now.
@@ -151,8 +154,6 @@ class MemoryRecorder(SpanRecorder):
         beside: a function that returns the most bytes that other threads have held since its last
             call, above the bytes at that call; None without such threads. Moves allocate and
             release tensors in threads of their own, which the profiler of this thread does not see.
-            The recorder sets a mark where an action starts or ends. ``holdings`` gives the bytes at
-            a mark; the allocator and ``beside`` give the changes after the mark.
     """
 
     def __init__(

@@ -193,8 +193,10 @@ def reduced_early(schedules: Iterable[Schedule], costs: Costs) -> Iterator[Sched
 
 
 def _shortest_order(row: Sequence[Action], costs: Costs) -> list[int]:
-    """Return the stages that have Ws at the end of a row, those with longer reductions than Ws
-    first by their Ws, then the others by their reductions, the longest first.
+    """Return the stages that have Ws at the end of a row, in Johnson's order.
+
+    First come the stages whose reduction takes longer than their Ws, by the time of their Ws. Then
+    come the others, the longest reduction first.
     """
     weights: dict[int, float] = defaultdict(float)
     for action in itertools.takewhile(is_weight, reversed(row)):

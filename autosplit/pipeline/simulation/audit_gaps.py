@@ -66,8 +66,10 @@ def actions_after_waits(
 def plan_audits(
     schedule: Schedule, rank: int, durations: Durations, is_auditable: Callable[[Action], bool]
 ) -> AuditPlan:
-    """Plan the audits of a rank: a wait has at most one in a step, which is shorter than the wait,
-    so that the step is not longer. Steps with a late audit are longer, and the mean step by 1%.
+    """Plan the audits of a rank.
+
+    A wait has at most one audit in a step. The audit is shorter than the wait, so it does not
+    lengthen the step. A late audit lengthens its step, but the mean step by at most 1%.
 
     Args:
         schedule: a schedule without moves.

@@ -177,7 +177,9 @@ class _RankCollectives:
             self._graph.add_wait(later, reader, compute - self._seconds[reader])
 
     def _blocks_that_stayed(self, reader: Action) -> int:
-        """Return how many blocks that a call begins with are the last that were read before."""
+        """Return how many of a call's first blocks are still gathered, because the previous call
+        read them last.
+        """
         blocks = [(reader.stage, number) for number in range(self._stages[reader.stage].parts)]
         if reader.kind in BACKWARDS:
             blocks.reverse()
