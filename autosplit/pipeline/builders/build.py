@@ -5,9 +5,11 @@ With more stages than a schedule needs, each contiguous block of stages runs as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import cast
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import (
@@ -20,9 +22,12 @@ from autosplit.pipeline.schedule.schedule import (
 from autosplit.text.figures import nearest
 
 from .families import SCHEDULES, Family
-from .placement import WEIGHTS, StageTimes, Times, per_stage, place_weights
+from .placement import WEIGHTS, StageTimes, place_weights
 
 __all__ = ["SCHEDULES", "WEIGHTS", "Family", "build"]
+
+Times = StageTimes | Sequence[StageTimes]
+"""Assumed durations of F, I and W: one triple for every stage, or one triple per stage."""
 
 
 def build(
@@ -175,12 +180,40 @@ def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:
         ScheduleError: ``times`` is neither one triple of finite numbers >= 0, nor one for each
             stage.
     """
-    rest = iter(per_stage(times, sum(sizes)))
+    rest = iter(_per_stage(times, sum(sizes)))
     sums = []
     for size in sizes:
         forward, backward_input, backward_weight = zip(*islice(rest, size), strict=True)
         sums.append((sum(forward), sum(backward_input), sum(backward_weight)))
     return sums
+
+
+def _per_stage(times: Times, stages: int) -> list[StageTimes]:
+    """``times`` as one triple per stage.
+
+    Raises:
+        ScheduleError: ``times`` is neither one triple of finite numbers >= 0, nor one for each
+            stage.
+    """
+    rows: list[object] = list(times) if isinstance(times, Sequence) else []
+    triples = rows if all(isinstance(row, Sequence) for row in rows) else [times] * stages
+    if len(triples) != stages or not all(_is_triple(row) for row in triples):
+        raise ScheduleError(
+            "times must be (F, I, W), or one such triple for each of the "
+            f"{stages} stages, all finite and >= 0; got {times!r}"
+        )
+    return cast("list[StageTimes]", triples)
+
+
+def _is_triple(row: object) -> bool:
+    return (
+        isinstance(row, Sequence)
+        and len(row) == 3
+        and all(
+            isinstance(number, (int, float)) and math.isfinite(number) and number >= 0
+            for number in row
+        )
+    )
 
 
 def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:

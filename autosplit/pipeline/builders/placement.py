@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
-from typing import cast
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import SPLIT_KINDS, Action, ActionKind, Schedule
@@ -169,9 +168,6 @@ class WeightPlacer:
 WEIGHTS = ("2bp", "fill")
 """Known placements of W."""
 
-Times = StageTimes | Sequence[StageTimes]
-"""Assumed durations of F, I and W: one triple for every stage, or one triple per stage."""
-
 _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 
 
@@ -285,32 +281,4 @@ def with_rows(name: str, template: ScheduleTemplate, ranks: tuple[Row, ...]) -> 
         template.placement,
         any(action.kind is ActionKind.BACKWARD_INPUT for action in actions),
         template.crosses_step,
-    )
-
-
-def per_stage(times: Times, stages: int) -> list[StageTimes]:
-    """``times`` as one triple per stage.
-
-    Raises:
-        ScheduleError: ``times`` is neither one triple of finite numbers >= 0, nor one for each
-            stage.
-    """
-    rows: list[object] = list(times) if isinstance(times, Sequence) else []
-    triples = rows if all(isinstance(row, Sequence) for row in rows) else [times] * stages
-    if len(triples) != stages or not all(_is_triple(row) for row in triples):
-        raise ScheduleError(
-            "times must be (F, I, W), or one such triple for each of the "
-            f"{stages} stages, all finite and >= 0; got {times!r}"
-        )
-    return cast("list[StageTimes]", triples)
-
-
-def _is_triple(row: object) -> bool:
-    return (
-        isinstance(row, Sequence)
-        and len(row) == 3
-        and all(
-            isinstance(number, (int, float)) and math.isfinite(number) and number >= 0
-            for number in row
-        )
     )
