@@ -32,6 +32,8 @@ from .bounding import (
     MemoryRemedy,
     OffloadWindow,
     PlacementRule,
+    RankTimeline,
+    Residency,
     bring_below,
     insert_actions,
     keep_limit,
@@ -39,7 +41,6 @@ from .bounding import (
     offload_windows,
     single_ranks,
 )
-from .rank_timeline import RankTimeline, Residency
 
 _BALANCE_RULES = [
     PlacementRule(lead, True, slack) for lead, slack in product((0, 1), (0.0, 0.5, 1.0))
