@@ -182,12 +182,12 @@ class _WorstCaseTransfer:
     Attributes:
         action: the action that starts it.
         size: by how much the rank's memory grows; negative for a departure.
-        arrival: for a RETURN, the arrival that brought the activations to this rank.
+        acceptance: for a RETURN, the arrival that brought the activations to this rank.
     """
 
     action: Action
     size: float
-    arrival: _WorstCaseTransfer | None = None
+    acceptance: _WorstCaseTransfer | None = None
 
 
 class WorstCaseMemory:
@@ -242,8 +242,8 @@ class WorstCaseMemory:
                 arrival,
             ]
         elif kind in DEPARTURES:
-            arrival = self._latest.pop(key, None) if kind is ActionKind.RETURN else None
-            self._pending[self._place] = _WorstCaseTransfer(action, -size, arrival)
+            acceptance = self._latest.pop(key, None) if kind is ActionKind.RETURN else None
+            self._pending[self._place] = _WorstCaseTransfer(action, -size, acceptance)
         elif waited:
             self._settle_departures(waited)
         elif self._latest and kind in BACKWARDS:
@@ -279,8 +279,8 @@ class WorstCaseMemory:
                 lanes.add(lane)
                 gone.append(departure)
         for departure in reversed(gone):
-            if departure.arrival is not None:
-                self._settle_arrival(departure.arrival)
+            if departure.acceptance is not None:
+                self._settle_arrival(departure.acceptance)
             if departure in self._pending.values():  # the arrival may have settled it
                 self._settle([departure])
 
