@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from autosplit.pipeline.engine.moves import Lane, PartnerMemory, TransferFuture
+from autosplit.pipeline.engine.moves import Moves, PartnerMemory, TransferFuture
 from autosplit.pipeline.engine.offload_target import OffloadFile
 from autosplit.pipeline.ledger.bands import MemoryRecorder
-from autosplit.pipeline.schedule.schedule import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import ActionKind
 
 _PATIENCE = 1.0  # seconds; more than a rank takes to its next action
 
@@ -47,12 +47,10 @@ def recorded_transfers() -> Iterator[None]:
     rank takes in of its partner's is there before it goes on.
     """
     marks = _Marks()
-    carry, mark, finish = Lane.carry, MemoryRecorder._look, MemoryRecorder.finish
+    submit, mark, finish = Moves._submit, MemoryRecorder._look, MemoryRecorder.finish
 
-    def carry_seen(
-        lane: Lane, action: Action, work: Callable[[], Any], **options: Any
-    ) -> TransferFuture:
-        seen = marks.count
+    def submit_seen(moves: Moves, place: int, work: Callable[[], Any]) -> TransferFuture:
+        seen, action = marks.count, moves._row[place]
         leaves = action.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
 
         def behind() -> Any:
@@ -60,7 +58,7 @@ def recorded_transfers() -> Iterator[None]:
                 marks.await_more_than(seen)
             return work()
 
-        move = carry(lane, action, behind, **options)
+        move = submit(moves, place, behind)
         if marks.recording and action.kind is ActionKind.ACCEPT:
             move.result(_PATIENCE)
         return move
@@ -75,7 +73,7 @@ def recorded_transfers() -> Iterator[None]:
         marks.recording = False
 
     with (
-        mock.patch.object(Lane, "carry", carry_seen),
+        mock.patch.object(Moves, "_submit", submit_seen),
         mock.patch.object(MemoryRecorder, "_look", mark_seen),
         mock.patch.object(MemoryRecorder, "finish", finish_seen),
     ):
