@@ -20,7 +20,7 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 
-from .step_graph import Lanes, StepGraph
+from .step_graph import Lanes
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that are reduced together."""
@@ -75,40 +75,23 @@ def with_collectives(schedule: Schedule, stages: Sequence[StageCollectives]) -> 
     return add_gathers(schedule, {stage for stage, costs in enumerate(stages) if costs.gather})
 
 
-def add_collectives(
-    graph: StepGraph,
-    rows: Sequence[Sequence[int]],
-    seconds: list[float],
-    lanes: Lanes,
-    stages: Sequence[StageCollectives],
-) -> None:
+def add_collectives(lanes: Lanes, stages: Sequence[StageCollectives]) -> None:
     """Add the collectives of a step to its graph, with the waits for them.
 
     Args:
-        graph: the graph of a schedule from ``with_collectives``; gets further actions.
-        rows: per rank, the numbers of its actions.
-        seconds: per action; gets the seconds of the collectives.
-        lanes: gets a row for each rank.
+        lanes: the rows of a schedule from ``with_collectives``; gets a lane for each rank.
         stages: by stage.
     """
-    for rank, row in enumerate(rows):
-        _RankCollectives(graph, rank, row, seconds, lanes, stages).add_to_row()
+    for rank in range(lanes.ranks):
+        _RankCollectives(lanes, rank, stages).add_to_row()
 
 
 class _RankCollectives:
     """Adds the collectives of one rank, in the order in which its actions start them."""
 
-    def __init__(
-        self,
-        graph: StepGraph,
-        rank: int,
-        row: Sequence[int],
-        seconds: list[float],
-        lanes: Lanes,
-        stages: Sequence[StageCollectives],
-    ) -> None:
-        self._graph, self._rank, self._row = graph, rank, row
-        self._seconds, self._lanes, self._stages = seconds, lanes, stages
+    def __init__(self, lanes: Lanes, rank: int, stages: Sequence[StageCollectives]) -> None:
+        self._graph, self._rank, self._row = lanes.graph, rank, lanes.rows[rank]
+        self._seconds, self._lanes, self._stages = lanes.seconds, lanes, stages
         self._lane_index, self._lane = len(lanes.rows), list[int]()
         lanes.rows.append(self._lane)
         self._last_blocks: list[tuple[int, int]] = []
@@ -204,7 +187,7 @@ class _RankCollectives:
         number = self._graph.add_action(self._lane_index, action)
         self._seconds.append(seconds)
         self._lane.append(number)
-        self._lanes.ends.append((self._rank, action, number))
+        self._lanes.ends.append((self._rank, action, number, 0.0))
         if after is not None:
             self._graph.add_wait(after, number, latency)
         return number

@@ -177,7 +177,7 @@ def simulate(
     seconds = [_seconds(action, duration) for action in graph.actions]
     lanes = add_lanes(graph, schedule, rows, seconds, transfer, memory)
     if collectives:
-        add_collectives(graph, rows, seconds, lanes, collectives)
+        add_collectives(lanes, collectives)
     _check_seconds(graph.actions, seconds)
     run = play(graph, lanes.rows, seconds)
     waits = waits_of(graph, lanes.rows, run, len(rows))
@@ -190,7 +190,7 @@ def simulate(
         for number in row
         if (action := graph.actions[number]).kind.is_compute
     ]
-    spans += [Span(*span) for span in lanes.spans(run.starts, seconds)]
+    spans += [Span(*span) for span in lanes.spans(run.starts)]
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -227,38 +227,100 @@ def _listed(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         yield from ((rank, action) for action in row)
 
 
-# --- moves ----------------------------------------------------------------------------------------
+# --- lanes ----------------------------------------------------------------------------------------
 
 
-@dataclass
 class Lanes:
-    """The transfers of a step's moves, as rows of added actions of its graph.
+    """The rows of a step's ranks, and beside them lanes of transfers, which are added to its graph
+    as actions.
+
+    Args:
+        graph: the graph of a schedule; gets the transfers.
+        rows: per rank, the numbers of its actions.
+        seconds: the duration of each action; gets the durations of the transfers.
 
     Attributes:
+        graph: as passed.
+        seconds: as passed.
+        ranks: the number of ranks.
         rows: per rank, the numbers of its actions; then per lane, the numbers of its transfers, in
             order.
-        latency: per transfer, seconds from its end to its arrival; 0 where it is missing.
-        ends: (rank, action, transfer) of every action at which a move leaves or reaches a rank.
+        ends: (rank, action, transfer, seconds from the transfer's end to the action's) of every
+            action at which a transfer leaves or reaches a rank.
     """
 
-    rows: list[Sequence[int]]
-    latency: dict[int, float] = field(default_factory=dict)
-    ends: list[tuple[int, Action, int]] = field(default_factory=list)
+    def __init__(
+        self, graph: StepGraph, rows: Sequence[Sequence[int]], seconds: list[float]
+    ) -> None:
+        self.graph, self.seconds, self.ranks = graph, seconds, len(rows)
+        self.rows = [*rows]
+        self.ends: list[tuple[int, Action, int, float]] = []
+        self._queues: dict[tuple[int, int | str], list[tuple[int, int]]] = {}
+        """The transfers of each lane of moves, each with the place of the move that starts it."""
+        self._transfers: dict[tuple[int, int], int] = {}
+        """The transfer of a move, by rank and place."""
 
-    def spans(
-        self, starts: Sequence[float], seconds: Sequence[float]
-    ) -> Iterator[tuple[int, Action, float, float]]:
-        """Yield (rank, action, start, end) of every move.
+    def spans(self, starts: Sequence[float]) -> Iterator[tuple[int, Action, float, float]]:
+        """Yield (rank, action, start, end) of every transfer. ``starts`` are the starts of the
+        graph's actions, in seconds.
+        """
+        for rank, action, number, latency in self.ends:
+            yield rank, action, starts[number], starts[number] + self.seconds[number] + latency
+
+    def add_move(self, move: ActivationMove, seconds: float, latency: float) -> None:
+        """Add the two transfers of a move, with the actions that start and await them.
 
         Args:
-            starts: per action of the graph, its start in seconds.
-            seconds: per action, for how long it occupies its rank or lane.
+            move: the move.
+            seconds: the time for which each transfer occupies its lane.
+            latency: seconds from the end of that time to the arrival.
         """
-        for rank, action, number in self.ends:
-            end = starts[number] + seconds[number]
-            if action.kind in ARRIVALS:
-                end += self.latency.get(number, 0.0)
-            yield rank, action, starts[number], end
+        owner, partner, graph = move.rank, move.partner, self.graph
+        ends = [(owner, move.leaves), (owner, move.comes)]
+        if partner is None:
+            outward = self._add_transfer((owner, "out"), owner, move.leaves, seconds)
+            homeward = self._add_transfer((owner, "in"), owner, move.comes, seconds)
+        else:
+            outward = self._add_transfer((owner, partner), owner, move.leaves, seconds)
+            homeward = self._add_transfer((partner, owner), partner, move.returned, seconds)
+            ends += [(partner, move.accepted), (partner, move.returned)]
+        for (rank, place), transfer in zip(ends, (outward, homeward) * 2, strict=False):
+            number = self.rows[rank][place]
+            action = graph.actions[number]
+            graph.add_wait(number, transfer)
+            arrives = action.kind in ARRIVALS
+            self.ends.append((rank, action, transfer, latency if arrives else 0.0))
+            self._transfers[rank, place] = transfer
+        graph.add_wait(outward, homeward, latency)
+        graph.add_wait(homeward, self.rows[owner][move.used], latency)
+
+    def order_moves(self, schedule: Schedule) -> None:
+        """Order the lanes of moves, and add the waits for departures."""
+        self.rows += [[number for _, number in sorted(q)] for q in self._queues.values()]
+        # Later transfers of a lane need not wait again for what an earlier one waited for.
+        waited: set[tuple[int, int]] = set()
+        for rank, row in enumerate(schedule.ranks):
+            for place, departures in waited_departures(row):
+                waiting: int | None = self.rows[rank][place]
+                if row[place].kind.is_move:
+                    waiting = self._transfers.get((rank, place))
+                for position in departures:
+                    departure = self._transfers.get((rank, position))
+                    if waiting is None or departure is None:
+                        continue
+                    if (self.graph.ranks[waiting], departure) not in waited:
+                        waited.add((self.graph.ranks[waiting], departure))
+                        self.graph.add_wait(departure, waiting)
+
+    def _add_transfer(
+        self, lane: tuple[int, int | str], rank: int, place: int, seconds: float
+    ) -> int:
+        queue = self._queues.setdefault(lane, [])
+        row = self.ranks + [*self._queues].index(lane)
+        number = self.graph.add_action(row, self.graph.actions[self.rows[rank][place]])
+        queue.append((place, number))
+        self.seconds.append(seconds)
+        return number
 
 
 def add_lanes(
@@ -282,14 +344,12 @@ def add_lanes(
     Raises:
         ScheduleError: a link has a bandwidth, but the bytes of a move are missing.
     """
-    moves = find_moves(schedule)
-    if not moves:
-        return Lanes([*rows])
-    builder = _Builder(graph, rows, seconds)
+    lanes, moves = Lanes(graph, rows, seconds), find_moves(schedule)
     for move in moves:
-        builder.add_move(move, _took(schedule, transfer, memory, move))
-    builder.order_lanes(schedule)
-    return builder.lanes
+        lanes.add_move(move, *_took(schedule, transfer, memory, move))
+    if moves:
+        lanes.order_moves(schedule)
+    return lanes
 
 
 def _took(
@@ -314,72 +374,3 @@ def _took(
         )
     size = memory[move.stage].moved(deferred=move.deferred)
     return size / link.bandwidth, link.latency
-
-
-class _Builder:
-    def __init__(
-        self, graph: StepGraph, rows: Sequence[Sequence[int]], seconds: list[float]
-    ) -> None:
-        self.lanes = Lanes([*rows])
-        self._graph, self._rows, self._seconds = graph, rows, seconds
-        self._queues: dict[tuple[int, int | str], list[tuple[int, int]]] = {}
-        """The transfers of each lane, each with the place of the move that starts it."""
-        self._transfers: dict[tuple[int, int], int] = {}
-        """The transfer of a move, by rank and place."""
-
-    def add_move(self, move: ActivationMove, took: tuple[float, float]) -> None:
-        """Add the two transfers of a move, with the actions that start and await them.
-
-        Args:
-            move: the move.
-            took: (seconds for which each transfer occupies its lane, seconds of latency).
-        """
-        owner, partner, rows = move.rank, move.partner, self._rows
-        ends = [(owner, move.leaves), (owner, move.comes)]
-        if partner is None:
-            outward = self._transfer((owner, "out"), owner, move.leaves, took)
-            homeward = self._transfer((owner, "in"), owner, move.comes, took)
-        else:
-            outward = self._transfer((owner, partner), owner, move.leaves, took)
-            homeward = self._transfer((partner, owner), partner, move.returned, took)
-            ends += [(partner, move.accepted), (partner, move.returned)]
-        for (rank, place), transfer in zip(ends, (outward, homeward) * 2, strict=False):
-            number = rows[rank][place]
-            self._graph.add_wait(number, transfer)
-            self.lanes.ends.append((rank, self._graph.actions[number], transfer))
-            self._transfers[rank, place] = transfer
-        self._graph.add_wait(outward, homeward, took[1])
-        self._graph.add_wait(homeward, rows[owner][move.used], took[1])
-
-    def order_lanes(self, schedule: Schedule) -> None:
-        """Order the lanes, and add the waits for departures."""
-        self.lanes.rows += [[number for _, number in sorted(q)] for q in self._queues.values()]
-        # Later transfers of a lane need not wait again for what an earlier one waited for.
-        waited: set[tuple[int, int]] = set()
-        for rank, row in enumerate(schedule.ranks):
-            for place, departures in waited_departures(row):
-                waiting: int | None = self._rows[rank][place]
-                if row[place].kind.is_move:
-                    waiting = self._transfers.get((rank, place))
-                for position in departures:
-                    departure = self._transfers.get((rank, position))
-                    if waiting is None or departure is None:
-                        continue
-                    if (self._graph.ranks[waiting], departure) not in waited:
-                        waited.add((self._graph.ranks[waiting], departure))
-                        self._graph.add_wait(departure, waiting)
-
-    def _transfer(
-        self,
-        lane: tuple[int, int | str],
-        rank: int,
-        place: int,
-        took: tuple[float, float],
-    ) -> int:
-        graph, queue = self._graph, self._queues.setdefault(lane, [])
-        row = len(self._rows) + [*self._queues].index(lane)
-        number = graph.add_action(row, graph.actions[self._rows[rank][place]])
-        queue.append((place, number))
-        duration, self.lanes.latency[number] = took
-        self._seconds.append(duration)
-        return number
