@@ -22,7 +22,7 @@ from typing import NamedTuple
 from autosplit.pipeline.schedule.routes import StageDataflow, outgoing_messages, result_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 
-from .step_graph import StepGraph, Transfer, add_lanes
+from .step_graph import Lanes, StepGraph, Transfer, add_lanes
 
 
 class Play(NamedTuple):
@@ -176,7 +176,7 @@ def replay(schedule: Schedule) -> Replay:
         [(run.starts[number], run.starts[number] + 1.0) for number in row[:place]]
         for row, place in zip(rows, run.places, strict=False)
     ]
-    return Replay(times, waits_of(graph, lanes.rows, run, len(rows)))
+    return Replay(times, waits_of(lanes, run))
 
 
 def rows_of(schedule: Schedule) -> list[range]:
@@ -185,10 +185,9 @@ def rows_of(schedule: Schedule) -> list[range]:
     return [range(first, last) for first, last in pairwise(ends)]
 
 
-def waits_of(
-    graph: StepGraph, rows: Sequence[Sequence[int]], run: Play, ranks: int
-) -> dict[int, Wait]:
+def waits_of(lanes: Lanes, run: Play) -> dict[int, Wait]:
     """The wait of each unfinished rank, and of each lane; lanes are numbered after the ranks."""
+    graph, rows = lanes.graph, lanes.rows
     left = {
         rank: list(row[place:])
         for rank, (row, place) in enumerate(zip(rows, run.places, strict=True))
@@ -214,7 +213,7 @@ def waits_of(
         maker = makers.get(missing)
         at = None if maker is None else (maker, graph.actions[left[maker][0]])
         need = graph.stage_messages[missing].result
-        waits[rank] = Wait(rank, graph.actions[standing], need, at, ranks)
+        waits[rank] = Wait(rank, graph.actions[standing], need, at, lanes.ranks)
     return waits
 
 

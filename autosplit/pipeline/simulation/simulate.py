@@ -180,7 +180,7 @@ def simulate(
         add_collectives(lanes, collectives)
     _check_seconds(graph.actions, seconds)
     run = play(graph, lanes.rows, seconds)
-    waits = waits_of(graph, lanes.rows, run, len(rows))
+    waits = waits_of(lanes, run)
     if waits:
         text = "".join(f"\n  {wait}" for wait in waits.values())
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end:{text}")
