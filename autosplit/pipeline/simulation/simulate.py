@@ -66,14 +66,14 @@ class Timeline:
         """
         if not self.crosses_step:
             return self.makespan
-        windows = [window_of(self._spans_of(rank)) for rank in range(self.ranks)]
+        windows = map(window_of, self._spans_by_rank().values())
         return max((end - start for start, end in windows), default=0.0)
 
     def window(self, rank: int) -> tuple[float, float]:
         """(start, end) of the step on ``rank``, in seconds. If steps overlap, the window starts
         with the rank's first action.
         """
-        spans = self._spans_of(rank) if self.crosses_step else []
+        spans = self._spans_by_rank()[rank] if self.crosses_step else []
         start, _ = window_of(spans or self.spans)
         return start, start + self.step_time
 
@@ -85,9 +85,8 @@ class Timeline:
         """
         if not 0 <= rank < self.ranks:
             raise ScheduleError(f"no rank {rank} in this timeline: expected 0 to {self.ranks - 1}")
-        return sum(
-            span.end - span.start for span in self._spans_of(rank) if span.action.kind.is_compute
-        )
+        spans = self._spans_by_rank()[rank]
+        return sum(span.end - span.start for span in spans if span.action.kind.is_compute)
 
     def bubble_ratio(self, rank: int | None = None) -> float:
         """Idle time over total time, from 0 to 1, of ``rank`` or as the mean over all ranks.
@@ -103,8 +102,11 @@ class Timeline:
         total = self.step_time * len(ranks)
         return 1.0 - busy / total if total > 0.0 else 0.0
 
-    def _spans_of(self, rank: int) -> list[Span]:
-        return [span for span in self.spans if span.rank == rank]
+    def _spans_by_rank(self) -> dict[int, list[Span]]:
+        rows: dict[int, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            rows[span.rank].append(span)
+        return rows
 
 
 def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionKind], float]:
