@@ -229,13 +229,13 @@ class _Construction:
             "auto", stages, microbatches, ((),) * len(caps), placement, split_backward=True
         )
         steps = itertools.product(range(stages), SPLIT_KINDS, range(microbatches))
-        self._actions = [Action(*step) for step in steps]
         graph = StepGraph(
             self._empty,
-            ((placement[action.stage], action) for action in self._actions),
+            ((placement[step[0]], Action(*step)) for step in steps),
             dataflow=None if costs.wiring is None else StageDataflow(stages, costs.wiring),
             transfer=costs.transfer,
         )
+        self._actions = graph.actions
         self._seconds = [costs.seconds(action) for action in self._actions]
         self._scheduler = ListScheduler(graph, self._seconds, len(caps))
         self._kept = [0.0] * len(caps)

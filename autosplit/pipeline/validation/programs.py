@@ -267,10 +267,10 @@ class _EngineRank(Host):
         self._retired = Counter[int]()
         self._moves: dict[int, int] = {}
         self._reductions: list[int] = []
-        row = schedule.ranks[rank]
-        self._last_weights = {a.stage: a for a in row if a.kind in BACKWARDS}
+        self._row = schedule.ranks[rank]
+        self._last_weights = {a.stage: a for a in self._row if a.kind in BACKWARDS}
         self._has_replicas = not self._is_sharded and bool({*dimensions} - {TENSOR})
-        self._needs = defaultdict(list, waited_departures(schedule.ranks[rank]))
+        self._needs = defaultdict(list, waited_departures(self._row))
         for move in prepared.moves:
             if move.rank == rank:
                 self._needs[move.comes].append(move.leaves)
@@ -282,7 +282,7 @@ class _EngineRank(Host):
         """The rank's operations of one step, in order."""
         everyone = range(len(self._schedule.ranks))
         self.hold("batch", (), everyone)
-        for place, action in enumerate(self._schedule.ranks[self._rank]):
+        for place, action in enumerate(self._row):
             over = [self._moves[need] for need in self._needs[place]]
             if action.kind.is_move:
                 self._moves[place] = self._move(action, over)
