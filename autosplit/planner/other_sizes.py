@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from autosplit.capture.forward_sizes import holds_size
-from autosplit.capture.module_paths import inside, stack
+from autosplit.capture.module_paths import common, inside, stack
 from autosplit.capture.size_rule import Leaf, SizeRule
 from autosplit.errors import CaptureError, PlanError, reworded
 from autosplit.pipeline.engine.boundaries import Boundary, TensorMeta
@@ -83,19 +83,27 @@ def _messages(layout: StageLayout, exact: bool) -> list[list[tuple[Any, ...]]]:
 
 
 def _keys(line: OperationSequence) -> list[list[Any]]:
-    """Keys of each operation that are equal in every capture of a model. A key is the operation's
-    modules, its target, and how often both occurred before. A checkpointed region has the keys of
-    the operations in the region, because a model may checkpoint it in one mode only.
+    """Keys of each operation that are equal in every capture of a model, from the most exact.
+
+    A key is the operation's modules, its target, and how often both occurred before. A checkpointed
+    region has the keys of the operations in the region, because a model may checkpoint it in one
+    mode only. The first operation of a module has the module as a key as well, because a module may
+    begin with an operation that only one mode has.
     """
     seen: Counter[Any] = Counter()
-    keys_of_nodes = []
+    keys_of_nodes, previous = [], tuple[str, ...]()
     for node in line.body:
-        keys = []
-        for part in inside(node) or [node]:
-            key = (stack(part), str(part.target))
+        modules = stack(node)
+        shared = len(common(previous, modules))
+        numbered = []
+        for key in (
+            *((stack(part), str(part.target)) for part in inside(node) or [node]),
+            *(modules[:depth] for depth in range(shared + 1, len(modules) + 1)),
+        ):
             seen[key] += 1
-            keys.append((key, seen[key]))
-        keys_of_nodes.append(keys)
+            numbered.append((key, seen[key]))
+        keys_of_nodes.append(numbered)
+        previous = modules
     return keys_of_nodes
 
 

@@ -123,3 +123,27 @@ def test_messages_of_other_shapes_in_evaluation_are_refused() -> None:
     stage = cut(whole, firsts).build(1).eval()
     with pytest.raises(PlanError, match="send each other different tensors"):
         stage(torch.randn(6, 4))
+
+
+class Averaging(nn.Linear):
+    """Begins with an operation that only training has."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return super().forward(x - self.mean)
+
+
+def test_a_stage_may_begin_at_a_module_that_begins_with_an_operation_of_training() -> None:
+    case = Case(nn.Sequential(nn.Linear(4, 4), Averaging()), (torch.randn(6, 4),))
+    unsplit = copy.deepcopy(case.model)
+    whole, firsts = WholeModel.capture(case.model, case.args).divided(["1"])
+    split = cut(whole, firsts)
+    modules = [split.build(index) for index in range(2)]
+    for training in (True, False):
+        result = run_modules(split, [m.train(training) for m in modules], case.tensors())
+        assert torch.equal(result, unsplit.train(training)(*case.args))
