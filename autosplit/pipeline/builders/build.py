@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, chain, islice
 from typing import cast
 
 from autosplit.errors import ScheduleError
@@ -227,26 +227,17 @@ def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
         schedule: a schedule whose stages are the blocks.
         sizes: stages in each block, each >= 1.
     """
-    first = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    ends = [0, *accumulate(sizes)]
 
     def members(action: Action) -> list[Action]:
-        block = range(first[action.stage], first[action.stage] + sizes[action.stage])
+        block = range(ends[action.stage], ends[action.stage + 1])
         order = block if action.kind is ActionKind.FORWARD else reversed(block)
         return [Action(stage, action.kind, action.microbatch) for stage in order]
 
-    return replace(
-        schedule,
-        stages=sum(sizes),
-        ranks=tuple(
-            tuple(member for action in row for member in members(action)) for row in schedule.ranks
-        ),
-        placement=spread(schedule.placement, sizes),
-    )
-
-
-def spread(placement: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The rank of every stage, from the rank and the size of each block of stages."""
-    return tuple(rank for rank, size in zip(placement, sizes, strict=True) for _ in range(size))
+    rows = tuple(tuple(chain.from_iterable(map(members, row))) for row in schedule.ranks)
+    blocks = zip(schedule.placement, sizes, strict=True)
+    placement = tuple(rank for rank, size in blocks for _ in range(size))
+    return replace(schedule, stages=len(placement), ranks=rows, placement=placement)
 
 
 # --- requests -------------------------------------------------------------------------------------
