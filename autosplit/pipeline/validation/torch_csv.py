@@ -156,9 +156,7 @@ def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
         raise ScheduleError(
             f"{name!r} has no F, I, W or B: expected a line of actions such as 0F0 for each rank"
         )
-    homes: dict[int, int] = {}
-    for rank, action in actions:
-        homes.setdefault(action.stage, rank)
+    homes = {action.stage: rank for rank, action in reversed(actions)}
     if len(homes) <= max(homes):
         missing = [str(stage) for stage in range(len(homes)) if stage not in homes]
         raise ScheduleError(
