@@ -21,7 +21,6 @@ class ForwardStage(Protocol):
         """Run F, and return the outputs; empties ``inputs``, so that each is freed at its last
         use.
         """
-        ...
 
 
 @runtime_checkable
@@ -40,15 +39,12 @@ class BackwardStage(ForwardStage, Protocol):
         self, microbatch: int, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
         """Run I, and return the input gradients; empties ``output_grads``."""
-        ...
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W, and add the weight gradients to the stage's accumulators."""
-        ...
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """Run I and W in one call, and return the input gradients; empties ``output_grads``."""
-        ...
 
 
 class TrainableStage(BackwardStage, Protocol):
@@ -59,11 +55,9 @@ class TrainableStage(BackwardStage, Protocol):
     @property
     def output_specs(self) -> Sequence[tuple[torch.Size, torch.dtype, bool]]:
         """(shape, dtype, whether it needs a gradient) of each output."""
-        ...
 
     def publish(self) -> None:
         """Add the accumulated gradients to the parameters' ``.grad``, and drop them."""
-        ...
 
 
 class StageSharding(Protocol):
@@ -71,23 +65,18 @@ class StageSharding(Protocol):
 
     def __contains__(self, stage: int) -> bool:
         """Whether a stage is sharded."""
-        ...
 
     def start_gather(self, stage: int) -> None:
         """Start the all-gather of the stage's parameters."""
-        ...
 
     def finish_gather(self, stage: int) -> None:
         """Wait for the all-gather that ``start_gather`` started."""
-        ...
 
     def free(self, stage: int) -> None:
         """Free the stage's gathered parameters."""
-        ...
 
     def start_reduction(self, stage: int) -> None:
         """Start the reduce-scatter of the stage's published gradients."""
-        ...
 
 
 class StageFactory(Protocol):
@@ -102,7 +91,6 @@ class StageFactory(Protocol):
                 ``requires_grad`` need a gradient.
             index: the stage's index in the pipeline.
         """
-        ...
 
 
 def unsupported_output(index: int, output_type: type) -> PipelineError:
