@@ -7,7 +7,6 @@ ordinary Python with ordinary autograd. Dynamo decides on recompilation, guards 
 
 from __future__ import annotations
 
-import math
 import os
 import pathlib
 import threading
@@ -20,14 +19,13 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import WeightAnchor, hooks_text
-from autosplit.autograd.pending import PendingBound, PendingQueue
+from autosplit.autograd.pending import PendingQueue
 from autosplit.capture.dynamo_graph import compile_model
 from autosplit.dump import dump
 from autosplit.dynamo.backend import DynamoGraph, SplittingBackend
 from autosplit.dynamo.pending_weights import ForwardCall
-from autosplit.errors import DeferralWarning, SplitError
+from autosplit.errors import DeferralWarning
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.specializations import calls_itself
 from autosplit.text.figures import few, short_source
@@ -49,7 +47,7 @@ def partial_report(partial: PartialModel, title: str) -> str:
     sections = [
         f"{title} is split graph by graph: Dynamo found {len(partial.parts)}, "
         f"{count} of them split.",
-        *([partial.reason] if partial.reason else []),
+        partial.reason,
         _graph_table(partial),
     ]
     if partial.breaks:
@@ -101,17 +99,14 @@ def _table(rows: Sequence[Sequence[object]], headers: list[str]) -> str:
 
 
 class PartialModel:
-    """A model split graph by graph.
-
-    ``pending`` and ``backward_weight()`` are as in ``SplitModule``.
+    """A model split graph by graph, of a ``SplitModule``.
 
     Args:
         model: the model; it keeps its parameters and its Python side effects.
         options: options for splitting and running graphs, all with ``memory="balanced"``.
         reason: why the model cannot be captured in one graph, for the report.
         because: ``reason`` in one line, for a warning.
-        queue: the queue of pending microbatches, which may already hold some; None for a new queue
-            without a limit.
+        queue: the queue of pending microbatches, which may already hold some.
 
     Attributes:
         has_warned: whether the warning that few weight gradients can be deferred was given.
@@ -120,16 +115,16 @@ class PartialModel:
     def __init__(
         self,
         model: nn.Module,
-        options: SplitOptions | None = None,
-        reason: str = "",
-        because: str = "",
-        queue: PendingQueue | None = None,
+        options: SplitOptions,
+        reason: str,
+        because: str,
+        queue: PendingQueue,
     ) -> None:
         self._model = model
         self.reason = reason
         self._because = because
         # torch keeps backends and compiled code until the process ends, so refer to self weakly.
-        backend = SplittingBackend(weakref.proxy(self), options or SplitOptions())
+        backend = SplittingBackend(weakref.proxy(self), options)
         self._compiled = compile_model(model, backend)
         self._parts: list[DynamoGraph] = []
         self._breaks: dict[BreakReason, None] = {}
@@ -137,7 +132,7 @@ class PartialModel:
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
         self._latest = ForwardCall()
-        self._queue = queue or PendingQueue(Delivery(), PendingBound(math.inf))
+        self._queue = queue
         self.anchor = WeightAnchor(self._queue, leaves=LeavesCache(model.parameters))
         self.has_warned = False
 
@@ -152,8 +147,7 @@ class PartialModel:
         counts, watch = (len(self._parts), len(self._breaks)), BreakWatch()
         fused_backward = synchronises() or has_gradient_hooks([*self._model.parameters()])
         if fused_backward:
-            self.backward_weight()
-        self._queue.make_room()
+            self._queue.compute()
         in_data_parallel = data_parallel() is not None
         microbatch = self._latest = self._running.microbatch = ForwardCall(
             fused_backward, in_data_parallel
@@ -182,26 +176,6 @@ class PartialModel:
         reasons = [self._because, *breaks, *given_up, *lineless, "no graph holds them"]
         because = next(filter(None, reasons))
         self.has_warned = DeferralWarning.issue(type(self._model).__name__, share, because)
-
-    def backward_weight(self, microbatches: int | None = None) -> None:
-        """Compute pending weight gradients, as ``SplitModule.backward_weight`` does.
-
-        Args:
-            microbatches: number of microbatches, oldest ``backward()`` first; None for all.
-
-        Raises:
-            SplitError: fewer microbatches than requested are pending.
-        """
-        self._queue.compute(microbatches)
-
-    def discard(self) -> None:
-        """Discard pending work, as ``SplitModule.discard`` does."""
-        self._queue.discard_all()
-
-    @property
-    def pending(self) -> int:
-        """Number of microbatches with pending weight gradients."""
-        return self._queue.pending_count
 
     @property
     def parts(self) -> tuple[DynamoGraph, ...]:
@@ -246,16 +220,7 @@ class PartialModel:
         return late / total if total else None
 
     def report(self) -> str:
-        """Text on split and unsplit graphs, reasons, and the deferred share of gradients.
-
-        Raises:
-            SplitError: the model has not been called yet.
-        """
-        if not self._parts and not self._breaks and self._seen is None:
-            because = f"; {self.reason}" if self.reason else ""
-            raise SplitError(
-                "nothing captured yet: call the module, which is split graph by graph" + because
-            )
+        """Text on split and unsplit graphs, reasons, and the deferred share of gradients."""
         text = partial_report(self, type(self._model).__name__)
         return "\n\n".join([text, *self._queue.bound.text()])
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.dynamo.partial_model import PartialModel
 from autosplit.dynamo.pending_weights import Deferral
+from tests.dynamo.by_graphs import split_by_graphs
 
 
 class Net(nn.Module):
@@ -52,7 +52,7 @@ class Compiled:
 
 FACES: dict[str, Callable[[nn.Module], Any]] = {
     "whole": partial(autosplit.split, max_pending=math.inf),
-    "parts": PartialModel,
+    "parts": split_by_graphs,
     "compiled": Compiled,
 }
 

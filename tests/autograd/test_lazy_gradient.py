@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
 from autosplit import SplitError, SplitModule
-from autosplit.dynamo.partial_model import PartialModel
 from autosplit.runtime.functions import SplitFunctions
 from tests.autograd.faces import FACES, Broken, Compiled, Net, model_for
+from tests.dynamo.by_graphs import split_by_graphs
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_alike, within
 
@@ -308,7 +308,7 @@ def test_gradient_that_somebody_holds(dropped: bool, face: str) -> None:
 def test_discard() -> None:
     model = Net()
     plain = copy.deepcopy(model)
-    for module in (autosplit.split(model), PartialModel(model)):
+    for module in (autosplit.split(model), split_by_graphs(model)):
         one, two = batches()
         model.zero_grad()
         plain.zero_grad()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.dynamo.partial_model import PartialModel
 from tests.dynamo.breaking import (
     MODELS,
     Branch,
@@ -20,6 +19,7 @@ from tests.dynamo.breaking import (
     TwoLayers,
     loss_of,
 )
+from tests.dynamo.by_graphs import partial_of, split_by_graphs
 from tests.pending import deferred_tensors
 from tests.semantics.against_autograd import (
     assert_equals_autograd,
@@ -38,7 +38,9 @@ def batches(*rows: int) -> list[tuple[Tensor]]:
 @pytest.mark.parametrize("build", MODELS)
 def test_equals_autograd(build: type[TwoLayers]) -> None:
     """One by one: autograd itself refuses what some of them write in between."""
-    assert_equals_autograd(build(), batches(3, 3), loss_of, orders=[one_by_one], face=PartialModel)
+    assert_equals_autograd(
+        build(), batches(3, 3), loss_of, orders=[one_by_one], face=split_by_graphs
+    )
 
 
 def test_a_compiler_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +53,13 @@ def test_a_compiler_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -
         return compiler(model, **options)
 
     monkeypatch.setattr(torch, "compile", copying)
-    partial = PartialModel(TwoLayers())
+    partial = split_by_graphs(TwoLayers())
     assert partial.pending == 0
 
 
 def test_python_side_effects_happen() -> None:
     model = SideEffects()
-    partial = PartialModel(model)
+    partial = split_by_graphs(model)
     for rows in (3, 3, 2):
         partial(torch.randn(rows, 4)).sum().backward()
     assert model.calls == 3
@@ -69,7 +71,7 @@ def test_both_branches_on_data() -> None:
     model, inputs = Branch(), batches(*[3] * 8)
     with torch.no_grad():
         assert {bool(model.a(x).sum() > 0) for (x,) in inputs} == {True, False}
-    assert_equals_autograd(model, inputs, face=PartialModel)
+    assert_equals_autograd(model, inputs, face=split_by_graphs)
 
 
 class Mean(TwoLayers):
@@ -83,14 +85,14 @@ class Mean(TwoLayers):
 @pytest.mark.parametrize(("build", "parts"), [(TwoLayers, 4), (Mean, 2)])
 def test_shapes_that_vary_become_symbolic(build: type[nn.Module], parts: int) -> None:
     """Graphs for the first shape, and as many for all others."""
-    partial = assert_equals_autograd(build(), batches(3, 5, 2, 7, 9), face=PartialModel)
-    assert [part.state for part in partial.parts] == ["split"] * parts
+    partial = assert_equals_autograd(build(), batches(3, 5, 2, 7, 9), face=split_by_graphs)
+    assert [part.state for part in partial_of(partial).parts] == ["split"] * parts
 
 
 def test_changes_of_mode_recompile() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), TwoLayers())
     reference = copy.deepcopy(model)
-    partial, x = PartialModel(model), batches(5)
+    partial, x = split_by_graphs(model), batches(5)
 
     def modes(forward: Any, module: nn.Module) -> None:
         module.train()
@@ -124,14 +126,14 @@ def test_recomputation_in_the_backward(reentrant: bool) -> None:
                 self.inner, x, use_reentrant=reentrant
             ).square()
 
-    assert_equals_autograd(Checkpointed(), batches(3, 3), face=PartialModel)
+    assert_equals_autograd(Checkpointed(), batches(3, 3), face=split_by_graphs)
 
 
 # --- models with graph breaks: what one microbatch is, and what it holds --------------------------
 
 
 def test_microbatches_are_backwards_oldest_first() -> None:
-    partial = PartialModel(Scaled())
+    partial = split_by_graphs(Scaled())
     weight = dict(partial.named_parameters())["weight"]
     for count, total in ((1, 2.0), (2, 22.0), (3, 222.0)):
         for value in (1.0, 10.0, 100.0):
@@ -162,7 +164,7 @@ class Scaled(nn.Module):
 def test_model_dies_though_its_code_is_kept() -> None:
     """torch keeps a backend and what it compiled for as long as the process."""
     model = TwoLayers()
-    partial = PartialModel(model)
+    partial = split_by_graphs(model)
     partial(torch.randn(3, 4)).square().sum().backward()
     partial.backward_weight()
     died = weakref.ref(model)
@@ -172,7 +174,7 @@ def test_model_dies_though_its_code_is_kept() -> None:
 
 
 def test_microbatch_dies_with_its_weight_gradients() -> None:
-    partial = PartialModel(TwoLayers())
+    partial = split_by_graphs(TwoLayers())
     x = torch.randn(3, 4)
     output = partial(x)
     output.square().sum().backward()

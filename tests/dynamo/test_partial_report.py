@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit import DeferralWarning, SplitError
+from autosplit import DeferralWarning
 from autosplit.dynamo.partial_model import PartialModel
 from autosplit.passes import PassError
 from autosplit.runtime import build
 from tests.dynamo.breaking import DisabledMiddle, TwoLayers, Unbreakable
+from tests.dynamo.by_graphs import partial_of, split_by_graphs
 
 # --- what a partly split model says of itself -----------------------------------------------------
 
@@ -23,10 +24,10 @@ PRODUCT = 2 * 3 * 4 * 4  # operations of one weight gradient: 3 rows, 4 by 4 wei
 
 
 def called(model: nn.Module) -> PartialModel:
-    partial = PartialModel(model)
-    partial(torch.randn(3, 4)).sum().backward()
-    partial.backward_weight()
-    return partial
+    module = split_by_graphs(model)
+    module(torch.randn(3, 4)).sum().backward()
+    module.backward_weight()
+    return partial_of(module)
 
 
 def test_parts_and_breaks() -> None:
@@ -75,16 +76,17 @@ def test_lines_of_torchs_layers_are_named_where_there_are_none_of_the_users() ->
 
 def test_recompilation_limit_is_reported() -> None:
     model = TwoLayers()
-    partial = PartialModel(model)
+    module = split_by_graphs(model)
     with torch._dynamo.config.patch(recompile_limit=1):
         for training in (True, False):
             model.train(training)
             for frozen in (False, True):
                 model.a.weight.requires_grad_(not frozen)
-                partial(torch.randn(3, 4)).sum().backward()
-                partial.backward_weight()
-    assert any("recompile limit" in graph_break.reason for graph_break in partial.breaks)
-    assert "recompile limit" in partial.report()
+                module(torch.randn(3, 4)).sum().backward()
+                module.backward_weight()
+    breaks = partial_of(module).breaks
+    assert any("recompile limit" in graph_break.reason for graph_break in breaks)
+    assert "recompile limit" in module.report()
 
 
 def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +118,6 @@ def test_dump(tmp_path: pathlib.Path) -> None:
     text = (tmp_path / "part1" / "backward_weight.py").read_text()
     assert "aten.mm.default" in text
     assert "parameter_grad b.weight" in text
-
-
-def test_nothing_captured() -> None:
-    with pytest.raises(SplitError, match="nothing captured yet: call the module"):
-        PartialModel(TwoLayers()).report()
-    with pytest.raises(SplitError, match=r"split graph by graph; for a reason\nMore: "):
-        PartialModel(TwoLayers(), reason="for a reason").report()
 
 
 class ViewOutside(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.dynamo.partial_model import PartialModel
+from tests.dynamo.by_graphs import split_by_graphs
 from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, leaves
 from tests.zoo import layered
 
@@ -92,7 +92,7 @@ def under_autocast(
 
 FACES: dict[str, Callable[[nn.Module], Any]] = {
     "whole": partial(autosplit.split, max_pending=math.inf),
-    "parts": PartialModel,
+    "parts": split_by_graphs,
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError, SplitError, Stage
-from autosplit.dynamo.partial_model import PartialModel
+from tests.dynamo.by_graphs import partial_of, split_by_graphs
 from tests.semantics.against_autograd import (
     assert_alike,
     assert_equals_autograd,
@@ -108,7 +108,7 @@ def writes_first(module: Any, x: Tensor, y: Tensor) -> Tensor:
     return module.linear(x.add_(1.0)) * y
 
 
-FACES = pytest.mark.parametrize("face", [autosplit.split, PartialModel], ids=["whole", "parts"])
+FACES = pytest.mark.parametrize("face", [autosplit.split, split_by_graphs], ids=["whole", "parts"])
 
 
 @FACES
@@ -337,8 +337,10 @@ def test_sizes_that_vary() -> None:
     """Symbolic strides cannot be checked; the graph runs as Dynamo traced it."""
     batches = [(torch.randn(rows, 4),) for rows in (2, 3, 5)]
     # Weight gradients are added up in another order.
-    split = assert_equals_autograd(Windows(4, 4), batches, compare=within(1e-6), face=PartialModel)
-    first, *remaining = split.parts
+    split = assert_equals_autograd(
+        Windows(4, 4), batches, compare=within(1e-6), face=split_by_graphs
+    )
+    first, *remaining = partial_of(split).parts
     assert first.is_split
     assert remaining
     assert not any(part.is_split for part in remaining)
