@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.dynamo.pending_weights import Deferral
+from autosplit.dynamo.pending_weights import backward_weight, pending_queues
 from tests.dynamo.by_graphs import split_by_graphs
+from tests.pending import pending_of_compiled
 
 
 class Net(nn.Module):
@@ -39,15 +40,19 @@ class Compiled:
     def __init__(self, model: nn.Module, max_pending: float = math.inf) -> None:
         options = {"max_pending": max_pending}
         self.module: Any = torch.compile(model, backend="autosplit", options=options)
-        self._deferral = Deferral(model)
-        self.backward_weight, self.discard = self._deferral.backward_weight, self._deferral.discard
+        self._model = model
+        self.backward_weight = partial(backward_weight, model)
 
     def __call__(self, *args: Any) -> Any:
         return self.module(*args)
 
     @property
     def pending(self) -> int:
-        return self._deferral.pending
+        return pending_of_compiled(self._model)
+
+    def discard(self) -> None:
+        for queue in pending_queues(self._model):
+            queue.discard_all()
 
 
 FACES: dict[str, Callable[[nn.Module], Any]] = {

@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import autosplit
 from autosplit import SplitError
 from autosplit.dynamo.backend import backend
-from autosplit.dynamo.pending_weights import Deferral, backward_weight
+from autosplit.dynamo.pending_weights import backward_weight, pending_queues
 from autosplit.torch_internals import TORCH
 from tests.dynamo.breaking import (
     TwoLayers,
 )
+from tests.pending import pending_of_compiled
 from tests.zoo import layered
 
 # --- ``torch.compile(model, backend="autosplit")`` ------------------------------------------------
@@ -79,16 +80,15 @@ def test_graphs_are_dumped(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
 def test_weight_gradients_wait() -> None:
     model = TwoLayers()
     forward = compiled(model, options={"max_pending": 3})
-    waiting = Deferral(model)
-    assert (waiting.pending, waiting.pending_bytes) == (0, 0)
+    assert pending_of_compiled(model) == 0
     for _ in range(3):
         forward(torch.randn(3, 4)).sum().backward()
-    assert waiting.pending == 3
-    assert waiting.pending_bytes > 0
-    waiting.backward_weight(microbatches=1)
-    assert waiting.pending == 2
+    assert pending_of_compiled(model) == 3
+    assert all(queue.bytes > 0 for queue in pending_queues(model))
+    backward_weight(model, microbatches=1)
+    assert pending_of_compiled(model) == 2
     backward_weight(forward)  # the compiled model will do
-    assert (waiting.pending, waiting.pending_bytes) == (0, 0)
+    assert pending_of_compiled(model) == 0
 
 
 def test_thawed_parameters_are_noticed() -> None:
@@ -112,7 +112,7 @@ def test_graphs_without_anything_to_defer() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     compiled(frozen)(x).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(frozen(x).sum(), x)[0])
-    assert Deferral(frozen).pending == 0
+    assert pending_of_compiled(frozen) == 0
     with torch.no_grad():
         assert not compiled(TwoLayers())(x).requires_grad
     plain = torch.compile(lambda y: y.sin() * 2, backend=backend)
@@ -124,7 +124,7 @@ def test_tensor_that_is_no_parameter_gets_its_gradient_at_once() -> None:
     model = layered(lambda m, x: m.linear(x * m.tensor), tensor=tensor)
     compiled(model)(torch.randn(3, 4)).sum().backward()
     assert model.tensor.grad is not None
-    assert Deferral(model).pending == 1
+    assert pending_of_compiled(model) == 1
 
 
 def test_guard_goes_with_the_model() -> None:
@@ -178,4 +178,4 @@ def test_name_is_registered() -> None:
         pytest.skip("installed before the entry point was added; install again")
     model = nn.Linear(4, 4)
     torch.compile(model, backend="autosplit")(torch.randn(3, 4)).sum().backward()
-    assert Deferral(model).pending == 1
+    assert pending_of_compiled(model) == 1

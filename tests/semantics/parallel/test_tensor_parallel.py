@@ -23,11 +23,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import autosplit
-from autosplit.dynamo.pending_weights import Deferral
 from autosplit.errors import DeferralWarning
 from autosplit.passes.analysis.operators import is_start
 from autosplit.passes.graph import calls
 from tests.kept_ranks import ranks
+from tests.pending import pending_of_compiled
 from tests.zoo import Residual
 
 MICROBATCHES, STEPS = 2, 2
@@ -211,7 +211,7 @@ def compiled(mesh: DeviceMesh, name: str) -> bool:
     eager, model = _twins(mesh, name)
     waited: list[int] = []
     forward = torch.compile(model, backend="autosplit")
-    built = train(forward, name, lambda: waited.append(Deferral(model).pending))
+    built = train(forward, name, lambda: waited.append(pending_of_compiled(model)))
     return same(train(eager, name), built) and all(waited)
 
 
