@@ -25,7 +25,7 @@ from autosplit.capture.dynamo_graph import compile_model
 from autosplit.dump import dump
 from autosplit.dynamo.backend import DynamoGraph, SplittingBackend
 from autosplit.dynamo.pending_weights import ForwardCall
-from autosplit.errors import DeferralWarning
+from autosplit.errors import DeferralWarning, SplitError
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.specializations import calls_itself
 from autosplit.text.figures import few, short_source
@@ -220,7 +220,16 @@ class PartialModel:
         return late / total if total else None
 
     def report(self) -> str:
-        """Text on split and unsplit graphs, reasons, and the deferred share of gradients."""
+        """Text on split and unsplit graphs, reasons, and the deferred share of gradients.
+
+        Raises:
+            SplitError: the model has not been called yet.
+        """
+        if not self._parts and not self._breaks and self._seen is None:
+            raise SplitError(
+                "nothing captured yet: call the module, which is split graph by graph; "
+                + self.reason
+            )
         text = partial_report(self, type(self._model).__name__)
         return "\n\n".join([text, *self._queue.bound.text()])
 

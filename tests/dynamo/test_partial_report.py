@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit import DeferralWarning
+from autosplit import DeferralWarning, SplitError
 from autosplit.dynamo.partial_model import PartialModel
 from autosplit.passes import PassError
 from autosplit.runtime import build
@@ -118,6 +118,11 @@ def test_dump(tmp_path: pathlib.Path) -> None:
     text = (tmp_path / "part1" / "backward_weight.py").read_text()
     assert "aten.mm.default" in text
     assert "parameter_grad b.weight" in text
+
+
+def test_nothing_captured() -> None:
+    with pytest.raises(SplitError, match=r"split graph by graph; a test asks for graphs\nMore: "):
+        split_by_graphs(TwoLayers()).report()
 
 
 class ViewOutside(nn.Module):
