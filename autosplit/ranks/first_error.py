@@ -140,7 +140,7 @@ class Guard:
         faults: the shared store of faults; None in a run of one process.
         close: closes this rank's connections; called once, after the fault is posted.
         activity: the present activity of this rank.
-        watch: reports ranks that died, left or hang.
+        watch: reports ranks that died, left or hang; None in a run of one process.
     """
 
     def __init__(
@@ -148,13 +148,13 @@ class Guard:
         rank: int,
         faults: FaultStore | None,
         close: Callable[[], None],
-        activity: RankActivity | None = None,
-        watch: PeerWatch | None = None,
+        activity: RankActivity,
+        watch: PeerWatch | None,
     ) -> None:
         self._rank = rank
         self._faults = faults
         self._close = close
-        self._activity = RankActivity() if activity is None else activity
+        self._activity = activity
         self._watch = watch
         self._ended: Fault | None = None
         self._closed = False

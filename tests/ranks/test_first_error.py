@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, SplitError
 from autosplit.ranks.fault_store import Fault, FaultStore
-from autosplit.ranks.first_error import Guard, LostPeerError, RankError
+from autosplit.ranks.first_error import Guard, LostPeerError, RankActivity, RankError
 from tests.kept_ranks import Ranks
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.workers import ENDS, WIDTH, Tied, block, data, equal, outcomes, sgd, trainer
@@ -463,7 +463,7 @@ def test_a_dead_store_does_not_hide_the_fault() -> None:
 
 
 def _guard(rank: int, faults: FaultStore | None, closed: list[int]) -> Guard:
-    return Guard(rank, faults, lambda: closed.append(rank))
+    return Guard(rank, faults, lambda: closed.append(rank), RankActivity(), None)
 
 
 def test_guard_lets_errors_pass_that_say_all() -> None:

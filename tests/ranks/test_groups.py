@@ -14,7 +14,7 @@ from autosplit.errors import PipelineError
 from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.ranks.fault_store import Fault, FaultStore
-from autosplit.ranks.first_error import Guard, LostPeerError
+from autosplit.ranks.first_error import Guard, LostPeerError, RankActivity
 from autosplit.ranks.groups import Groups, abort_groups, await_device
 from autosplit.ranks.session import choose_device
 from tests.kept_ranks import ranks
@@ -128,7 +128,7 @@ def test_a_wait_for_the_device_ends_when_another_rank_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faults = FaultStore(dist.HashStore())  # type: ignore[attr-defined]  # documented, not in __all__
-    guard = Guard(0, faults, lambda: None)
+    guard = Guard(0, faults, lambda: None, RankActivity(), None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
     await_device(torch.device("cpu"), guard, 0.0)
     with pytest.raises(LostPeerError, match="for its device"):
