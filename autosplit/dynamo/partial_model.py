@@ -1,4 +1,4 @@
-"""``PartialModel``: a model that is split graph by graph; ``partial_report``: its report.
+"""``PartialModel``: a model that is split graph by graph, and its report.
 
 It supports models with graph breaks, branches on data, or code that Dynamo cannot trace. The model
 runs under ``torch.compile``. Every graph of Dynamo is split, and the code between graphs runs as
@@ -33,33 +33,6 @@ from autosplit.torch_internals.autograd import LeavesCache, has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, synchronises
 from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten
-
-
-def partial_report(partial: PartialModel, title: str) -> str:
-    """Report with tables of graphs and graph breaks, the parameters outside of graphs, and the
-    share of weight gradients that is deferred.
-
-    Args:
-        partial: the model, after a call.
-        title: the model's name.
-    """
-    count = sum(part.is_split for part in partial.parts)
-    sections = [
-        f"{title} is split graph by graph: Dynamo found {len(partial.parts)}, "
-        f"{count} of them split.",
-        partial.reason,
-        _graph_table(partial),
-    ]
-    if partial.breaks:
-        rows = [
-            [short_source(graph_break.line), graph_break.reason] for graph_break in partial.breaks
-        ]
-        sections.append("Where graphs end:\n\n" + _table(rows, ["line", "because"]))
-    ordinary = _ordinary_table(partial)
-    if ordinary:
-        sections.append("Gradients from an ordinary backward:\n\n" + ordinary)
-    sections += [_share_line(partial), *hooks_text(partial.named_parameters())]
-    return "\n\n".join(sections)
 
 
 def _graph_table(partial: PartialModel) -> str:
@@ -220,7 +193,8 @@ class PartialModel:
         return late / total if total else None
 
     def report(self) -> str:
-        """Text on split and unsplit graphs, reasons, and the deferred share of gradients.
+        """Report with tables of graphs and graph breaks, the parameters outside of graphs, and the
+        share of weight gradients that is deferred.
 
         Raises:
             SplitError: the model has not been called yet.
@@ -230,8 +204,20 @@ class PartialModel:
                 "nothing captured yet: call the module, which is split graph by graph; "
                 + self.reason
             )
-        text = partial_report(self, type(self._model).__name__)
-        return "\n\n".join([text, *self._queue.bound.text()])
+        count = sum(part.is_split for part in self._parts)
+        sections = [
+            f"{type(self._model).__name__} is split graph by graph: Dynamo found "
+            f"{len(self._parts)}, {count} of them split.",
+            self.reason,
+            _graph_table(self),
+        ]
+        if self._breaks:
+            rows = [[short_source(b.line), b.reason] for b in self._breaks]
+            sections.append("Where graphs end:\n\n" + _table(rows, ["line", "because"]))
+        if ordinary := _ordinary_table(self):
+            sections.append("Gradients from an ordinary backward:\n\n" + ordinary)
+        sections += [_share_line(self), *hooks_text(self.named_parameters())]
+        return "\n\n".join([*sections, *self._queue.bound.text()])
 
     def dump(self, folder: str | os.PathLike[str], *, fold_views: bool = False) -> None:
         """Write the split graphs as runnable Python code, with tables of the boundaries.
