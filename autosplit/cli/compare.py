@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from autosplit.backends.backend import check_backend
 from autosplit.compare.example import samples_of, trained_example
-from autosplit.compare.run import Comparison, Settings, comparison_table, durations_table
+from autosplit.compare.run import Result, Row, Settings, comparison_table, durations_table
 from autosplit.compare.run import compare as run
 from autosplit.pipeline.builders.build import AUTO, build
 from autosplit.report import write_timelines
@@ -70,16 +71,17 @@ def compare(
     ranks = stages if ranks is None else ranks
     settings = Settings(factory, stages=stages, ranks=ranks, cases=cases, **options)
     _check_before_launch(settings)
-    comparison = run(settings)
-    if comparison is None:
+    results = run(settings)
+    if results is None:
         return
-    click.echo(comparison_table(comparison.rows))
-    click.echo("\n" + durations_table(comparison.rows))
+    rows = [result.row for result in results]
+    click.echo(comparison_table(rows))
+    click.echo("\n" + durations_table(rows))
     if json_file:
-        _write_json(comparison, json_file)
+        _write_json(rows, json_file)
     if output:
-        files = [*_write_timelines(comparison, output), output / "results.json"]
-        _write_json(comparison, files[-1])
+        files = [*_write_timelines(results, output), output / "results.json"]
+        _write_json(rows, files[-1])
         tell_written(files)
 
 
@@ -92,26 +94,24 @@ def _check_before_launch(settings: Settings) -> None:
     samples_of(example.inputs)
 
 
-def _write_json(comparison: Comparison, file: pathlib.Path) -> None:
+def _write_json(rows: Sequence[Row], file: pathlib.Path) -> None:
     """Write ``{"rows": [...]}``: the fields of each ``Row``, and samples and tokens per second."""
-    rows: list[dict[str, Any]] = []
-    for row in comparison.rows:
+    data: list[dict[str, Any]] = []
+    for row in rows:
         rates = {"samples_per_s": row.samples_per_s, "tokens_per_s": row.tokens_per_s}
-        rows.append(dataclasses.asdict(row) | rates)
-    write_text(file, json.dumps({"rows": rows}, indent=2) + "\n")
+        data.append(dataclasses.asdict(row) | rates)
+    write_text(file, json.dumps({"rows": data}, indent=2) + "\n")
 
 
-def _write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
+def _write_timelines(results: Sequence[Result], folder: pathlib.Path) -> list[pathlib.Path]:
     """Write a trace and a picture of the typical steps, and return the paths. Below each measured
     step, the trace has the simulated step, in which actions wait for nothing but their inputs.
     """
     rows, trace_rows = [], []
-    for row, timeline, ideal in zip(
-        comparison.rows, comparison.timelines, comparison.ideals, strict=True
-    ):
+    for row, timeline, ideal in results:
         name = f"{row.title}, step {row.drawn_step}"
         rows.append((name, timeline))
         trace_rows += [(f"{name}, measured", timeline), (f"{row.title}, simulated", ideal)]
-    names = ", ".join(dict.fromkeys(row.schedule for row in comparison.rows))
-    title = f"{names} over {comparison.rows[0].stages} stages: the steps nearest to the medians"
+    names = ", ".join(dict.fromkeys(result.row.schedule for result in results))
+    title = f"{names} over {results[0].row.stages} stages: the steps nearest to the medians"
     return write_timelines(rows, folder, title=title, trace_rows=trace_rows)

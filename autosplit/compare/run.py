@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -134,50 +135,47 @@ class Row:
         return self.split and abs(self.speedup - 1) * self.median_s <= self.spread_s
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The rows of a comparison. Each row has the timeline of a typical step (see ``typical_pair``),
-    and the timeline of the same step simulated.
+class Result(NamedTuple):
+    """A row of a comparison, with the timelines of a typical step (see ``typical_pair``).
 
-    The simulation uses the row's median durations. Transfers take no time, and actions wait for
-    nothing but their inputs.
+    Attributes:
+        row: the row.
+        timeline: the step as measured.
+        ideal: the same step simulated with the row's median durations. Transfers take no time, and
+            actions wait for nothing but their inputs.
     """
 
-    rows: list[Row]
-    timelines: list[Timeline]
-    ideals: list[Timeline]
+    row: Row
+    timeline: Timeline
+    ideal: Timeline
 
 
-def compare(settings: Settings) -> Comparison | None:
+def compare(settings: Settings) -> list[Result] | None:
     """Run a comparison on ranks of this machine, or as one rank of a torchrun launch.
 
     Returns:
-        The comparison; None on ranks other than 0 under torchrun.
+        The results; None on ranks other than 0 under torchrun.
 
     Raises:
         PipelineError: a rank failed; has that rank's error.
     """
     if "RANK" in os.environ:
         with process_group(_TIMEOUT):
-            comparison = compare_on_rank(settings)
-        return comparison if os.environ["RANK"] == "0" else None
+            results = compare_on_rank(settings)
+        return results if os.environ["RANK"] == "0" else None
     return launch(compare_on_rank, settings.ranks, (settings,), timeout=_TIMEOUT * _WAITS)[0]
 
 
-def compare_on_rank(settings: Settings) -> Comparison:
+def compare_on_rank(settings: Settings) -> list[Result]:
     """Run the whole comparison; the result is the same on every rank."""
     example = trained_example(settings.factory, settings.overrides, settings.loss)
     whole = WholeModel.capture(copy.deepcopy(example.model), example.inputs)
     options = BlockOptions(SplitOptions(backend=settings.backend), device=device_of_trainer())
     costs = on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
-    summaries: list[_Summary] = []
+    results: list[Result] = []
     for schedule, microbatches in settings.cases:
-        summaries += _Case(settings, example, whole, costs, schedule, microbatches).run()
-    return Comparison(*map(list, zip(*summaries, strict=True)))
-
-
-_Summary = tuple[Row, Timeline, Timeline]
-"""A row, the step that stands for it, and the ideal one."""
+        results += _Case(settings, example, whole, costs, schedule, microbatches).run()
+    return results
 
 
 @dataclasses.dataclass
@@ -220,7 +218,7 @@ class _Case:
             batch = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         self.step_batch = batch, target
 
-    def run(self) -> list[_Summary]:
+    def run(self) -> list[Result]:
         """Compare the first gradients, measure memory, then time steps of the two trainers in
         turns.
         """
@@ -336,7 +334,7 @@ class _Case:
             run.seconds.append(seconds)
             run.timelines.append(run.trainer.timeline())
 
-    def _summarise(self, run: _Run, fused: _Run, pair: int) -> _Summary:
+    def _summarise(self, run: _Run, fused: _Run, pair: int) -> Result:
         durations = run.durations()
         ideal = simulate(run.trainer.schedule, durations)
         ideal_fused = simulate(fused.trainer.schedule, fused.durations())
@@ -358,7 +356,7 @@ class _Case:
             durations_s=_by_kind(durations, self.settings.stages),
             drawn_step=pair + 1,
         )
-        return row, run.timelines[pair], ideal
+        return Result(row, run.timelines[pair], ideal)
 
 
 def _speedup(fused: Sequence[float], split: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """Two rows a cell; fused and split alternate step by step in one run."""
     for family in settings.families:
         chosen = [BY_LABEL[label] for label in settings.schedules]
-        found = compare(
+        results = compare(
             comparison.Settings(
                 f"examples.families.automatic:{family}",
                 settings.overrides(family),
@@ -33,10 +33,10 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
                 profiling=settings.profiling,
             )
         )
-        if found is None:
+        if results is None:
             raise PipelineError("run this without torchrun: it starts its ranks itself")
         labels = [label for label in settings.schedules for _ in (False, True)]
-        for label, row in zip(labels, found.rows, strict=True):
+        for label, (row, *_) in zip(labels, results, strict=True):
             yield {
                 "name": f"{family}, {label}, {'split' if row.split else 'fused'}",
                 "family": family,

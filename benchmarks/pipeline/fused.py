@@ -16,13 +16,12 @@ def measure(steps: int) -> Rows:
     """Train the decoder with both backwards; leaves the timelines of the run beside the page."""
     cases = [("1f1b", 2), ("1f1b", 4)]
     settings = Settings("examples.models:llama", {}, stages=2, ranks=2, cases=cases, steps=steps)
-    found = compare(settings)
-    if found is None:
+    results = compare(settings)
+    if results is None:
         raise SystemExit("run this without torchrun")
-    titles = [row.title for row in found.rows]
-    shown = list(zip(titles, found.timelines, strict=True))
+    shown = [(row.title, timeline) for row, timeline, _ in results]
     draw_timelines(shown, pathlib.Path(__file__).parent / "timeline.png")
-    return [{"name": row.title, **dataclasses.asdict(row)} for row in found.rows]
+    return [{"name": row.title, **dataclasses.asdict(row)} for row, *_ in results]
 
 
 def render(rows: Rows) -> str:
