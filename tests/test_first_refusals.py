@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autosplit import AutosplitError, PipelineTrainer, SplitPipelineStage, Stage, split
-from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
 from autosplit.compare.example import example_of
 from tests.zoo import Made
 
@@ -147,10 +147,14 @@ def test_right_code_of_a_refused_checkpoint_works(tmp_path: Path) -> None:
 
 
 def test_right_code_of_stages_with_equal_names_works(tmp_path: Path) -> None:
-    names = {"save_checkpoint": save_checkpoint, "trainer": trainer(stages=2), "path": tmp_path}
+    engine = trainer(stages=2)
+    names = {"save_checkpoint": save_checkpoint, "trainer": engine, "path": tmp_path}
     with pytest.raises(AutosplitError, match="'weight' is one parameter in stage 0") as caught:
         exec("save_checkpoint(trainer, path)", names)
     exec(code_after("right", str(caught.value)), names)
+    assert "CheckpointManager(folder, names=...)" in str(caught.value)
+    runs = CheckpointManager(tmp_path / "runs", names=lambda stage, name: f"{stage}.{name}")
+    runs.save(engine, step=1)
 
 
 def test_a_missing_process_group_shows_how_to_start_one() -> None:

@@ -188,7 +188,8 @@ def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[H
                     f"{repeated!r} is one parameter in stage {stages[repeated]} and another in "
                     f"stage {stage}: stages that were not cut from one model need names= with the "
                     "names in the whole model, and tied ones shared_parameters=. Pass the same "
-                    "names= when you load",
+                    "names= when you load. A run's checkpoints take them as "
+                    "CheckpointManager(folder, names=...)",
                     wrong="save_checkpoint(trainer, path)",
                     right="save_checkpoint(trainer, path, "
                     'names=lambda stage, name: f"{stage}.{name}")',
