@@ -14,7 +14,7 @@ from autosplit.cli.options import FILE, Read, json_option, typed_errors
 from autosplit.compare.example import failures_of, search_working_directory
 from autosplit.errors import FactoryError, ReplayError
 from autosplit.pipeline.schedule.schedule import Action
-from autosplit.recorder.bundle import read_parts
+from autosplit.recorder.bundle import differing_copies, read_parts
 from autosplit.recorder.replay import StepReplay
 from autosplit.report import draw_timelines
 from autosplit.text.files import write_text
@@ -69,6 +69,8 @@ def replay(
     click.echo(f"step {facts['steps'][-1]['step']}, {facts['alarm']}: {text}")
     if missing := sorted({*range(facts["ranks"])} - parts.keys()):
         click.echo(f"no part of the ranks {missing}, which were not alive to write one")
+    for line in differing_copies(parts)[:4]:
+        click.echo(line)
     if action is not None:
         step.check_recorded(action)
     actions = [action] if action is not None else step.actions(first, last)

@@ -18,6 +18,7 @@ from torch import Tensor
 from autosplit.device import settle
 from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.recorder.digests import Digest, PendingDigests
+from autosplit.recorder.tape import held_tensors
 from autosplit.stage import Stage
 from autosplit.text.figures import few
 
@@ -68,14 +69,14 @@ class ActionAudit:
 
     def _run_next(self, compute: Callable[..., Any], *arguments: list[Any]) -> Any:
         """Run the action that takes what this one has left on its stage."""
-        self._note(_held_tensors(self._stage, self.action.microbatch))
+        self._note(held_tensors(self._stage, self.action.microbatch))
         self._is_taken = True
         return compute(*arguments)
 
     def _inputs(self) -> dict[str, Tensor | None]:
         """The tensors that the action takes, which another run must find unchanged."""
         tensors = [tensor for row in self._arguments for tensor in row]
-        state = _held_tensors(self._snapshot, self.action.microbatch)
+        state = held_tensors(self._snapshot, self.action.microbatch)
         state |= {f"argument {place}": tensor for place, tensor in enumerate(tensors)}
         return {f"{_INPUT_PREFIX}{name}": tensor for name, tensor in state.items()}
 
@@ -91,7 +92,7 @@ class ActionAudit:
             that memory has changed between two runs; empty without a difference.
         """
         if not self._is_taken:
-            self._note(_held_tensors(self._stage, self.action.microbatch))
+            self._note(held_tensors(self._stage, self.action.microbatch))
         first, second = self._read(self._names, self._digests), self._run_copy()
         names = [name for name, value in first.items() if second[name] != value]
         text = names and (
@@ -126,7 +127,7 @@ class ActionAudit:
         """The digests of another run, by name."""
         microbatch, stage = self.action.microbatch, self._snapshot.copy_of(self.action.microbatch)
         results = self._call(stage, *([*tensors] for tensors in self._arguments))
-        tensors = self._inputs() | _computed(results, stage) | _held_tensors(stage, microbatch)
+        tensors = self._inputs() | _computed(results, stage) | held_tensors(stage, microbatch)
         return self._read(tensors, PendingDigests(tensors.values()))
 
     def _read(self, names: Iterable[str], digests: PendingDigests) -> dict[str, Digest | None]:
@@ -138,9 +139,3 @@ def _computed(results: list[Tensor | None] | None, stage: Stage) -> dict[str, Te
     """The results of an action, and the weight gradients of the copy on which it ran."""
     named = {f"result {place}": tensor for place, tensor in enumerate(results or ())}
     return named | {f"gradient of {name}": tensor for name, tensor in stage.gradients.items()}
-
-
-def _held_tensors(stage: Stage, microbatch: int) -> dict[str, Tensor | None]:
-    """The tensors that the stage holds of the microbatch, by name."""
-    residuals = stage.residuals_of(microbatch)
-    return {f"held {n}": t for phase in residuals for n, t in phase.named_tensors.items()}

@@ -121,3 +121,25 @@ def read_parts(folder: Path) -> dict[int, BundlePart]:
             "it. Pass one of the folders inside Recorder(folder=...)"
         )
     return parts
+
+
+def differing_copies(parts: Mapping[int, BundlePart]) -> list[str]:
+    """Texts on the parameters, buffers and gradients of which replicas have different bits, each
+    with the ranks; ranks that fewer others agree with come first.
+    """
+    ranks_by_bits: dict[tuple[str, tuple[int, ...]], dict[str, list[int]]] = {}
+    for rank, part in parts.items():
+        step, copies = part.facts["steps"][-1], tuple(part.facts["copies"])
+        for kind in ("state", "gradients"):
+            for stage, digests in step[kind].items():
+                prefix = part.facts["stages"].get(stage, {}).get("prefix", "")
+                for name, (*_, bits, _) in digests.items():
+                    shown = f"{name.removeprefix(prefix)} of stage {stage}"
+                    text = f"{'gradient of ' * (kind == 'gradients')}{shown}"
+                    rows = ranks_by_bits.setdefault((text, copies), {})
+                    rows.setdefault(bits, []).append(rank)
+    return [
+        f"{text} differs between the ranks {' and '.join(map(str, sorted(rows.values(), key=len)))}"
+        for (text, _), rows in ranks_by_bits.items()
+        if len(rows) > 1
+    ]

@@ -19,7 +19,6 @@ import math
 from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple, cast
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -108,25 +107,15 @@ class PendingDigests:
         self.reduce()
         return [form and self._digest(*form) for form in self._forms[places]]
 
-    @property
-    def are_finite(self) -> bool:
-        """Whether no tensor is known to have a number that is not finite. Call it after
-        ``reduce``.
-        """
-        return all(map(math.isfinite, self._bounds))
-
     def finite(self, places: slice) -> list[bool | None]:
         """Whether all numbers of each tensor are finite; None if it is not known. Call it after
         ``reduce``.
         """
         return [form and self._is_finite(form[3]) for form in self._forms[places]]
 
-    def checksum(self, places: Iterable[int]) -> int:
-        """A checksum of the bits of the tensors at these places, 32 bits. Call it after
-        ``reduce``.
-        """
-        forms = [self._forms[place] for place in places]
-        return crc32(repr([form and self._numbers[form[2]] for form in forms]).encode())
+    def numbers(self, places: slice) -> list[list[int] | None]:
+        """Two numbers for each tensor, equal for equal bits. Call it after ``reduce``."""
+        return [form and self._numbers[form[2]] for form in self._forms[places]]
 
     def _digest(
         self, shape: torch.Size, dtype: torch.dtype, number: int, place: slice | None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import signal
 import threading
 import time
@@ -16,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +31,26 @@ from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
 from autosplit.recorder.bundle import write_part
-from autosplit.recorder.options import ALARMS, Recorder
+from autosplit.recorder.options import Recorder
 from autosplit.recorder.programs import programs_of
 from autosplit.recorder.tape import StepTape
 from autosplit.stage import Stage
-from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 from autosplit.torch_internals.state import StateReader
 
-_NAMES = (*ALARMS, "metrics")
+
+class EqualCopies(NamedTuple):
+    """Parameters whose copies must have the same bits.
+
+    Attributes:
+        owners: the ranks that have the copies, as text.
+        sets: the ranks, in sets in which all bits are equal.
+        places: the parameters of this rank, as (stage, name).
+    """
+
+    owners: str
+    sets: Sequence[Sequence[int]]
+    places: Sequence[tuple[int, str]]
 
 
 class FlightRecorder:
@@ -75,12 +86,21 @@ class FlightRecorder:
         self._options, self._modules, self._shared = options, modules, shared
         self._groups, self._guard, self._seeds = groups, guard, seeds
         self._device, self._scales = device, scales
+        if options.tensors and groups.layout.exchanges:
+            warnings.warn(
+                "ranks along 'tp', 'ep' or 'cp' exchange tensors inside of F, I and W, so that a "
+                "replay cannot run them again. It names the alarm, and the first action whose "
+                "results are not finite. To find wrong bits, call trainer.verify(batch). To write "
+                "digests only, and get no warning, pass Recorder(tensors=False)",
+                stacklevel=2,
+            )
         (started,) = groups.everybody.broadcast([int(time.time())], 0)
         self._run = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
         self._step, self._ring = 0, deque[StepTape](maxlen=options.steps)
         self._readers: dict[nn.Module, StateReader] = {}
         self._written: set[str] = set()
         self._tape: StepTape | None = None
+        self._copies: Sequence[EqualCopies] = ()
         self._alarms: dict[str, str] = {}  # of this rank in the step, with a text for each
         self.checks_of_ranks: Callable[[], Sequence[Sequence[float]]] = lambda: ()
         self._signalled = False
@@ -102,15 +122,20 @@ class FlightRecorder:
             bound: the action.
         """
         action, fetch, deliver = bound.action, bound.fetch, bound.deliver
-        has_wait = action in waits
+        has_wait, records_held = action in waits, self._options.digests == "all"
+        if fetch is None:
+            return self._watch_held(bound) if records_held else bound
 
         def noted_fetch() -> list[Any]:
+            """Compute digests first, if the rank would wait."""
             tape = self._tape
             if tape is None:  # no step is recorded while gradients are verified
-                return fetch()  # type: ignore[misc]
+                return fetch()
             if has_wait:
                 tape.compute_digests()
-            values = fetch()  # type: ignore[misc]
+            if records_held:
+                tape.note_held(action)
+            values = fetch()
             tape.note_arguments(action, values)
             return values
 
@@ -119,8 +144,21 @@ class FlightRecorder:
                 deliver(values)
             if self._tape is not None:
                 self._tape.note_results(action, values)
+                if records_held:
+                    self._tape.note_held(action)
 
         return bound._replace(fetch=noted_fetch, deliver=noted_deliver)
+
+    def _watch_held(self, bound: BoundAction) -> BoundAction:
+        """Return Ws, one or several in one call, that also record the tensors that they take."""
+
+        def compute() -> Any:
+            if self._tape is not None:
+                for action in bound.recorded:
+                    self._tape.note_held(action)
+            return bound.compute()
+
+        return bound._replace(compute=compute)
 
     def start_step(
         self,
@@ -146,6 +184,7 @@ class FlightRecorder:
             self._seeds,
             self._device,
             reduces=reduces,
+            scales=self._scales,
         )
 
     def _state_of(self, index: int, stage: TrainableStage) -> dict[str, Tensor]:
@@ -164,20 +203,22 @@ class FlightRecorder:
         """End the tape of the step; see ``StepTape.end``.
 
         Returns:
-            The numbers of this rank that all ranks exchange: its alarms as bits, and checksums.
+            The numbers of this rank that all ranks exchange: of its alarms, and checksums.
             ``checks_of_ranks`` then returns the numbers of all ranks.
         """
         tape: Any = self._tape
         tape.end([*spans], are_finite=are_finite)
         self._ring.append(tape)
-        self._alarms = {}
-        fault = tape.nonfinite(gradients=not self._scales)
-        if fault and "nonfinite" in self._options.alarms:
-            self._alarms["nonfinite"] = f"{fault} is not finite"
+        self._alarms = {
+            alarm: faults[0][1]
+            for alarm, faults in tape.faults.items()
+            if faults and alarm in self._options.alarms
+        }
         if self._signalled:
             self._signalled = False
             self._alarms["signal"] = "SIGUSR1"
-        return [sum(1 << _NAMES.index(n) for n in self._alarms), *self._checksums(tape)]
+        self._copies = self._copies_in(tape.state)
+        return [len(self._alarms), *(tape.checksum(copies.places) for copies in self._copies)]
 
     @contextlib.contextmanager
     def recording(self, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
@@ -210,8 +251,7 @@ class FlightRecorder:
             if tape not in self._ring:
                 self._ring.append(tape)
                 tape.end(self._times.spans())
-            fault = tape.nonfinite(gradients=not self._scales)
-            name = "nonfinite" if fault else "error"
+            name = "nonfinite" if tape.faults["nonfinite"] else "error"
             if {name, "error"} & {*self._options.alarms}:
                 self._write(tape, name, f"{type(error).__name__}: {error}")
 
@@ -225,15 +265,11 @@ class FlightRecorder:
                 with path.open("a") as file:
                     file.write(json.dumps(tape.record()) + "\n")
         table = self.checks_of_ranks()
-        bits = [int(row[0]) for row in table]
-        if "metrics" in self._options.names:
-            bits = [*map(operator.or_, bits, self._judge_metrics(tape.metrics))]
-        raised = {
-            name: self._alarms.get(name, f"raised on rank {rank}")
-            for at, name in enumerate(_NAMES)
-            for rank, alarms in enumerate(bits)
-            if alarms & 1 << at
-        }
+        raised = dict[str, str]()
+        if any(row[0] for row in table) or self._judge_metrics(tape.metrics):
+            with self._guard.during("the alarms of a step"):
+                for alarms in everybody.gather(self._alarms):
+                    raised = alarms | raised
         if "replicas" in self._options.alarms and (text := self._difference(table)):
             raised["replicas"] = text
         for name in [*raised][:1]:
@@ -243,63 +279,57 @@ class FlightRecorder:
 
     # --- alarms -----------------------------------------------------------------------------------
 
-    def _judge_metrics(self, metrics: Mapping[str, float]) -> list[int]:
-        """The alarms of the user's functions on each rank, as bits; collective."""
+    def _judge_metrics(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a function of the user raises an alarm on any rank; collective."""
+        if "metrics" not in self._options.names:
+            return False
         for alarm in self._options.alarms:
             if callable(alarm) and alarm(metrics):
                 name = getattr(alarm, "__name__", repr(alarm))
                 self._alarms["metrics"] = f"{name}(metrics) is true for {metrics}"
-        everybody, bit = self._groups.everybody, 1 << _NAMES.index("metrics")
-        numbers = torch.zeros(everybody.ranks, dtype=torch.int64, device="cpu")
-        numbers[everybody.rank] = bit * ("metrics" in self._alarms)
-        if everybody.ranks > 1:
+        count = torch.tensor([len(self._alarms)], device="cpu")
+        if self._groups.everybody.ranks > 1:
             with self._guard.during("the alarms of a step"):
-                numbers = everybody.start_sum(numbers)()
-        bits: list[int] = numbers.tolist()
-        return bits
+                count = self._groups.everybody.start_sum(count)()
+        return bool(count.item())
 
-    def _checksums(self, tape: StepTape) -> list[int]:
-        """Checksums of parameters and their gradients on this rank: one of all parameters, one of
-        all except DTensors, and one of each shared parameter (0 if this rank does not hold it).
-        Empty if no other rank must have the same bits.
+    def _copies_in(self, state: Mapping[int, Mapping[str, Tensor]]) -> list[EqualCopies]:
+        """The parameters of which several ranks must have the same bits; empty if there are
+        none.
         """
         layout = self._groups.layout
-        if not self._shared and max(map(len, (*layout.copies, *layout.sets("tensor")))) < 2:
+        along_tp = layout.sets("tensor")
+        if not self._shared and max(map(len, (*layout.copies, *along_tp))) < 2:
             return []
-        holders = {
-            id(tensor): (stage, name, is_dtensor(tensor))
-            for stage, state in tape.state.items()
-            for name, tensor in state.items()
+        tensors = {
+            id(tensor): (tensor, (stage, name))
+            for stage, named in state.items()
+            for name, tensor in named.items()
             if isinstance(tensor, nn.Parameter)
         }
+        places = [place for _, place in tensors.values()]
+        plain = [place for tensor, place in tensors.values() if not is_dtensor(tensor)]
         rows = [
-            [(stage, name) for stage, name, _ in holders.values()],
-            [(stage, name) for stage, name, is_sharded in holders.values() if not is_sharded],
+            EqualCopies("replicas", layout.copies, places),
+            EqualCopies("ranks along 'tp'", along_tp, plain),
         ]
-        for shared in self._shared:
-            here = (
-                id(self._modules[at].get_parameter(n)) for at, n in shared if at in self._modules
-            )
-            rows.append([holders[number][:2] for number in here if number in holders][:1])
-        return [*map(tape.checksum, rows)]
+        for holders in self._shared:
+            here = [(stage, name) for stage, name in holders if stage in self._modules]
+            numbers = [id(self._modules[stage].get_parameter(name)) for stage, name in here[:1]]
+            places = [tensors[number][1] for number in numbers if number in tensors]
+            rows.append(EqualCopies(f"the holders {[*holders]}", layout.pipelines, places))
+        return rows
 
     def _difference(self, table: Sequence[Sequence[float]]) -> str:
         """Text that names ranks whose copies of a tensor have different bits; empty if all copies
         are equal.
         """
-        layout = self._groups.layout
-        rules: list[tuple[str, Sequence[Sequence[int]]]] = [
-            ("replicas", layout.copies),
-            ("ranks along 'tp'", layout.sets("tensor")),
-        ]
-        rules += [(f"the holders {[*holders]}", layout.pipelines) for holders in self._shared]
-        columns = range(1, len(table[0]) if table else 1)
-        for column, (text, sets) in zip(columns, rules, strict=False):
+        for column, (owners, sets, _) in enumerate(self._copies, 1):
             for ranks in sets:
                 present = {rank: table[rank][column] for rank in ranks if table[rank][column]}
                 if len({*present.values()}) > 1:
                     return (
-                        f"parameters or gradients of {text} differ between the ranks {[*present]}"
+                        f"parameters or gradients of {owners} differ between the ranks {[*present]}"
                     )
         return ""
 
@@ -314,6 +344,7 @@ class FlightRecorder:
             "rank": everybody.rank,
             "ranks": everybody.ranks,
             "pipeline": self._groups.layout.index,
+            "copies": next(c for c in self._groups.layout.copies if everybody.rank in c),
             "alarm": alarm,
             "text": text,
             "torch": torch.__version__,
@@ -358,9 +389,9 @@ class FlightRecorder:
 
 
 def _on_host(value: Any) -> Any:
-    """The value, with its tensors as plain tensors in the host's memory."""
+    """The value, with its tensors, or this rank's parts of them, in the host's memory."""
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return local_tensor(value).detach().cpu()
     if isinstance(value, Mapping):
         return {name: _on_host(item) for name, item in value.items()}
     return [*map(_on_host, value)] if isinstance(value, list) else value

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from autosplit.errors import PipelineError
 from autosplit.text.figures import nearest, parse_size
 
-ALARMS = ("nonfinite", "error", "replicas", "signal")
+ALARMS = ("nonfinite", "error", "memory", "replicas", "signal")
 """Names of the alarms that the recorder raises by itself."""
 
 Predicate: TypeAlias = "Callable[[Mapping[str, float]], bool]"
@@ -32,9 +32,13 @@ class Recorder:
         alarms: names in ``ALARMS``, and functions from a step's ``metrics()`` to whether the step
             shall be written. ``"nonfinite"``: a loss, a gradient, or an output that gets a gradient
             is infinite or NaN. ``"error"``: a step raises any error, such as ``AnomalyError``.
+            ``"memory"``: a tensor that a stage holds has changed, see ``digests``.
             ``"replicas"``: parameters or gradients differ where their bits must be equal.
             ``"signal"``: the process gets SIGUSR1. Each alarm except the signal causes one bundle a
             run.
+        digests: ``"boundaries"``: of what actions take from other stages and give to them.
+            ``"all"``: also of the tensors that a stage holds between F, I and W, after the action
+            that leaves them and before the action that takes them, in which a bit may flip.
         steps: the number of steps whose digests are kept.
         log: a folder for one file a rank, with a line of JSON a step; None: no file.
         tensors: whether bundles have tensors and programs. Without them, a bundle cannot be run
@@ -47,12 +51,17 @@ class Recorder:
     folder: str | os.PathLike[str] = "flight-recorder"
     keep: int | str = "1GiB"
     alarms: Sequence[str | Predicate] = ALARMS
+    digests: Literal["boundaries", "all"] = "boundaries"
     steps: int = 16
     log: str | os.PathLike[str] | None = None
     tensors: bool = True
 
     def __post_init__(self) -> None:
         parse_size(self.keep, "keep", PipelineError)
+        if self.digests not in ("boundaries", "all"):
+            raise PipelineError(
+                f"Recorder: digests must be 'boundaries' or 'all'; got {self.digests!r}"
+            )
         if self.steps < 1:
             raise PipelineError(f"Recorder: steps must be at least 1; got {self.steps}")
         for alarm in self.alarms:

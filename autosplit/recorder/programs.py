@@ -13,11 +13,13 @@ from torch import Tensor, fx
 from autosplit.capture.diagnosis import Wrapper
 from autosplit.dump import program
 from autosplit.passes import SplitGraphs
+from autosplit.passes.analysis.operators import is_exchange
 from autosplit.passes.graph import Role, inputs, origin_of, outputs, source_line
 from autosplit.passes.lowering import codegen
+from autosplit.passes.subgraph import inner_calls
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
-from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.torch_internals.dtensor import is_dtensor, shard_of
 
 
 class StagePrograms(NamedTuple):
@@ -60,6 +62,7 @@ def programs_of(
         "prefix": prefix,
         "grad_dtype": str(stage.grad_dtype or "").removeprefix("torch."),
         "exact": stage.functions.exact,
+        "shards": _shards(stage, state),
         "updates": sorted({n for f in functions_by_microbatch.values() for n in f.updated_state}),
         "captures": [],
         "microbatches": {},
@@ -92,14 +95,36 @@ def _without_programs(reason: str) -> StagePrograms:
     return StagePrograms({"reason": reason}, {}, [])
 
 
+def _gathered(stage: Stage) -> dict[int, Tensor]:
+    """The gathered parameter of ``fully_shard`` by the ``id`` of the sharded one."""
+    pairs = (pair for group in stage.sharding.groups for pair in group.pairs)
+    return {id(sharded): gathered for sharded, gathered in pairs}
+
+
+def _shards(stage: Stage, state: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """By name, the place of this rank's shard, and the dtype in which graphs read the whole
+    parameter.
+    """
+    gathered = _gathered(stage)
+    return {
+        name: shard_of(t) | {"dtype": str(gathered[id(t)].dtype).removeprefix("torch.")}
+        for name, t in state.items()
+        if id(t) in gathered and not is_dtensor(gathered[id(t)])
+    }
+
+
 def _unplayable(stage: Stage, state: dict[str, Tensor], functions: SplitFunctions) -> str:
     """The reason why a stage cannot run alone; empty if it can."""
-    if stage.sharding.groups or any(map(is_dtensor, state.values())):
-        return "its parameters are sharded over ranks"
+    gathered = _gathered(stage)
+    if any(is_dtensor(gathered.get(id(tensor), tensor)) for tensor in state.values()):
+        return "its parameters are DTensors, as of parallelize_module"
     if functions.written:
         return "its backward writes into state"
     modules = (getattr(functions.calling, name, None) for name in ("forward", "backward"))
-    values = [v for m in modules if m is not None for v in codegen.constants(m).values()]
+    graphs = [module for module in modules if module is not None]
+    if any(is_exchange(node) for module in graphs for node in inner_calls(module.graph)):
+        return "its graphs exchange tensors with the graphs of other ranks"
+    values = [value for module in graphs for value in codegen.constants(module).values()]
     if not all(isinstance(value, Tensor) for value in values):
         return "its graphs call functions that are no operators"
     return ""

@@ -41,7 +41,6 @@ from autosplit.torch_internals.pytree import tree_map
 _F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
 Role = tuple[str, str]
 _SUMMED = (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
-_TAKING_GRADIENTS = (_I, ActionKind.BACKWARD)
 _GRADIENTS = ("input_grad", "parameter_grad")
 
 
@@ -60,6 +59,7 @@ class StepReplay:
     def __init__(
         self, parts: Mapping[int, BundlePart], pipeline: int = 0, bound: float = math.inf
     ) -> None:
+        self._parts, self._gathered = parts, dict[tuple[int, str], Tensor]()
         parts = {rank: p for rank, p in parts.items() if p.facts["pipeline"] == pipeline}
         self.facts, self._bound = next(iter(parts.values())).facts, bound
         wiring = self.facts["wiring"]
@@ -170,24 +170,13 @@ class StepReplay:
             yield action, text and f"{action} on rank {self.rank_of(action)}: {text}"
 
     def recorded_fault(self, actions: Sequence[Action]) -> tuple[Action, str] | None:
-        """The first action whose recorded results are not all finite, and text on its fault; None
-        if all are. Nothing is run.
-
-        Outputs of a stage whose backward started are only checked if they got a gradient; others,
-        such as masks, may be infinite.
+        """The first action with a fault by its record, and text on the fault; None if there is
+        none. Nothing is run.
         """
-        come = {
-            a.stage: row["took"]
-            for a, row in self._records.items()
-            if a.kind in _TAKING_GRADIENTS and "took" in row
-        }
         for action in actions:
-            gave = self._records[action].get("gave", ())
-            checked = come.get(action.stage, gave) if action.kind is _F else gave
-            for at, (row, check) in enumerate(zip(gave, checked, strict=False)):
-                if row and check and not row[3]:
-                    text = f"result {at} is not finite, by the record"
-                    return action, f"{action} on rank {self.rank_of(action)}: {text}"
+            row = self._records[action]
+            if text := row.get("nonfinite") or row.get("memory"):
+                return action, f"{action} on rank {self.rank_of(action)}: {text}, by the record"
         return None
 
     def rank_of(self, action: Action) -> int:
@@ -200,7 +189,11 @@ class StepReplay:
         facts = self._graphs(action)
         if action.stage not in self._state_faults:
             self._state_faults[action.stage] = self._state_fault(action.stage)
-        if text := self._state_faults[action.stage] or self._message_fault(action):
+        if text := (
+            self._state_faults[action.stage]
+            or self._message_fault(action)
+            or self._records[action].get("memory", "")
+        ):
             return text
         self.program_arguments(action)  # an error of an earlier action is none of this one
         try:
@@ -362,7 +355,7 @@ class StepReplay:
         stage, facts = action.stage, self._graphs(action)
         forward = Action(stage, _F, action.microbatch)
         if kind in ("parameter", "buffer"):
-            value = self._homes[stage].tensors["state"][stage][name]
+            value = self._state_of(stage, name)
             if name in facts["updates"]:
                 places = self._places[stage]
                 for microbatch in [*places][: places[action.microbatch]]:
@@ -380,6 +373,28 @@ class StepReplay:
         gradient = self._took(action)[facts["outputs"].index(name)]
         stride = facts["tangents"][name]
         return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype).copy_(gradient)
+
+    def _state_of(self, stage: int, name: str) -> Tensor:
+        """A parameter or buffer, whole."""
+        key, shard = (stage, name), self._stage(stage)["shards"].get(name)
+        if shard is None:
+            value: Tensor = self._homes[stage].tensors["state"][stage][name]
+            return value
+        if key not in self._gathered:
+            shards = dict[int, Tensor]()
+            for part in self._parts.values():
+                other = part.facts["stages"].get(str(stage), {}).get("shards", {}).get(name)
+                if other is not None and other["copy"] == shard["copy"]:
+                    shards[other["number"]] = part.tensors["state"][stage][name]
+            if missing := {*range(shard["count"])} - shards.keys():
+                raise ReplayError(
+                    f"{name} of stage {stage} is sharded over {shard['count']} ranks, and the "
+                    f"bundle lacks the shards {sorted(missing)}: replay the folder that has the "
+                    "parts of all ranks"
+                )
+            whole = torch.cat([shards[number] for number in sorted(shards)], shard["dim"])
+            self._gathered[key] = whole.to(getattr(torch, shard["dtype"]))
+        return self._gathered[key]
 
     def _took(self, action: Action) -> list[Any]:
         """The arguments that an action got. Arguments that were not kept are computed."""
@@ -457,7 +472,7 @@ def _differs(value: Any, recorded: Sequence[Any] | None) -> bool:
 def _described(tensor: Tensor) -> str:
     """Text with the dtype, shape and range of a tensor."""
     text = value_text(tensor)
-    if not tensor.is_floating_point() or not tensor.numel():
+    if tensor.is_complex() or not tensor.numel():
         return text
     finite = tensor[tensor.isfinite()]
     bounds = f" in [{finite.min():.4g}, {finite.max():.4g}]" if finite.numel() else ""

@@ -17,8 +17,9 @@ On other devices than the CPU, digests are queued behind each action, and cost t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -30,10 +31,18 @@ from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.recorder.digests import PendingDigests
 from autosplit.runtime.residuals import is_plain, storage_of
+from autosplit.stage import Stage
 from autosplit.torch_internals.state import versions
 
 Record: TypeAlias = "dict[str, Any]"
 """The record of a step, as JSON has it; digests are lists."""
+
+
+class NamedDigests(NamedTuple):
+    """Digests by the names of their tensors."""
+
+    names: list[str]
+    places: slice
 
 
 class StepTape:
@@ -48,12 +57,15 @@ class StepTape:
         seeds: the seeds of the step.
         device: the device of the stages.
         reduces: whether gradients are reduced over ranks or scaled after they were summed.
+        scales: whether losses are scaled, so that gradients may be infinite.
 
     Attributes:
         kept: by action, the tensors that it got; None for a tensor that does not exist or is over
             the limit.
         state: as passed.
         metrics: the metrics of the step, once they are known.
+        faults: by alarm, the actions that gave or found a wrong tensor, each with a text; None for
+            a gradient.
     """
 
     def __init__(
@@ -67,7 +79,9 @@ class StepTape:
         device: torch.device,
         *,
         reduces: bool,
+        scales: bool,
     ) -> None:
+        self._scales = scales
         self._step, self._stages, self._left, self._seeds = step, stages, keep, seeds
         self._device, self._has_waits = device, device.type == "cpu"
         self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
@@ -76,10 +90,12 @@ class StepTape:
         self._noted_bytes = 0
         self._places: dict[Action, dict[str, slice]] = {}
         self.kept: dict[Action, list[Tensor | None]] = {}
-        self._functions: dict[tuple[int, int], Any] = {}
+        self._functions: dict[Action, Any] = {}
+        self._stage_tensors: list[tuple[Action, NamedDigests]] = []
         self.state, self.metrics = state, dict[str, float]()
-        self._state: dict[int, tuple[list[str], slice]] = {}
-        self._gradients: dict[int, tuple[list[str], slice]] = {}
+        self.faults: dict[str, list[tuple[Action | None, str]]] = {}
+        self._state: dict[int, NamedDigests] = {}
+        self._gradients: dict[int, NamedDigests] = {}
         self._spans: Sequence[Span] = ()
         self._versions = {index: versions(named.values()) for index, named in state.items()}
         tensors = (tensor for named in state.values() for tensor in named.values())
@@ -90,12 +106,22 @@ class StepTape:
         self._places[action] = {}
         self._note(action, "took", tensors)
 
+    def note_held(self, action: Action) -> None:
+        """Record the tensors that the stage holds of the action's microbatch, before or after
+        it.
+        """
+        stage = self._stages[action.stage]
+        if isinstance(stage, Stage):
+            self._stage_tensors.append(
+                (action, self._queue(held_tensors(stage, action.microbatch)))
+            )
+
     def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the results of an action."""
         self._note(action, "gave", tensors)
         if action.kind is ActionKind.FORWARD:
             functions = getattr(self._stages[action.stage], "functions", None)
-            self._functions[action.stage, action.microbatch] = functions
+            self._functions[action] = functions
 
     def _note(self, action: Action, part: str, tensors: Sequence[Tensor | None]) -> None:
         """Note tensors until the next wait, if the limit has room for them."""
@@ -111,7 +137,7 @@ class StepTape:
         parameters and buffers.
         """
         if not self._state:
-            self._state = self._queue(self.state, finite=False)
+            self._state = {index: self._queue(named) for index, named in self.state.items()}
         self._noted_bytes = 0
         for action, part, tensors in self._noted:
             self._places[action][part] = self._digests.queue(tensors, finite=part == "gave")
@@ -119,13 +145,8 @@ class StepTape:
                 self.kept[action] = [*map(self._keep, tensors)]
         self._noted.clear()
 
-    def _queue(
-        self, tensors: Mapping[int, Mapping[str, Tensor]], *, finite: bool
-    ) -> dict[int, tuple[list[str], slice]]:
-        return {
-            index: ([*named], self._digests.queue(named.values(), finite=finite))
-            for index, named in tensors.items()
-        }
+    def _queue(self, named: Mapping[str, Tensor | None], *, finite: bool = False) -> NamedDigests:
+        return NamedDigests([*named], self._digests.queue(named.values(), finite=finite))
 
     def functions_of(self, index: int) -> dict[int, Any]:
         """The graphs of a stage by microbatch, in the order in which the microbatches began F.
@@ -135,7 +156,7 @@ class StepTape:
         """
         latest = getattr(self._stages[index], "functions", None)
         return {
-            action.microbatch: self._functions.get((index, action.microbatch), latest)
+            action.microbatch: self._functions.get(action, latest)
             for action in self._places
             if action.stage == index and action.kind is ActionKind.FORWARD
         }
@@ -161,17 +182,19 @@ class StepTape:
         """
         self._spans = spans
         self.compute_digests()
-        gradients = {
-            index: {name: t.grad for name, t in state.items() if t.grad is not None}
-            for index, state in self.state.items()
-        }
-        self._gradients = self._queue(gradients, finite=not are_finite)
+        for index, state in self.state.items():
+            gradients = {name: t.grad for name, t in state.items() if t.grad is not None}
+            self._gradients[index] = self._queue(gradients, finite=not are_finite)
         settle(self._device)
         self._digests.reduce()
         self._seed_of = {
             action: self._seeds.seed_of(action.stage, action.microbatch)
             for action in self._places
             if action.kind is ActionKind.FORWARD
+        }
+        self.faults = {
+            "nonfinite": [*self._nonfinite_tensors()],
+            "memory": [*self._changed_tensors()],
         }
 
     def release(self) -> None:
@@ -186,11 +209,15 @@ class StepTape:
             row = actions[str(action)] = {name: read(part) for name, part in parts.items()}
             if action in self._seed_of:
                 row["seed"] = self._seed_of[action]
+        for alarm, faults in self.faults.items():
+            for place, text in faults:
+                if place is not None:
+                    actions.setdefault(str(place), {}).setdefault(alarm, text)
         for span in self._spans:
             actions.setdefault(str(span.action), {}).update(start=span.start, end=span.end)
         state, gradients = (
-            {index: dict(zip(names, read(part), strict=True)) for index, (names, part) in p.items()}
-            for p in (self._state, self._gradients)
+            {index: dict(zip(names, read(at), strict=True)) for index, (names, at) in row.items()}
+            for row in (self._state, self._gradients)
         )
         return {
             "step": self._step,
@@ -204,36 +231,42 @@ class StepTape:
 
     def checksum(self, parameters: Iterable[tuple[int, str]]) -> int:
         """A checksum of parameters, as (stage, name), and of their gradients; 0 for none."""
-        places = []
+        rows: list[list[int] | None] = []
         for stage, name in parameters:
-            for names, part in (self._state[stage], self._gradients[stage]):
-                places += [part.start + names.index(name)] if name in names else []
-        return self._digests.checksum(places) if places else 0
+            for names, places in (self._state[stage], self._gradients[stage]):
+                if name in names:
+                    at = places.start + names.index(name)
+                    rows += self._digests.numbers(slice(at, at + 1))
+        return crc32(repr(rows).encode()) if rows else 0
 
-    def nonfinite(self, *, gradients: bool) -> str:
-        """Text on the first result of the step that is not finite; empty if all are finite.
+    def _changed_tensors(self) -> Iterator[tuple[Action | None, str]]:
+        """Tensors whose bits changed while a stage held them, with the action that found it."""
+        left: dict[tuple[int, int, str], Any] = {}
+        for action, named in self._stage_tensors:
+            for name, numbers in zip(named.names, self._digests.numbers(named.places), strict=True):
+                key = action.stage, action.microbatch, name
+                if left.setdefault(key, numbers) != numbers:
+                    yield action, f"{name} has other bits before {action} than it was left with"
+
+    def _nonfinite_tensors(self) -> Iterator[tuple[Action | None, str]]:
+        """Results and gradients that are not finite, with the action that gave them.
 
         Outputs are only checked if they get a gradient; others, such as masks, may be infinite.
-
-        Args:
-            gradients: whether gradients must be finite; with loss scaling they need not be.
+        With loss scaling, gradients may be infinite, too.
         """
         finite = self._digests.finite
-        if self._digests.are_finite:
-            return ""
         for action, parts in self._places.items():
-            counts: Iterable[bool] = itertools.repeat(gradients)
+            counts: Iterable[bool] = itertools.repeat(not self._scales)
             if action.kind is ActionKind.FORWARD:
                 counts = [spec[2] for spec in self._stages[action.stage].output_specs]
             gave = finite(parts["gave"]) if "gave" in parts else []
             for at, (is_finite, count) in enumerate(zip(gave, counts, strict=False)):
                 if count and is_finite is False:
-                    return f"result {at} of {action}"
-        for index, (names, part) in self._gradients.items() if gradients else ():
-            for name, is_finite in zip(names, finite(part), strict=True):
+                    yield action, f"result {at} of {action} is not finite"
+        for index, (names, places) in self._gradients.items() if not self._scales else ():
+            for name, is_finite in zip(names, finite(places), strict=True):
                 if is_finite is False:
-                    return f"the gradient of {name} in stage {index}"
-        return ""
+                    yield None, f"the gradient of {name} in stage {index} is not finite"
 
     def gradients_come(self, index: int) -> list[bool]:
         """For each output of a stage, whether its first backward took a gradient; empty if none has
@@ -242,3 +275,16 @@ class StepTape:
         backwards = (a for a in self._places if a.stage == index and a.kind in BACKWARDS)
         took = next((self._digests.read(self._places[a]["took"]) for a in backwards), [])
         return [digest is not None for digest in took]
+
+
+def held_tensors(stage: Stage, microbatch: int) -> dict[str, Tensor | None]:
+    """The tensors that the stage holds of the microbatch, by name, except views of gathered
+    parameters.
+    """
+    shares = stage.sharding.shares_parameter_memory
+    return {
+        f"held {name}": tensor
+        for residuals in stage.residuals_of(microbatch)
+        for name, tensor in residuals.named_tensors.items()
+        if not shares([tensor])
+    }

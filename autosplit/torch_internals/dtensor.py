@@ -131,6 +131,17 @@ class Sharding:
         return ", ".join(f"{name}: {placement}" for name, placement in self.by_dimension())
 
 
+def shard_of(tensor: Any) -> dict[str, Any]:
+    """The place of this rank's shard in a DTensor that is sharded along one mesh dimension:
+    ``"dim"`` of the tensor, ``"number"`` of the shard, ``"count"`` of shards, and ``"copy"``, the
+    coordinates along other mesh dimensions.
+    """
+    copy = [*tensor.device_mesh.get_coordinate()]
+    (at,) = [at for at, placement in enumerate(tensor.placements) if placement.is_shard()]
+    number, count = copy.pop(at), tensor.device_mesh.size(at)
+    return {"dim": tensor.placements[at].dim, "number": number, "count": count, "copy": copy}
+
+
 def sharding_of(tensor: Tensor) -> Sharding | None:
     """The sharding of a tensor; None if it is not a DTensor."""
     return Sharding.of(tensor) if is_dtensor(tensor) else None

@@ -1,4 +1,6 @@
-"""The time of steps with the recorder, and with audits, beside steps without, in turns."""
+"""The time of steps with the recorder, with all its digests, and with audits, beside steps without.
+They run in turns.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,19 @@ def _trainer(width: int, options: RunOptions) -> PipelineTrainer:
 
 
 def turns(width: int, rounds: int, split: bool) -> dict[str, Any]:
-    """Seconds of a step with neither, with the recorder and with audits, by turns of one step each,
-    and the coverage of the audits.
+    """Seconds of a step with neither, with the recorder, with all its digests, and with audits, by
+    turns of one step each, and the coverage of the audits.
     """
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(2, ROWS * MICROBATCHES, width, generator=generator)
     with contextlib.ExitStack() as stack:
-        recorder = Recorder(stack.enter_context(tempfile.TemporaryDirectory()))
-        ways: list[dict[str, Any]] = [{}, {"recorder": recorder}, {"audit": True}]
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        recorders = Recorder(folder), Recorder(folder, digests="all")
+        ways: list[dict[str, Any]] = [
+            {},
+            *({"recorder": recorder} for recorder in recorders),
+            {"audit": True},
+        ]
         trainers = [
             stack.enter_context(_trainer(width, RunOptions(split_backward=split, **way)))
             for way in ways
@@ -60,10 +67,11 @@ def turns(width: int, rounds: int, split: bool) -> dict[str, Any]:
                     times.append(perf_counter() - start)
         auditor: Any = trainers[-1].auditor
         actions = sum(map(len, trainers[-1].schedule.ranks))
-    without, recorded, audited = map(statistics.median, seconds)
+    without, recorded, all_digests, audited = map(statistics.median, seconds)
     return {
         "without": without,
         "recorded": recorded,
+        "all digests": all_digests,
         "audited": audited,
         "period": auditor.period,
         "covered": actions - len(auditor.never),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from torch import Tensor
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.transport import Mailbox
 from autosplit.pipeline.schedule.schedule import METHODS, Action
+from autosplit.recorder.tape import StepTape
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals
 
@@ -28,7 +29,7 @@ BITS = {
     "weight gradient": "WB",
 }
 """Bits that flip in an action, or while its stage holds what it left; the kinds of actions."""
-KINDS = ("NaN", "target", *BITS, "message", "parameter", "reduction")
+KINDS = ("NaN", "target", *BITS, "held", "message", "parameter", "reduction")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
     def around(original: Callable[..., Any], parts: Callable[[Any, set[int]], list[Any]]) -> Any:
         def call(*args: Any) -> Any:
             saved = args[1].tensors if isinstance(args[1], Residuals) else ()
-            others = {t.untyped_storage().data_ptr() for t in (*parameters, *saved)}
+            others = _places([*parameters, *saved])
             results = original(*args)
             if activity.action == action and not activity.waiting:
                 flip(parts(results, others), dice)
@@ -139,6 +140,20 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
 
         with mock.patch.object(dist, "all_reduce", all_reduce):
             yield
+    elif fault.kind == "held":
+        note, runner = StepTape.note_held, trainer._runner
+
+        def note_and_flip(tape: StepTape, at: Action) -> None:
+            """Flip a bit after the digests of what the action has left."""
+            note(tape, at)
+            stage: Any = runner.stages[at.stage]
+            others = _places(parameters)
+            left = [t for r in stage.residuals_of(at.microbatch) for t in _free(r, others)]
+            if at == action and left:
+                flip(left, dice)
+
+        with mock.patch.object(StepTape, "note_held", note_and_flip):
+            yield
     elif fault.kind == "parameter":
         stages = trainer.modules[action.stage]
         after = mock.patch.object(
@@ -153,6 +168,11 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
         call = around(getattr(SplitFunctions, name), results_of(fault.kind))
         with mock.patch.object(SplitFunctions, name, call):
             yield
+
+
+def _places(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the tensors' storages."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _free(residuals: Any, others: set[int]) -> list[Tensor]:

@@ -58,6 +58,9 @@ def _is_right(fault: Fault, outcome: Outcome, text: str) -> bool:
     names_action = text.startswith(f"{outcome.action} on rank {outcome.rank}:")
     if fault.kind == "reduction":
         return "differ between the ranks" in text
+    if fault.kind == "held":
+        takes = outcome.action.replace("F", "B")
+        return text.startswith(f"{takes} on rank {outcome.rank}: held ")
     if fault.kind == "parameter":
         return f" on rank {outcome.rank}:" in text and "than when the step began" in text
     if fault.kind in ("NaN", "target"):

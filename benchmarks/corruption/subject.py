@@ -101,7 +101,8 @@ def run(fault: Fault | None, folder: str, ranks: int, steps: int) -> Outcome:
     if kind == "reduction":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
     stages = 2 if mesh else ranks
-    alarms = ("nonfinite", "error", "replicas", _asked)
+    alarms = ("nonfinite", "error", "memory", "replicas", _asked)
+    digests: Any = "all" if kind == "held" else "boundaries"
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(mock.patch.object(auditing, "median_durations", _times))
@@ -109,7 +110,7 @@ def run(fault: Fault | None, folder: str, ranks: int, steps: int) -> Outcome:
         options = RunOptions(
             audit=True,
             split_backward=kind == "deferred",
-            recorder=Recorder(folder, alarms=alarms),
+            recorder=Recorder(folder, alarms=alarms, digests=digests),
             timeout=60.0,
         )
         trainer = PipelineTrainer(

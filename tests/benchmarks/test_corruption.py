@@ -13,7 +13,7 @@ from benchmarks.corruption.page import render, render_replay
 from tests.kept_ranks import Ranks
 
 
-@pytest.mark.parametrize("kind", ["NaN", "saved", "message"])
+@pytest.mark.parametrize("kind", ["NaN", "saved", "held", "message"])
 def test_a_fault_is_found_and_named_right(on_ranks: Ranks, kind: str) -> None:
     row = judge(on_ranks, Fault(kind, 2, 0))
     assert (row["found"], row["named"]) == (True, True), row["text"]

@@ -14,8 +14,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
+from autosplit.cli import main
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, Recorder
 from autosplit.recorder import bundle
@@ -140,6 +148,37 @@ def test_parameters_of_replicas_that_differ_are_an_alarm() -> None:
     (path,) = home.iterdir()
     text = json.loads((path / "rank-0" / "record.json").read_text())["text"]
     assert text == "parameters or gradients of replicas differ between the ranks [0, 1]"
+    lines = CliRunner().invoke(main, ["replay", str(path)]).output.splitlines()
+    assert lines[1] == "0.weight of stage 1 differs between the ranks [0] and [1]"
+
+
+@ranks(2)
+def test_parameters_that_differ_along_tp_are_an_alarm_and_a_replay_is_refused_at_once() -> None:
+    home = folder()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "pp"))
+    plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+
+    def build(index: int) -> nn.Module:
+        torch.manual_seed(index)
+        up, down = nn.Linear(workers.WIDTH, 8), nn.Linear(8, workers.WIDTH)
+        layers = nn.Sequential(workers.block(index), up, nn.Tanh(), down)
+        return parallelize_module(layers, mesh["tp"], plan)
+
+    recorder = Recorder(home)
+    with pytest.warns(UserWarning, match="a replay cannot run them again"):
+        stages = workers.trainer(
+            build, stage_factory=None, recorder=recorder, nonfinite="skip", mesh=mesh
+        )
+    with stages:
+        stages.step(workers.data(8))
+        if dist.get_rank() == 1:
+            weight = next(stages.modules[1].parameters())
+            weight.detach().view(-1).view(torch.int32)[3] ^= 1
+        stages.step(workers.data(8))
+    assert bundles(home) == ["2"]
+    (path,) = home.iterdir()
+    text = json.loads((path / "rank-0" / "record.json").read_text())["text"]
+    assert text == "parameters or gradients of ranks along 'tp' differ between the ranks [0, 1]"
 
 
 @ranks(2)
@@ -190,5 +229,7 @@ def test_wrong_options_name_the_known_ones() -> None:
         Recorder(alarms=["nan"])
     with pytest.raises(PipelineError, match="expected keep such as"):
         Recorder(keep="much")
+    with pytest.raises(PipelineError, match="must be 'boundaries' or 'all'; got 'most'"):
+        Recorder(digests="most")  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match="steps must be at least 1; got 0"):
         Recorder(steps=0)

@@ -7,6 +7,7 @@ import io
 import json
 import pathlib
 import runpy
+import shutil
 import subprocess
 import sys
 import weakref
@@ -15,9 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autosplit.cli import main
 from autosplit.errors import AutosplitError, PipelineError
@@ -27,6 +31,8 @@ from autosplit.recorder.bundle import read_parts
 from autosplit.recorder.program import Program
 from autosplit.recorder.replay import StepReplay
 from autosplit.stage import Stage
+from tests.kept_ranks import ranks
+from tests.mesh.workers import common_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:the flight recorder wrote")
 ROWS, WIDTH = 8, 6
@@ -286,6 +292,36 @@ def test_a_flipped_bit_is_found(name: str, tmp_path: pathlib.Path) -> None:
     assert text in result.output
 
 
+HELD = {  # the call after which the bit flips, and the action that takes the tensor
+    "saved": ("forward", "2I0"),
+    "deferred": ("backward_input", "0W0"),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_bit_that_flips_in_a_held_tensor_is_an_alarm_and_named(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    """After the last F or I of the second step, in a tensor of the first microbatch."""
+    call, takes = HELD[name]
+    names = []
+
+    def damage(stage: Stage, _: Any) -> None:
+        (residuals,) = stage.residuals_of(0)
+        names[:] = [n for n, t in residuals.named_tensors.items() if t.shape == (2, WIDTH)]
+        flip(residuals.named_tensors[names[-1]])
+
+    options: dict[str, Any] = {"schedule": "gpipe", "digests": "all"}
+    with trainer(tmp_path, **options) as stages, damaged(call, 24, damage):
+        stages.step(*data())
+        assert not [*tmp_path.iterdir()]
+        with pytest.warns(UserWarning, match=f"memory: held .* has other bits before {takes}"):
+            stages.step(*data())
+    result = replay(tmp_path)
+    expected = f"{takes} on rank 0: held {names[-1]} has other bits before {takes} than"
+    assert expected in result.output
+
+
 def test_a_bit_that_flips_on_its_way_is_found(tmp_path: pathlib.Path) -> None:
     """The message between two stages of this rank, after it was sent."""
     with trainer(tmp_path, alarms=[alarm]) as stages:
@@ -468,7 +504,7 @@ def test_the_record_tells_of_stages_that_cannot_run_again(tmp_path: pathlib.Path
     picture = tmp_path / "step.svg"
     result = replay(tmp_path, "--picture", picture)
     assert result.exit_code == 2
-    assert "0F1 on rank 0: result 0 is not finite, by the record" in result.output
+    assert "0F1 on rank 0: result 0 of 0F1 is not finite, by the record" in result.output
     assert "stage 0 cannot be run again: it has no graph of its own" in result.output
     assert "#ff0000" in picture.read_text()
 
@@ -539,3 +575,47 @@ def test_a_model_that_was_cut_has_the_bits_of_the_run(keep: Any, tmp_path: pathl
     ) as stages:
         stages.step(ids=ids, scale=scale, target=ids)
     assert "18 actions have no fault" in replay(tmp_path).output
+
+
+def wide(index: int) -> nn.Module:
+    """A stage whose parameters are sharded unevenly."""
+    torch.manual_seed(index)
+    return nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, WIDTH, bias=index > 0))
+
+
+@ranks(2)
+def test_sharded_stages_run_again_from_the_shards_of_all_ranks() -> None:
+    """In the gathered dtype."""
+    home = pathlib.Path(common_folder())
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "pp"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with PipelineTrainer(
+        wide,
+        F.mse_loss,
+        torch.optim.SGD,
+        stages=2,
+        microbatches=4,
+        mesh=mesh,
+        stage_options=StageOptions(sharding={"mp_policy": policy}),
+        run_options=RunOptions(recorder=Recorder(home, alarms=[alarm])),
+    ) as stages:
+        stages.step(data(dist.get_rank()))
+    dist.barrier()
+    result = replay(home, "--pipeline", dist.get_rank())
+    assert result.output.endswith("24 actions have no fault\n"), result.output
+    dist.barrier()
+    if dist.get_rank() == 0:
+        refuse_missing_shards(home)
+    dist.barrier()
+
+
+def refuse_missing_shards(home: pathlib.Path) -> None:
+    (bundle,) = home.iterdir()
+    path = bundle / "rank-0" / "record.json"
+    facts = json.loads(path.read_text())
+    facts["steps"][-1]["actions"]["1F2"]["gave"][0][2] = "other"
+    path.write_text(json.dumps(facts))
+    assert "1F2 on rank 0: result 0, f32[] in" in replay(home).output
+    shutil.rmtree(bundle / "rank-1")
+    missing = "0.weight of stage 0 is sharded over 2 ranks, and the bundle lacks the shards [1]"
+    assert missing in replay(home).output

@@ -79,8 +79,8 @@ class Executor:
             a ``Stage`` seeds them itself.
         sharding: gathers and reduces sharded stages at the schedule's actions for it; None: no
             stage is sharded.
-        watch: ``watch(bound)`` wraps the calls of an F, I or B so that its arguments and results
-            are recorded; None: they are not recorded.
+        watch: ``watch(bound)`` wraps the calls of an action so that its arguments and results are
+            recorded; None: they are not recorded.
 
     Attributes:
         batch_gradients: gradients of the batch's inputs in the last run, by name and microbatch.
@@ -108,7 +108,6 @@ class Executor:
         sharding: StageSharding | None = None,
         watch: Callable[[BoundAction], BoundAction] | None = None,
     ) -> None:
-        self._watch = watch
         self._stages, self._batch_arguments = stages, batch_arguments
         self._seeds, self._sharding = seeds, sharding
         self._gathering: set[int] = set()
@@ -128,7 +127,10 @@ class Executor:
         self._recomputed = recomputed_microbatches(row)
         self._forward_stages: set[int] = set()
         bound = (self._bind(position, action) for position, action in enumerate(row))
-        self._row = self._bound = self._joined(bound)
+        bound_row = self._joined(bound)
+        if watch is not None:
+            bound_row = [watch(bound) if bound.recorded else bound for bound in bound_row]
+        self._row = self._bound = bound_row
 
     # The rows of 1F1B for two stages on two ranks and three microbatches, over time. ">" and "<"
     # are messages of the transport. An output is sent as soon as F has computed it. The receive of
@@ -283,8 +285,6 @@ class Executor:
         bound = self._bind_compute(action)
         if self._seeds is not None and not isinstance(self._stages[action.stage], Stage):
             bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
-        if self._watch is not None and bound.fetch is not None:
-            bound = self._watch(bound)
         return bound._replace(waits=tuple(waits), recorded=(action,))
 
     def _joined(self, row: Iterable[BoundAction]) -> list[BoundAction]:
