@@ -103,7 +103,7 @@ class RankModel:
         self._tied = copies if shared else None
         has_shards, has_replicas = bool(sharded.parameters), groups.layout.shares > 1
         self._checks = [
-            *([copies.check_hooks] if shared else []),
+            *([copies.check_hooks] if shared or has_shards else []),
             *([sharded.check_reduction, sharded.free_all] if has_shards else []),
         ]
         self.post_step = [

@@ -43,6 +43,12 @@ from autosplit.trainer.stage_modules import Holder
 Modules: TypeAlias = "Mapping[int, nn.Module]"
 """A rank's stages by index."""
 
+HOOK_ADVICE = (
+    "Change the gradient in a hook of optimizer.register_step_pre_hook instead, on each rank that "
+    "has the parameter"
+)
+"""Text for errors: what to do instead of a hook on a parameter."""
+
 PER_GROUP = ("params", "param_names")
 """The keys of an optimizer's parameter group that are no options."""
 
@@ -91,6 +97,11 @@ class ReplicatedParameters:
     ) -> None:
         self._modules, self._groups = modules, groups
         self._gathered_shardings = gathered_shardings
+        self._shards = {
+            name: tensor
+            for name, tensor in stage_tensors(modules)
+            if id(tensor) in gathered_shardings
+        }
         self._layout = groups.layout
         self._tied, self._shared = find_holders(shared, modules, schedule.stages), shared
         whole = self._check_layouts(shared)
@@ -299,10 +310,11 @@ class ReplicatedParameters:
         return is_first and id(parameter) not in self._duplicates
 
     def check_hooks(self) -> None:
-        """Refuse hooks on tied parameters.
+        """Refuse hooks on tied and on sharded parameters.
 
         In the whole model, autograd would call the hook with the gradient summed over all stages.
-        In a pipeline, no single stage has the sum.
+        In a pipeline, no single stage has the sum. FSDP sets the gradient of a shard itself, and
+        calls no hook of ``register_hook``.
 
         Raises:
             PipelineError: names a parameter that has a hook.
@@ -312,8 +324,13 @@ class ReplicatedParameters:
                 raise PipelineError(
                     f"parameter {name!r} of stage {stage} has a hook of register_hook, and is tied "
                     "to parameters of other stages: no stage has the summed gradient that the hook "
-                    "expects. Change the gradient in a hook of optimizer.register_step_pre_hook "
-                    "instead, on each rank that has the parameter"
+                    f"expects. {HOOK_ADVICE}"
+                )
+        for name, shard in self._shards.items():
+            if has_tensor_hooks([shard]):
+                raise PipelineError(
+                    f"{name} has a hook of register_hook, and is sharded: FSDP, which reduces its "
+                    f"gradient, would not call the hook. {HOOK_ADVICE}"
                 )
 
     def broadcast_buffers(self) -> None:

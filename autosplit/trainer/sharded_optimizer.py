@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, REPLICATE, SHARD
 from autosplit.ranks.groups import Groups
+from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.trainer.copy_checks import check_built_alike, forms_of
-from autosplit.trainer.replicated_parameters import broadcast_from
+from autosplit.trainer.replicated_parameters import HOOK_ADVICE, broadcast_from
 from autosplit.trainer.stage_modules import Holder
 
 
@@ -106,7 +107,8 @@ def check_replicas_built_alike(modules: Mapping[int, nn.Module], groups: Groups)
 def check_group(
     stage: int, module: nn.Module, trained: dict[str, nn.Parameter], option: str
 ) -> None:
-    """Check that one reduce-scatter can carry the gradients of a parameter group.
+    """Check that one reduce-scatter can carry the gradients of a parameter group, and that no hook
+    would be lost.
 
     Args:
         stage: the stage.
@@ -115,8 +117,15 @@ def check_group(
         option: text for errors: the user's option that shards the parameters.
 
     Raises:
-        PipelineError: the parameters have several dtypes, or their gradients are sparse.
+        PipelineError: the parameters have several dtypes or a hook of ``register_hook``, or their
+            gradients are sparse.
     """
+    for name, parameter in trained.items():
+        if has_tensor_hooks([parameter]):
+            raise PipelineError(
+                f"parameter {name!r} of stage {stage} has a hook of register_hook, which would be "
+                f"lost: {option} replaces parameters by their shards. {HOOK_ADVICE}"
+            )
     names = {parameter.dtype: name for name, parameter in reversed(trained.items())}
     if len(names) > 1:
         dtypes = " and ".join(f"{name!r} {dtype}" for dtype, name in reversed(names.items()))

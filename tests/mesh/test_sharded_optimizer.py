@@ -134,8 +134,21 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     def sparse(index: int) -> nn.Module:
         return nn.Sequential(nn.Embedding(4, WIDTH, sparse=True), block(index))
 
+    def hooked(index: int) -> nn.Module:
+        module = block(index)
+        module[0].weight.register_hook(lambda gradient: 2 * gradient)
+        return module
+
+    def hook_after_building() -> None:
+        with built(mesh)() as engine:
+            for module in engine.modules.values():
+                next(module.parameters()).register_hook(lambda gradient: 2 * gradient)
+            engine.step(own_share(mesh))
+
     assert_refused(
         [
+            ("has a hook of register_hook, which would be lost", built(mesh, hooked)),
+            ("has a hook of register_hook, and is sharded", hook_after_building),
             ("among replicas of the pipeline, and there are none: pass", built(None, stages=4)),
             ("cannot be combined with the mesh dimension 'dp_shard': call fully_shard",
              built(mesh_of(pp=1, dp_replicate=2, dp_shard=2))),
