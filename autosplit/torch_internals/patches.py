@@ -121,6 +121,11 @@ STATE = (
         "expects contiguous gradients of outputs that overlap themselves",
     ),
     GlobalState(
+        "runtime_wrappers.remove_dupe_metadata",
+        _OPERATORS,
+        "keeps the tangents of outputs beside buffers with two names that a forward writes",
+    ),
+    GlobalState(
         "effects.has_effects",
         _OPERATORS,
         "traces checks of linear algebra without tokens, with which graphs cannot be split",

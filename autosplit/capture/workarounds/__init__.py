@@ -44,6 +44,8 @@ the test that fails without it. Once torch is fixed, the workaround can go.
   tests/semantics/operators/test_layers.py |
 | gradients of outputs that overlap themselves overwrite each other | AOTAutograd | all |
   `allow_overlapping_outputs` | tests/semantics/operators/test_in_place.py |
+| an output loses its tangent beside a written buffer that has two names | AOTAutograd | all |
+  `keep_output_tangents` | tests/capture/workarounds/test_repeated_modules.py |
 | sizes with three factors call ``operator.mul`` with three arguments | AOTAutograd | 2.13 |
   `multiply_sizes_pairwise` | tests/capture/workarounds/test_symbolic_products.py |
 | sizes of sparse gradients depend on the padding | AOTAutograd | all |

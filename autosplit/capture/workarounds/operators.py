@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, _meta_registrations, fx, nn
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._higher_order_ops import effects
 from torch.fx.experimental import proxy_tensor
@@ -127,6 +130,35 @@ def allow_overlapping_outputs() -> Iterator[None]:
         return MemoryFormatMeta(memory_format=torch.contiguous_format)
 
     with patched(MemoryFormatMeta, "from_tensor", staticmethod(apart)):
+        yield
+
+
+@contextlib.contextmanager
+def keep_output_tangents() -> Iterator[None]:
+    """Trace models that register a module under two names with the tangents of all outputs.
+
+    torch drops the second of two equal inputs, and with it the tangent of its new value, if the
+    forward writes into it. It takes the first tangents for those of written inputs, but a written
+    buffer has none: the tangent of an output is dropped instead.
+    """
+    original: Any = runtime_wrappers.remove_dupe_metadata  # type: ignore[attr-defined]
+
+    def remove_duplicates(metadata: Any, kept: list[bool], places: list[int]) -> Any:
+        result = original(metadata, kept, places)
+        of_inputs = [
+            is_kept
+            for info, is_kept in zip(metadata.input_info, kept, strict=True)
+            if info.mutates_data and info.requires_grad
+        ]
+        of_outputs = [True] * (len(metadata.traced_tangents) - len(of_inputs))
+        fields = ("traced_tangents", "traced_tangents_descs", "subclass_tangent_meta")
+        tangents: dict[str, Any] = {
+            name: [*itertools.compress(getattr(metadata, name), of_inputs + of_outputs)]
+            for name in fields
+        }
+        return dataclasses.replace(result, **tangents)
+
+    with patched(runtime_wrappers, "remove_dupe_metadata", remove_duplicates):
         yield
 
 
@@ -260,6 +292,7 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
     - Checks of linear algebra are operators without tokens.
     - Recurrent layers are traced without the fused kernel, whose fake kernel does not match it.
     - Gradients of outputs that overlap themselves are contiguous.
+    - Outputs keep their tangents in models that register a module under two names.
     - A product of symbolic sizes has two factors at a time.
     - Grouped products accept float32 and float16.
     - Sparse gradients have rows for padding.
@@ -272,6 +305,7 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
         without_fused_recurrence(module),
         without_tokens(),
         allow_overlapping_outputs(),
+        keep_output_tangents(),
         multiply_sizes_pairwise(),
         allow_grouped_products(),
         pad_sparse_gradients(),
