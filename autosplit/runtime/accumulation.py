@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from autosplit.errors import SplitError
 
 FEW_ROWS = 128
-"""Products of at most so many rows a microbatch gain by being joined, see benchmarks/accumulation.
+"""Products and convolutions of at most this many rows a microbatch gain by being joined. With more
+rows, joined products gain little over fused ones, and take more memory; see
+benchmarks/accumulation.
 """
 
 MOST_JOINED = 16
@@ -22,8 +24,8 @@ class Accumulation:
     Attributes:
         fuses: whether a matrix product adds into the sum directly, instead of being computed and
             then added.
-        joined_rows: a product with at most this many rows per microbatch runs once for all
-            microbatches whose Ws follow each other directly.
+        joined_rows: a product or convolution with at most this many rows per microbatch runs once
+            for all microbatches whose Ws follow each other directly.
     """
 
     fuses: bool = False

@@ -61,9 +61,9 @@ class SplitOptions:
 
             - ``"exact"``: each product is computed and then added, with the bits of autograd.
             - ``"fused"``: products add into the sums, which saves a pass over each gradient.
-            - ``"joined"``: products with few rows a microbatch run once for all microbatches whose
-              Ws follow each other directly.
-            - ``"auto"``: products with few rows are joined, others fused.
+            - ``"joined"``: products and convolutions with few rows a microbatch run once for all
+              microbatches whose Ws follow each other directly.
+            - ``"auto"``: products and convolutions with few rows are joined, other products fused.
             - a number: as ``"auto"``, with this number of rows as the most that are joined.
 
             All but ``"exact"`` round differently. Hooks of ``register_hook`` see the gradient of

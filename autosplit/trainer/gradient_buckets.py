@@ -252,7 +252,7 @@ class GradientBuckets:
             sum_dtype: the dtype of the sums; None for the dtype of each parameter.
         """
 
-        def place(member: LocalCopies) -> tuple[bool, bool, int]:
+        def sort_key(member: LocalCopies) -> tuple[bool, bool, int]:
             """Sort key of a gradient. First come gradients that W writes into their bucket, then
             other gradients, and last those of tied parameters. Ranks with different stages complete
             the gradients of tied parameters in different orders.
@@ -262,18 +262,18 @@ class GradientBuckets:
             return is_tied, not is_direct, 0 if is_tied else order.get(id(first), len(order))
 
         kinds: dict[object, list[LocalCopies]] = defaultdict(list)
-        for member in sorted(self._members, key=place):
-            kinds[*place(member)[:2], member.process_group, member.dtype].append(member)
+        for member in sorted(self._members, key=sort_key):
+            kinds[*sort_key(member)[:2], member.process_group, member.dtype].append(member)
         buckets = [
             GradientBucket(part, self._groups, self._synchronize, self._shares)
             for kind in kinds.values()
             for part in _cut(kind)
         ]
-        self.buckets = sorted(buckets, key=lambda bucket: place(bucket.members[-1]))
+        self.buckets = sorted(buckets, key=lambda bucket: sort_key(bucket.members[-1]))
         self._writers = []
         for number, bucket in enumerate(self.buckets):
             bucket.name = f"bucket {number + 1} of {len(self.buckets)} of gradients"
-            if not any(place(bucket.members[-1])[:2]):
+            if not any(sort_key(bucket.members[-1])[:2]):
                 members = [id(member.copies[0]) for member in bucket.members]
                 self._writers.append({*map(self._stage_of.__getitem__, members)})
         self._places = {

@@ -143,11 +143,11 @@ class _Joined:
         order = {node: index for index, node in enumerate(self._module.graph.nodes)}
         values = dict.fromkeys(value for _, value in computed_outputs(self._module.graph))
 
-        def place(value: fx.Node) -> int:
+        def completion(value: fx.Node) -> int:
             work = last_work(value, order)
             return -1 if work is None else order[work]
 
-        totals = {value: self._total(value) for value in sorted(values, key=place)}
+        totals = {value: self._total(value) for value in sorted(values, key=completion)}
         set_outputs(self._graph, results, totals)
         return module_like(self._module, self._graph, f"of_{self._count}_microbatches")
 
