@@ -130,7 +130,7 @@ _load_csv sSEND_Fm sRECV_Fm no_sync BatchNorm CUDA_DEVICE_MAX_CONNECTIONS TiedLa
 SummaryWriter AveragedModel ChainMap DeviceMesh GLOO_SOCKET_IFNAME OrderedDict
 PipeliningMetadataError Trainer a loss nn padding_idx pickle self
 state param_groups PARAMETER KEY add_scalar ModelParallelStrategy ThroughputMonitor TQDMProgressBar
-Profiler ProfileKwargs ModelCheckpoint DDP DCP ZBVZeroBubble FSDPStrategy mp_policy
+Profiler ProfileKwargs ModelCheckpoint CSVLogger DDP DCP ZBVZeroBubble FSDPStrategy mp_policy
 """
 """Words of other projects, and of examples."""
 

@@ -69,8 +69,8 @@ def _calls(
     for node in nodes:
         for needed in node.all_input_nodes:
             readers.setdefault(needed, set()).add(node)
-    for name, (run, *others) in runs.items():
-        call = None if others else _call(line, name, run, readers, returned)
+    for name, parts in runs.items():
+        call = _call(line, name, parts[0], readers, returned) if len(parts) == 1 else None
         if call is not None:
             yield call
 
@@ -96,12 +96,12 @@ def _call(
     inputs = [node for node in outside if node not in state and node not in constants]
     results = [n for n in nodes if n in returned or readers.get(n, members) - members]
     prefix = f"{name}."
-    own = all(
+    reads_own_state = all(
         state_names[node].startswith(prefix) and readers[node] <= members and node not in returned
         for node in state
     )
     tensors = all(isinstance(line.value(node), Tensor) for node in (*inputs, *results))
-    if not (state and own and tensors and results):
+    if not (state and reads_own_state and tensors and results):
         return None
     names = [state_names[node].removeprefix(prefix) for node in state]
     kind = signature_of(line, nodes, [*inputs, *state, *constants], results, names)
