@@ -179,17 +179,21 @@ class Partition:
         if not 0 <= index < self.stages:
             raise PlanError(f"build(index) needs a stage from 0 to {self.stages - 1}; got {index}")
         programs = {self.whole.training: self._renamed(index, self._layout.program(index))}
-        names = [name for by_stage in self._names.values() for name in by_stage.get(index, ())]
+        first_names = {
+            name: first
+            for first, by_stage in self._names.items()
+            for name in by_stage.get(index, ())
+        }
         # A copy of a stage copies no function, and so no whole model.
         module = StageModule(
             index,
             programs,
             self.whole.model,
-            names,
+            [*first_names],
             lambda training, rows, skip: self._graphs(index, training, rows, skip),
             self.whole.line.repeated,
         )
-        module.cuts = self.cuts
+        module.cuts, module.first_names = self.cuts, first_names
         module.tied_elsewhere = tuple(
             name for names in self.shared for at, name in names if at == index
         )

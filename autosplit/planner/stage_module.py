@@ -94,6 +94,8 @@ class StageModule(nn.Module):
 
     Attributes:
         tied_elsewhere: the names of the stage's parameters that other stages have, too.
+        first_names: maps each name of a parameter or buffer to the first of its names in the model,
+            the one that the model's own ``named_parameters`` has.
         cuts: the names of the first blocks of all stages of the model but the first.
     """
 
@@ -108,6 +110,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.tied_elsewhere: tuple[str, ...] = ()
+        self.first_names: Mapping[str, str] = {}
         self.cuts: tuple[str, ...] = ()
         self._index = index
         # Not a dictionary: a trace in one mode guards all keys.

@@ -85,6 +85,7 @@ class RankModel:
         modules, drew = build_seeded_modules(stages.build, schedule.stages_on(groups.rank), device)
         self.modules, self._has_model_names = modules, stages.wiring is not None
         self._groups = groups
+        self._first_holders = {tuple(at): holders[0] for holders in shared for at in holders}
         for index, module in modules.items():
             if not isinstance(module, nn.Module):
                 raise PipelineError(
@@ -189,14 +190,25 @@ class RankModel:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return ``parameters`` with their names in the whole model. In a list of stages they begin
         with the stage's index, as in an ``nn.Sequential`` of the stages.
+
+        A tied parameter has one name on all ranks, the first of its names in the whole model. So
+        groups that are made by names have it in the same group everywhere.
         """
         named = [
-            (name if self._has_model_names else f"{stage}.{name}", parameter)
+            (self._model_name(stage, name), parameter)
             for stage, module in self.modules.items()
             for name, parameter in module.named_parameters()
         ]
         first_names = {id(parameter): name for name, parameter in reversed(named)}
         return [(first_names[id(parameter)], parameter) for parameter in self.parameters]
+
+    def _model_name(self, stage: int, name: str) -> str:
+        """Return the first name in the whole model of a stage's parameter."""
+        if self._has_model_names:
+            first_names: Mapping[str, str] = getattr(self.modules[stage], "first_names", {})
+            return first_names.get(name, name)
+        stage, name = self._first_holders.get((stage, name), (stage, name))
+        return f"{stage}.{name}"
 
     @property
     def optimizer_state(self) -> list[Tensor]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, StageOptions
+from tests.kept_ranks import ranks
 
 
 def without_decay_of_biases(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -56,3 +57,55 @@ def test_names_are_those_of_the_whole_model(whole: bool) -> None:
         **options,
     ):
         assert names == [name for name, _ in model.named_parameters()]
+
+
+class TiedEnds(nn.Module):
+    """An embedding and a head with one weight, of which the head is registered first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embed = nn.Linear(4, 8, bias=False), nn.Embedding(8, 4)
+        self.embed.weight = self.head.weight
+        self.middle = nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.middle(self.embed(ids))))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@ranks(2)
+def test_a_tied_parameter_has_its_first_name_on_all_ranks(whole: bool) -> None:
+    """Groups by name would otherwise differ between the stages that have it."""
+    torch.manual_seed(0)
+    model: Any = TiedEnds()
+    ids = torch.arange(8)
+    stages = nn.Sequential(model.embed, nn.Sequential(model.middle, nn.Tanh(), model.head))
+    expected = {name for name, _ in (model if whole else stages).named_parameters()}
+    first = "head.weight" if whole else "0.weight"
+    names: list[str] = []
+
+    def named_only(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        names.extend(name for name, _ in named)
+        decayed = [parameter for name, parameter in named if name == first]
+        others = [parameter for name, parameter in named if name != first]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    options: dict[str, Any] = (
+        {
+            "stages": 2,
+            "example": ids[:4],
+            "stage_options": StageOptions(planning={"cut_at": ["middle"]}),
+        }
+        if whole
+        else {}
+    )
+    with PipelineTrainer(
+        model if whole else [*stages],
+        nn.functional.cross_entropy,
+        named_only,
+        microbatches=2,
+        **options,
+    ):
+        assert first in names
+        assert {*names} <= expected
