@@ -19,6 +19,7 @@ from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch.nn.modules import module as torch_module
 
 from autosplit.errors import CaptureError, FailingCallError, PythonStateError, with_code
+from autosplit.torch_internals.dynamo import is_standard_library
 
 _LIBRARIES = tuple(
     os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__))
@@ -194,10 +195,14 @@ def _user_line(error: Exception) -> str:
 
 
 def user_frame(stack: Sequence[FrameSummary]) -> FrameSummary | None:
-    """The innermost frame of the user's code; without one, the innermost frame of one of torch's
-    modules.
+    """The innermost frame of the user's code, in which a function of Python's library may have been
+    called; without one, the innermost frame of one of torch's modules.
     """
-    frames = [frame for frame in stack if not is_library_file(frame.filename)]
+    frames = [
+        frame
+        for frame in stack
+        if not (is_library_file(frame.filename) or is_standard_library(frame.filename))
+    ]
     layers = [frame for frame in stack if f"nn{os.sep}modules" in frame.filename]
     return next(reversed(frames or layers), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ def input_sources(module: fx.GraphModule) -> list[str]:
 
 
 _TORCH = os.path.dirname(torch.__file__)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,12 @@ class BreakWatch:
         ]
 
 
+def is_standard_library(path: str) -> bool:
+    """Whether a file is part of Python itself. Installed packages may be in a folder below."""
+    is_below = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
+    return is_below or path.startswith("<frozen ")
+
+
 def _given_up(attempt: Any) -> BreakReason:
     path = attempt.fail_user_frame_filename or attempt.co_filename or ""
     number = attempt.fail_user_frame_lineno or attempt.co_firstlineno or 0
@@ -93,7 +101,11 @@ def _given_up(attempt: Any) -> BreakReason:
 
 
 def _users_line(stack: Sequence[traceback.FrameSummary]) -> str:
-    frames = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
+    frames = [
+        frame
+        for frame in stack
+        if not (frame.filename.startswith(_TORCH) or is_standard_library(frame.filename))
+    ]
     user_frames = frames or [*stack][-1:]  # without user code, the model is a module of torch
     return _place(user_frames[-1].filename, user_frames[-1].lineno or 0) if user_frames else ""
 
