@@ -32,6 +32,10 @@ _PATIENCE = 3 * _SILENCE
 _JOIN = 2.0
 
 _CHECK_EVERY = 0.02
+ALIKE = (
+    "every rank must make the same calls of a trainer; have loops and data loaders of all ranks "
+    "one length?"
+)
 _ANY_LEFT = ("left", -1)  # written when any rank leaves
 
 
@@ -174,7 +178,7 @@ class PeerWatch:
         for rank in self._peers:
             how, clean = self._ending(rank)
             if how and clean:
-                went_on = f"{how} while rank {self._rank} went on"
+                went_on = f"{how} while rank {self._rank} went on: {ALIKE}"
                 left = left or Fault(rank, "", went_on, ended=True, left=True)
             elif how:
                 pulse = self._pulse(rank)

@@ -326,7 +326,9 @@ class StepReduction:
         raise PipelineError(
             f"gradients are not finite in {few(stages, 4)}{averaged}{self._causes(numbers)}. No "
             "optimizer has used them. RunOptions(nonfinite='skip') drops the gradients of such a "
-            "step and continues with the next; 'ignore' lets optimizers use them"
+            "step and continues with the next; 'ignore' lets optimizers use them. "
+            "RunOptions(recorder=autosplit.Recorder(folder)) writes the step, in which "
+            "`autosplit replay` finds the operator and the sample"
         )
 
     def _causes(self, numbers: list[float]) -> str:

@@ -429,7 +429,7 @@ def test_slow_rank_learns_that_it_was_given_up(texts: Texts) -> None:
 def test_a_rank_that_left_is_named_to_ranks_that_need_it(texts: Texts) -> None:
     (kind, text), (other, _) = (result["leaves early"] for result, _ in texts)
     assert (kind, other) == ("RankError", "nothing")
-    assert text.startswith("rank 1 closed its trainer while rank 0 went on\nRank 0 ")
+    assert text.startswith("rank 1 closed its trainer while rank 0 went on: every rank must make ")
 
 
 # --- the parts, in one process ------------------------------------------------------------

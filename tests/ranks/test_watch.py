@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from autosplit.ranks.first_error import (
     RankActivity,
     RankError,
 )
-from autosplit.ranks.watch import PeerWatch, Pulse
+from autosplit.ranks.watch import ALIKE, PeerWatch, Pulse
 
 CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")
 TIMEOUT = LostPeerError("waited 3 s for rank 1: is it stuck?", "waited 3 s for rank 1")
@@ -161,7 +162,7 @@ def test_last_words_say_more_than_the_exit(
     watch = ranks.watch(0)
     _end(child)
     place = ", last heard of in the code around the trainer"
-    rest = " while rank 0 went on" if words == RETURNED else place
+    rest = f" while rank 0 went on: {ALIKE}" if words == RETURNED else place
     assert headline(watch.explain(CLOSED)) == f"rank 1 {words}{rest}"
 
 
@@ -172,7 +173,10 @@ def test_a_rank_that_ends_while_others_ask_who_is_stuck(
     watch = ranks.watch(0)
     requested = iter([lambda: _end(child), lambda: None])
     monkeypatch.setattr(watch, "_pulses", lambda: next(requested)() or {})
-    assert headline(watch.explain(TIMEOUT)) == "rank 1 exited with status 0 while rank 0 went on"
+    assert (
+        headline(watch.explain(TIMEOUT))
+        == f"rank 1 exited with status 0 while rank 0 went on: {ALIKE}"
+    )
 
 
 def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
@@ -184,7 +188,7 @@ def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
     assert ranks.faults.first() is None  # all may be well
     assert ranks.severed == []
     guard = Guard(0, ranks.faults, lambda: None, ranks.activities[0], watch)
-    text = r"^rank 1 closed its trainer while rank 0 went on\n"
+    text = rf"^rank 1 closed its trainer while rank 0 went on: {re.escape(ALIKE)}\n"
     with pytest.raises(RankError, match=text), guard.during("a step"):
         guard.check()
 
