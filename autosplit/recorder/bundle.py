@@ -28,6 +28,8 @@ from autosplit.errors import ReplayError
 from autosplit.text.files import sync_folder
 
 _RECORD, _TENSORS = "record.json", "tensors.pt"
+_FORMAT = 1
+"""The format of a part. It increases when a replay reads facts that older parts lack."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def write_part(
     staged = home / f"rank-{rank}.tmp"
     try:
         staged.mkdir(parents=True)
-        for name, text in {_RECORD: json.dumps(facts), **sources}.items():
+        for name, text in {_RECORD: json.dumps({"format": _FORMAT, **facts}), **sources}.items():
             (staged / name).parent.mkdir(parents=True, exist_ok=True)
             (staged / name).write_text(text)
         if tensors:
@@ -101,7 +103,7 @@ def read_parts(folder: Path) -> dict[int, BundlePart]:
     """The parts of a bundle by rank.
 
     Raises:
-        ReplayError: the folder is not a bundle, or a file of it cannot be read.
+        ReplayError: the folder is not a bundle, has another format, or a file of it cannot be read.
     """
     parts = {}
     for path in sorted(folder.glob("rank-*")):
@@ -114,6 +116,11 @@ def read_parts(folder: Path) -> dict[int, BundlePart]:
                 tensors = torch.load(path / _TENSORS, weights_only=True, mmap=True)
         except Exception as error:
             raise ReplayError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+        if facts.get("format") != _FORMAT:
+            raise ReplayError(
+                f"{path} has format {facts.get('format', 0)}, and this version of autosplit "
+                f"replays format {_FORMAT}: use the version that wrote it"
+            )
         parts[facts["rank"]] = BundlePart(path, facts, tensors)
     if not parts:
         raise ReplayError(

@@ -515,6 +515,14 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: pathlib.Path) -> None:
     assert "is no bundle of the flight recorder" in result.output
 
 
+def test_a_bundle_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rank-0").mkdir()
+    (tmp_path / "rank-0" / "record.json").write_text('{"rank": 0, "steps": []}')
+    result = CliRunner().invoke(main, ["replay", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "rank-0 has format 0, and this version of autosplit replays format 1" in result.output
+
+
 @pytest.mark.parametrize(
     "options",
     [
