@@ -536,7 +536,9 @@ class Runner:
         checks: Sequence[float] = (),
     ) -> StepReduction:
         """Start the all-reduce of losses, gradient norms, checks and the batch's checksum."""
-        nonfinite = None
+        nonfinite, window = None, (0.0, 0.0)
+        if self.spans and not plan.evaluates:
+            window = window_of(self.spans)
         if norms is not None and self._checks_finite:
             nonfinite = self._model.nonfinite_stage(norms)
         tensors = _tensors(batch) if self._shares_tensors else []
@@ -555,7 +557,7 @@ class Runner:
             squares=norms.squares() if norms is not None and self.clips else None,
             nonfinite=nonfinite,
             raises=self._raises,
-            window=window_of(() if plan.evaluates else self.spans),
+            window=window,
             batch=summary_of(tensors) if self._shares_tensors else 0,
             dtype=plan.dtype,
             part_names=plan.boundaries[0].part_names,
