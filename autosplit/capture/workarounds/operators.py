@@ -144,6 +144,7 @@ def keep_output_tangents() -> Iterator[None]:
     original: Any = runtime_wrappers.remove_dupe_metadata  # type: ignore[attr-defined]
 
     def remove_duplicates(metadata: Any, kept: list[bool], places: list[int]) -> Any:
+        """torch's result, with the tangents of the inputs that are kept and of all outputs."""
         result = original(metadata, kept, places)
         of_inputs = [
             is_kept
