@@ -306,6 +306,24 @@ class ParameterGroup:
             else:
                 _put_in_dtype(parameter._unsharded_param, parameter.unsharded_grad_dtype)
 
+    def add_missing(self) -> list[bool]:
+        """Add zeros as the unreduced gradients of trained parameters that have none, so that all
+        ranks reduce the same parameters.
+
+        Returns:
+            For each of ``sharded_parameters``, whether it had a gradient.
+        """
+        had_gradient = []
+        for parameter in self._group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)  # None if it was never gathered
+            total = None if whole is None else whole.grad
+            had = total is not None or parameter.unsharded_accumulated_grad is not None
+            had_gradient.append(had)
+            if whole is not None and not had and parameter.sharded_param.requires_grad:
+                whole.grad = torch.zeros_like(whole)
+        self.accumulate()
+        return had_gradient
+
     @property
     def converts_gradients(self) -> bool:
         """Whether ``accumulate`` converts gradients to another dtype than the parameters'."""

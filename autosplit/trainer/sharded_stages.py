@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
@@ -34,8 +36,6 @@ from autosplit.trainer.gradient_buckets import Wait
 from autosplit.trainer.replicated_parameters import broadcast_from
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from autosplit.torch_internals.fsdp import ParameterGroup
 
 _SHARD_PEERS = "the ranks that have the other shards of its parameters"
@@ -103,6 +103,9 @@ class ShardedStages:
             shard = EXPERT_SHARD if groups.layout.experts else SHARD
             _check_all_sharded(modules, {*self.gathered_shardings, *whole}, shard)
         self._shard_group: dist.ProcessGroup | None = None
+        self._reducing_groups: list[dist.ProcessGroup] = []
+        # For each stage whose reduction has started: whether each parameter has a gradient here.
+        self._had_gradient: dict[int, list[bool]] = {}
         self._restore = contextlib.ExitStack()
         indices = groups.everybody.gather([*self._stages])
         self.indices = frozenset(itertools.chain.from_iterable(indices))
@@ -124,6 +127,7 @@ class ShardedStages:
         }
         self._shard_group = shard_groups[False]
         first, replicas = self._groups.root_and_group(layout.copies)
+        self._reducing_groups = [group for group in (self._shard_group, replicas) if group]
         for group in [group for stage in self._stages.values() for group in stage.groups]:
             experts = _has_experts(group)
             # A rank's experts get the tokens of all ranks along "ep", so their gradient is a sum
@@ -174,13 +178,17 @@ class ShardedStages:
 
     def start_reduction(self, stage: int) -> None:
         """Start the reduce-scatters of a stage's gradients, which are in ``.grad`` of its gathered
-        parameters.
+        parameters. Do nothing if the step has started them.
 
         Raises:
             LostPeerError: a rank that has a shard did not take part.
         """
-        self._stages[stage].accumulate()
-        self._stages[stage].start_reduce()
+        if stage in self._had_gradient:
+            return
+        sharded = self._stages[stage]
+        sharded.accumulate()
+        self._had_gradient[stage] = [had for g in sharded.groups for had in g.add_missing()]
+        sharded.start_reduce()
 
     def check_reduction(self) -> None:
         """Check that FSDP will reduce all gradients, because the optimizer gets reduced gradients
@@ -314,12 +322,25 @@ class ShardedStages:
             """Wait until ``.grad`` of the sharded parameters is complete."""
             for stage in self._stages.values():
                 stage.finish_reduce()
+            self._drop_missing()
             self._synchronize()
 
         return wait_for_gradients
 
+    def _drop_missing(self) -> None:
+        """Set ``.grad`` to None for parameters that have a gradient on no rank."""
+        flags = [had for stage in self._stages for had in self._had_gradient.pop(stage)]
+        mask = torch.tensor(flags, dtype=torch.int32, device=self.parameters[0].device)
+        with self._groups.as_lost_peer(_SHARD_PEERS):
+            for process_group in self._reducing_groups:
+                dist.all_reduce(mask, dist.ReduceOp.MAX, group=process_group)
+        for parameter, had_gradient in zip(self.parameters, mask.tolist(), strict=True):
+            if not had_gradient:
+                parameter.grad = None
+
     def forget(self) -> None:
         """Drop accumulated gradients that were not reduced."""
+        self._had_gradient.clear()
         for stage in self._stages.values():
             stage.forget([*map(id, self.parameters)])
 
