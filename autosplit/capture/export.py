@@ -54,7 +54,7 @@ def export(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    regions: RegionSession | None = None,
+    regions: RegionSession[Any] | None = None,
     *,
     values: bool = False,
 ) -> tuple[fx.GraphModule, Guards]:
@@ -95,7 +95,7 @@ def _export(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    regions: RegionSession | None,
+    regions: RegionSession[Any] | None,
     reads: BackwardReads,
     returns_values: bool,
 ) -> tuple[fx.GraphModule, Guards]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ from torch.utils.flop_counter import flop_registry
 
 from autosplit.capture.diagnosis import user_errors
 from autosplit.capture.export import export
+from autosplit.capture.forward_blocks import ForwardRegion, export_around_blocks
 from autosplit.capture.forward_sizes import ForwardSizes
 from autosplit.capture.guards import unobserved
-from autosplit.capture.input_sizes import is_open
+from autosplit.capture.input_sizes import Inputs, input_tensors, is_open
+from autosplit.capture.region_session import capture_around_blocks
 from autosplit.capture.roles import canonical_names
 from autosplit.capture.workarounds.operators import (
     refuse_traced_otherwise,
@@ -307,12 +309,10 @@ def capture_forward(
     """
     refuse_sharded(module)
     with user_errors(module), unobserved(), torch.enable_grad():
-        exported, _ = export(module, args, kwargs)
+        exported, tensors = _exported(module, args, kwargs)
         refuse_traced_otherwise(exported)
         codegen: Any = exported.graph._codegen
         values = (*args, *kwargs.values())
-        input_values = codegen.dynamo_bytecode_flatten(*values)
-        tensors = dict(zip(exported.graph.find_nodes(op="placeholder"), input_values, strict=True))
         sizes = _open_sizes(exported, (args, kwargs), tensors) if is_open(args, kwargs) else None
         effects = examine(exported, sizes)
         for node in exported.graph.find_nodes(op="get_attr"):
@@ -337,6 +337,20 @@ def capture_forward(
     forward = CapturedForward(exported, {}, {}, parameters, {}, effects, result_leaves, spec, sizes)
     _name(forward, module, (args, kwargs), tensors)
     return forward
+
+
+def _exported(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, Inputs]:
+    """Dynamo's graph of a module, and its inputs."""
+    around_blocks = None
+    if not is_open(args, kwargs):
+        capture = partial(export_around_blocks, module, args, kwargs)
+        around_blocks = capture_around_blocks(module, ForwardRegion.of_block, capture)
+    if around_blocks is not None:
+        return around_blocks
+    exported, _ = export(module, args, kwargs)
+    return exported, input_tensors(exported, args, kwargs)
 
 
 def _open_sizes(exported: fx.GraphModule, inputs: Any, tensors: dict[fx.Node, Any]) -> ForwardSizes:

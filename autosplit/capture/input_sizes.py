@@ -66,6 +66,19 @@ def sizes_within(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
     return int
 
 
+Inputs: TypeAlias = "dict[fx.Node, Any]"
+"""Placeholder of a graph -> the tensor or number that it stands for."""
+
+
+def input_tensors(
+    exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Inputs:
+    """The inputs of Dynamo's graph for a call of its module."""
+    codegen: Any = exported.graph._codegen
+    values = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
+    return dict(zip(exported.graph.find_nodes(op="placeholder"), values, strict=True))
+
+
 class InputSizes:
     """The places in a call's inputs from which the values of a graph's symbols are read.
 
@@ -89,12 +102,9 @@ class InputSizes:
         """Input sizes of a graph that was exported with these inputs."""
         leaves, _ = tree_flatten((args, kwargs))
         places = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        codegen: Any = exported.graph._codegen
-        input_values = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
-        holes = exported.graph.find_nodes(op="placeholder")
         traced = {
             places[id(value)]: traced_value(node)
-            for node, value in zip(holes, input_values, strict=True)
+            for node, value in input_tensors(exported, args, kwargs).items()
             if id(value) in places
         }
         return cls(exported.meta["fake_mode"].shape_env, traced)

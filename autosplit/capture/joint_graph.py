@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from autosplit.capture.input_sizes import InputSizes, is_open
 from autosplit.capture.module_paths import name_modules
 from autosplit.capture.parameter_attributes import attribute_names, named_attributes
 from autosplit.capture.region import BlockRegion, expand, tracing_calls
-from autosplit.capture.region_session import RegionSession, SplitBlock, captures_blocks
+from autosplit.capture.region_calls import SplitBlock, bind, capture_region, without_blocks
+from autosplit.capture.region_session import RegionSession, capture_around_blocks
 from autosplit.capture.roles import ModuleRoles, canonical_names, shardings, with_roles
 from autosplit.capture.workarounds.operators import (
     Decompositions,
@@ -37,7 +39,7 @@ from autosplit.capture.workarounds.operators import (
     refuse_mixed_dtypes,
     refuse_traced_otherwise,
 )
-from autosplit.errors import CaptureError, PythonStateError
+from autosplit.errors import CaptureError
 from autosplit.passes import Role
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dtensor import Sharding
@@ -251,9 +253,6 @@ class _Results:
         return (result, *values[len(names) :])
 
 
-_ATTEMPTS = 4  # captures around blocks, each without the blocks refused so far
-
-
 @dataclasses.dataclass(frozen=True)
 class Capture:
     """A traced module: its joint graph, and the names and structure of its inputs and outputs.
@@ -313,7 +312,7 @@ def capture(
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
     with user_errors(module), same_tensors(module), unobserved():
-        if split is not None and not values and captures_blocks():
+        if split is not None and not values:
             captured = _around_regions(module, args, kwargs, decompositions, split)
             if captured is not None:
                 return captured
@@ -332,33 +331,23 @@ def _around_regions(
     """Capture the module, and its repeated blocks once for each kind; None if no block can be
     captured separately.
     """
-    refused: dict[str, str] = {}
-    regions: dict[Hashable, list[BlockRegion]] = {}
-    for _ in range(_ATTEMPTS):
-        session = RegionSession(module, split, refused, regions)
-        if not session:
+
+    def captured(session: RegionSession[BlockRegion]) -> Capture | None:
+        """Capture the module in a session; None if it calls no block."""
+        exported, guards = export(module, args, kwargs, regions=session)
+        calls = bind(session, exported)
+        if not calls:
             return None
-        refused_count = len(refused)
-        try:
-            exported, guards = export(module, args, kwargs, regions=session)
-            calls = session.bind(exported)
-            if not calls:
-                return None
-            _prepare(module, exported)
-            guards.blocks = [call.guards for call in calls]
-            names = {id(tensor): name for name, tensor in _state(module)}
-            with session.without_blocks(exported, calls), tracing_calls(calls):
-                captured = _traced(module, exported, guards, (args, kwargs), decompositions)
-            if len(refused) > refused_count:
-                continue
-            expand(captured.joint, calls, names)
-            return captured
-        except PythonStateError:  # a capture of the whole module would fail as well
-            raise
-        except Exception:
-            if len(refused) == refused_count:
-                return None
-    return None
+        _prepare(module, exported)
+        guards.blocks = [call.guards for call in calls]
+        names = {id(tensor): name for name, tensor in _state(module)}
+        with without_blocks(session, exported, calls), tracing_calls(calls):
+            result = _traced(module, exported, guards, (args, kwargs), decompositions)
+        if not session.has_new_refusals:
+            expand(result.joint, calls, names)
+        return result
+
+    return capture_around_blocks(module, partial(capture_region, split), captured)
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.capture.guards import BlockGuards
 from autosplit.capture.input_sizes import Within
+from autosplit.capture.region_session import CapturedBlock, computed
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import (
@@ -94,21 +95,17 @@ def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class BlockRegion:
+class BlockRegion(CapturedBlock):
     """The graphs of one kind of block for one kind of call; other graphs can call them.
 
     Attributes:
         name: name of the kind, unique in a model.
-        args: positional example inputs of the capture; tensors without memory.
-        kwargs: keyword example inputs of the capture; tensors without memory.
         capture: the capture of one block of this kind.
         graphs: F, I and W, from the capture's joint graph.
         within: a function from sizes of these graphs to sizes of the surrounding graph.
     """
 
     name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     capture: Capture
     graphs: SplitGraphs
     within: Within
@@ -140,6 +137,16 @@ class BlockRegion:
     def result_nodes(self) -> dict[str, fx.Node]:
         """Map the path of each computed leaf of the result to its node, in order."""
         return {path: v for path, v in self.results.items() if isinstance(v, fx.Node)}
+
+    def fake_result(self) -> Any:
+        """A new result of a call, of fake tensors."""
+        trained = {role.name for role in self.tangents}
+        return self.result(
+            {
+                path: computed(self.empty(node.meta["val"]), path in trained)
+                for path, node in self.result_nodes.items()
+            }
+        )
 
     def result(self, tensors: Mapping[str, Tensor]) -> Any:
         """Assemble a call's result from its computed tensors; ``tensors`` maps paths to tensors."""

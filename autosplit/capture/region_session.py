@@ -7,6 +7,7 @@ refused and captured with their model.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import threading
@@ -14,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch._dynamo
@@ -22,25 +23,20 @@ from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from autosplit.capture.guards import BlockGuards
-from autosplit.capture.input_sizes import leave_open, sizes_within
-from autosplit.capture.region import ANCHOR, BlockRegion, RegionCall, new_anchor
+from autosplit.capture.guards import BlockGuards, Guards
+from autosplit.capture.input_sizes import leave_open
 from autosplit.capture.workarounds.dynamo import function_modes_of_the_call
 from autosplit.capture.workarounds.key_value_cache import cache_argument, caching
 from autosplit.device import accelerator_kind
-from autosplit.errors import CaptureError
-from autosplit.passes import Kind, SplitGraphs
-from autosplit.passes.analysis.aliasing import storage_root
-from autosplit.passes.graph import concrete, inputs, outputs
+from autosplit.errors import CaptureError, PythonStateError
+from autosplit.passes.graph import concrete
 from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
-if TYPE_CHECKING:
-    from autosplit.capture.joint_graph import Capture
-
 SWITCH = "AUTOSPLIT_REGIONS"
+
+_ATTEMPTS = 4  # captures around blocks, each without the blocks refused so far
 
 
 def captures_blocks() -> bool:
@@ -48,66 +44,9 @@ def captures_blocks() -> bool:
     return os.environ.get(SWITCH) != "0"
 
 
-def refuse_uncallable(region: BlockRegion) -> None:
-    """Raise if other graphs cannot call F, I and W of a block.
-
-    Raises:
-        CaptureError: the block depends on state that Dynamo's guards do not check, writes into its
-            inputs, returns an input or a view of one, or takes or returns values that are not
-            tensors.
-    """
-    capture, graphs = region.capture, region.graphs
-    if not capture.guards.has_only_dynamo_guards:
-        raise CaptureError(
-            "the block reads tensors other than its inputs and state, or sets attributes"
-        )
-    if capture.shardings:
-        raise CaptureError("the block works on DTensors")
-    for role, _ in outputs(graphs.joint.graph, Kind.UPDATE):
-        if role.name in capture.inputs:
-            raise CaptureError(
-                f"the block writes into its input {role.name}: return the new value instead"
-            )
-    if not (region.result_nodes and _is_plain(capture.output_spec)):
-        raise CaptureError("the block returns no tensor, or an object other than a tuple or list")
-    boundary = [*inputs(graphs.joint.graph).values(), *region.result_nodes.values()]
-    inside = [value for part in region.parts.values() for value in _results(part.module)]
-    only_tensors = all(isinstance(node.meta["val"], Tensor) for node in boundary)
-    if not (only_tensors and all(map(_crosses, inside))):
-        raise CaptureError(
-            "the block takes or returns numbers that depend on data, such as results of .item(): "
-            "pass them as tensors"
-        )
-    if _are_copied(list(region.result_nodes.values())):
-        raise CaptureError("the block returns an input, or a view of an input or another result")
-
-
-def _are_copied(values: list[fx.Node]) -> bool:
-    """Whether a result of a block is a copy that tracing made, because the result shares memory
-    with an input or another result. The surrounding graph would not know of the shared memory.
-    """
-    sources = [
-        storage_root(value.args[0])  # type: ignore[arg-type]
-        for value in values
-        if value.target is torch.ops.aten.clone.default
-    ]
-    return len({*sources}) < len(sources) or any(source.op == "placeholder" for source in sources)
-
-
-def _results(module: fx.GraphModule) -> list[fx.Node]:
-    return [value for _, value in outputs(module.graph) if isinstance(value, fx.Node)]
-
-
-def _crosses(node: fx.Node) -> bool:
-    """Whether a value may cross from F to I or from I to W: a tensor, or a size of inputs."""
-    value = node.meta["val"]
-    size = isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
-    return size or isinstance(value, Tensor)
-
-
-def _is_plain(spec: Any) -> bool:
+def is_plain(spec: Any) -> bool:
     """Whether results have a structure that Dynamo accepts from an operator."""
-    return spec.is_leaf() or (spec.type in (tuple, list) and all(map(_is_plain, spec.children())))
+    return spec.is_leaf() or (spec.type in (tuple, list) and all(map(is_plain, spec.children())))
 
 
 _HOOKS = re.compile(r"(_global)?_(forward|backward)(_pre)?_hooks")
@@ -183,9 +122,42 @@ def look_of(block: nn.Module) -> Hashable:
     return type(block), block.training, layout
 
 
-SplitBlock = Callable[
-    [str, nn.Module, tuple[Any, ...], dict[str, Any]], tuple["Capture", SplitGraphs]
-]
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CapturedBlock:
+    """The graphs of one kind of block for one kind of call.
+
+    Attributes:
+        args: positional example inputs of the capture; tensors without memory.
+        kwargs: keyword example inputs of the capture; tensors without memory.
+        guards: conditions under which the graphs are valid for a block.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    guards: Guards
+
+    def fake_result(self) -> Any:
+        """A new result of a call, of fake tensors."""
+        raise NotImplementedError
+
+
+def computed(tensor: Tensor, trained: bool) -> Tensor:
+    """A fake tensor that autograd treats as computed, not as a leaf, so that in-place operators
+    accept it.
+    """
+    with torch.enable_grad():
+        return tensor.requires_grad_().clone() if trained else tensor
+
+
+R = TypeVar("R", bound=CapturedBlock)
+T = TypeVar("T")
+
+CaptureBlock: TypeAlias = (
+    "Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], list[Any]], R]"
+)
+"""``capture_block(kind, block, args, kwargs, leaves)`` captures a block for one of its calls.
+``kind`` is the name of the block's kind, ``leaves`` are the fake inputs of the call.
+"""
 
 _LEAF_TYPES = {FakeTensor, Tensor, nn.Parameter, int, float, bool, str, type(None)}
 
@@ -194,62 +166,68 @@ class RegionRefusedError(Exception):
     """A block cannot be captured by itself."""
 
 
-class RegionSession:
+class RegionSession(Generic[R]):
     """One capture of a model in which Dynamo does not trace into repeated blocks.
 
     Args:
         model: the model that is captured.
-        split: a function that captures and splits a block for one of its calls. Its first argument
-            is the name of the block's kind.
+        capture_block: captures a block for one of its calls.
         refused: maps the name of a block that is captured with the model to the reason; the session
             adds entries.
         regions: maps a call's signature to the regions captured for it; the session adds entries.
             Sessions of one model share it, so that a later one captures no kind of block again.
+
+    Attributes:
+        blocks: the blocks that Dynamo does not trace into, by name.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        split: SplitBlock,
+        capture_block: CaptureBlock[R],
         refused: dict[str, str],
-        regions: dict[Hashable, list[BlockRegion]],
+        regions: dict[Hashable, list[R]],
     ) -> None:
-        self._model = model
+        self.model = model
         self._thread = threading.get_ident()
         self._modes = _modes()
-        self._split = split
+        self._capture_block = capture_block
         self.refused = refused
+        self._refused_before = len(refused)
         self._regions = regions
         self._symbols = object()  # part of a signature whose sizes are symbols of this trace
         # The key is the first tensor that a call returns.
-        self._matches: dict[Tensor, tuple[BlockRegion, BlockGuards]] = {}
+        self._matches: dict[Tensor, tuple[R, BlockGuards]] = {}
         self._block_by_operator: dict[Any, tuple[str, nn.Module]] = {}
-        self._blocks = {
+        self.blocks = {
             n: b
             for n, b in repeated_blocks(model).items()
             if n not in refused and has_plain_forward(b)
         }
-        self._stand_ins = {
-            name: self._stand_in(name, block) for name, block in self._blocks.items()
-        }
+        self._stand_ins = {name: self._stand_in(name, block) for name, block in self.blocks.items()}
 
     def __bool__(self) -> bool:
-        return bool(self._blocks)
+        return bool(self.blocks)
 
     @property
-    def regions(self) -> list[BlockRegion]:
+    def has_new_refusals(self) -> bool:
+        """Whether this session has refused a block, so that its result is dropped."""
+        return len(self.refused) > self._refused_before
+
+    @property
+    def regions(self) -> list[R]:
         """Kinds of blocks, in order of their first calls."""
         return [region for regions in self._regions.values() for region in regions]
 
     @contextlib.contextmanager
     def opaque(self) -> Iterator[None]:
         """Context in which calls of the blocks are operators that Dynamo does not trace into."""
-        for name, block in self._blocks.items():
+        for name, block in self.blocks.items():
             vars(block)["forward"] = self._stand_ins[name]
         try:
             yield
         finally:
-            for block in self._blocks.values():
+            for block in self.blocks.values():
                 vars(block).pop("forward", None)
 
     def _stand_in(self, name: str, block: nn.Module) -> Callable[..., Any]:
@@ -296,11 +274,7 @@ class RegionSession:
                 match = region, _ = self._match(name, block, leaves, spec)
         except Exception as error:
             self._refuse(name, str(error))
-        trained = {role.name for role in region.tangents}
-        tensors = {
-            path: region.empty(node.meta["val"]) for path, node in region.result_nodes.items()
-        }
-        result = region.result({path: _computed(v, path in trained) for path, v in tensors.items()})
+        result = region.fake_result()
         self._matches[_first_tensor(result)] = match
         return result
 
@@ -310,32 +284,32 @@ class RegionSession:
         Raises:
             RegionRefusedError: always.
         """
-        self._record_refusal(name, reason)
+        self.record_refusal(name, reason)
         raise RegionRefusedError(name)
 
-    def _record_refusal(self, name: str, reason: str) -> None:
+    def record_refusal(self, name: str, reason: str) -> None:
         """Add a block, and all blocks that look like it, to ``refused``."""
-        look = look_of(self._blocks[name])
-        self.refused |= {n: reason for n, b in self._blocks.items() if look_of(b) == look}
+        look = look_of(self.blocks[name])
+        self.refused |= {n: reason for n, b in self.blocks.items() if look_of(b) == look}
 
     def _match(
         self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
-    ) -> tuple[BlockRegion, BlockGuards]:
+    ) -> tuple[R, BlockGuards]:
         """Return (region, the block's guards) for a block's call. The region is an existing one if
         its guards hold for the block, else a new one.
         """
         signature = _signature(block, leaves, spec)
         if _has_symbols(leaves):  # another trace may give these names to other sizes
             signature = signature, self._symbols
-        stand_in = vars(self._blocks[name]).pop("forward")
+        stand_in = vars(self.blocks[name]).pop("forward")
         try:
             for region in self._regions.get(signature, ()):
-                guards = BlockGuards(region.capture.guards, block, region.args, region.kwargs)
+                guards = BlockGuards(region.guards, block, region.args, region.kwargs)
                 if guards.hold():
                     return region, guards
             return self._new(name, block, signature, leaves, spec)
         finally:
-            vars(self._blocks[name])["forward"] = stand_in
+            vars(self.blocks[name])["forward"] = stand_in
 
     def _new(
         self,
@@ -344,58 +318,27 @@ class RegionSession:
         signature: Hashable,
         leaves: list[Any],
         spec: TreeSpec,
-    ) -> tuple[BlockRegion, BlockGuards]:
+    ) -> tuple[R, BlockGuards]:
         args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
-        kind = f"{type(self._blocks[name]).__name__}_{len(self.regions)}"
-        capture, graphs = self._split(kind, block, args, kwargs)
-        region = BlockRegion(
-            kind, args, kwargs, capture, graphs, sizes_within(capture.sizes, leaves)
-        )
-        refuse_uncallable(region)
+        kind = f"{type(self.blocks[name]).__name__}_{len(self.regions)}"
+        region = self._capture_block(kind, block, args, kwargs, leaves)
         self._regions.setdefault(signature, []).append(region)
-        return region, BlockGuards(region.capture.guards, block, args, kwargs)
+        return region, BlockGuards(region.guards, block, args, kwargs)
 
     def forget_stand_ins(self, captured: CaptureOutput, scope: dict[str, Any]) -> None:
         """Drop guards on the functions that replaced the blocks' forwards during the capture."""
         guards = captured.graph_capture_output.output_graph.guards.inner
-        blocks = set(map(id, self._blocks.values()))
+        blocks = set(map(id, self.blocks.values()))
         for guard in list(guards):
             match = _FORWARD_OF.match(guard.name)
             if match and id(eval(match[1], scope)) in blocks:
                 guards.remove(guard)
 
-    @contextlib.contextmanager
-    def without_blocks(
-        self, exported: fx.GraphModule, calls: Sequence[RegionCall]
-    ) -> Iterator[None]:
-        """Context in which Dynamo's graph ``exported`` lacks the submodules of the called blocks,
-        and has the anchor: a parameter that stands for the parameters of all blocks, so that
-        autograd records each call. At its end the blocks are back, because the graph shares its
-        submodules with the model.
-        """
-        anchor = nn.Parameter(new_anchor(), any(call.region.trained for call in calls))
-        exported._parameters = {**exported._parameters, ANCHOR: anchor}
-        places = []
-        for name in {call.name for call in calls}:
-            parent, _, key = name.rpartition(".")
-            # Nested submodules of the model are the very ones of the graph; top-level ones have two
-            # owners.
-            owners = [self._model.get_submodule(parent)] if parent else [self._model, exported]
-            places += [(owner._modules, key, self._blocks[name]) for owner in owners]
-        try:
-            for modules, key, _ in places:
-                modules[key] = nn.Module()
-            yield
-        finally:
-            for modules, key, block in places:
-                modules[key] = block
-
-    def bind(self, exported: fx.GraphModule) -> list[RegionCall]:
-        """Make the captured graph call the regions of its blocks, and return the calls.
-
-        Blocks that would sum a gradient in another order than autograd are refused, and called
-        nevertheless: the joint graph's trace then finds all other blocks to refuse as well, and its
-        result is dropped. Each round of refusals costs another trace of the model.
+    def called_blocks(
+        self, exported: fx.GraphModule
+    ) -> list[tuple[fx.Node, str, nn.Module, R, BlockGuards]]:
+        """The calls of blocks in the captured graph: (node, name of the block, the block, its kind,
+        its guards).
 
         Raises:
             RegionRefusedError: a block is called in the body of a higher-order operator.
@@ -406,21 +349,46 @@ class RegionSession:
             if node.target in self._block_by_operator:
                 name, _ = self._block_by_operator[node.target]
                 self._refuse(name, "it is called in the body of a higher-order operator")
-        nodes = [n for n in exported.graph.nodes if n.target in self._block_by_operator]
-        calls: list[RegionCall] = []
-        for node in nodes:
-            name, block = self._block_by_operator[node.target]
-            region, guards = self._matches[_first_tensor(traced_value(node))]
-            refuse = partial(self._record_refusal, name)
-            if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
-                refuse("its gradient of a tensor that is also read elsewhere is a sum")
-            call = RegionCall(len(calls), region, block, name, guards, refuse)
-            with exported.graph.inserting_before(node):
-                anchor = exported.graph.create_node("get_attr", ANCHOR)
-            node.target = call
-            node.args, node.kwargs = (anchor, tuple(node.args), dict(node.kwargs)), {}
-            calls.append(call)
-        return calls
+        return [
+            (node, *self._block_by_operator[node.target], *self._matches[_first_tensor(value)])
+            for node in exported.graph.nodes
+            if node.target in self._block_by_operator
+            for value in [traced_value(node)]
+        ]
+
+
+def capture_around_blocks(
+    model: nn.Module,
+    capture_block: CaptureBlock[R],
+    capture: Callable[[RegionSession[R]], T | None],
+) -> T | None:
+    """Capture a model, and its repeated blocks once for each kind; None if no block can be captured
+    separately.
+
+    Args:
+        model: the model.
+        capture_block: captures a block for one of its calls.
+        capture: captures the model in a session.
+
+    Raises:
+        PythonStateError: a capture of the whole model would fail as well.
+    """
+    refused: dict[str, str] = {}
+    regions: dict[Hashable, list[R]] = {}
+    for _ in range(_ATTEMPTS if captures_blocks() else 0):
+        session = RegionSession(model, capture_block, refused, regions)
+        if not session:
+            return None
+        try:
+            captured = capture(session)
+            if not session.has_new_refusals:
+                return captured
+        except PythonStateError:
+            raise
+        except Exception:
+            if not session.has_new_refusals:
+                return None
+    return None
 
 
 def _is_changed(block: nn.Module) -> bool:
@@ -491,11 +459,3 @@ def _blank(leaf: Any) -> Any:
     blank.untyped_storage().resize_(0)
     leave_open(blank, [at for at, n in enumerate(leaf.shape) if isinstance(n, torch.SymInt)])
     return blank.requires_grad_(leaf.requires_grad)
-
-
-def _computed(tensor: Tensor, trained: bool) -> Tensor:
-    """A fake tensor that autograd treats as computed, not as a leaf, so that in-place operators
-    accept it.
-    """
-    with torch.enable_grad():
-        return tensor.requires_grad_().clone() if trained else tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.capture import joint_graph
+from autosplit.capture import region_session
 from autosplit.runtime import build
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
@@ -184,13 +184,13 @@ class Transposed(ReadAgain):
 
 def test_one_trace_finds_all_blocks_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions: list[dict[str, str]] = []
-    session = joint_graph.RegionSession
+    session = region_session.RegionSession
 
     def counted(*args: Any) -> Any:
         sessions.append(dict(args[2]))
         return session(*args)
 
-    monkeypatch.setattr(joint_graph, "RegionSession", counted)
+    monkeypatch.setattr(region_session, "RegionSession", counted)
     split = assert_equals_autograd(Transposed(), [(torch.randn(5, WIDTH, requires_grad=True),)])
     assert kinds(split) == [2]
     assert len(sessions) == 2
