@@ -46,6 +46,7 @@ class ForwardRegion(CapturedBlock):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
+        detached: frozenset[str],
     ) -> ForwardRegion:
         """Capture a block, see ``CaptureBlock``.
 

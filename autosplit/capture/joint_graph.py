@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ def trace_joint(
     exported: fx.GraphModule,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     decompositions: Decompositions,
+    detached: Collection[str] = (),
 ) -> TracedJoint:
     """Trace forward and backward together. Outputs that alias an input or each other become copies.
 
@@ -87,8 +88,9 @@ def trace_joint(
         exported: Dynamo's graph of the module.
         inputs: (args, kwargs) of the export.
         decompositions: operators to trace through.
+        detached: paths of results whose gradients nothing needs.
     """
-    results = _Results(exported)
+    results = _Results(exported, detached)
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
@@ -220,10 +222,11 @@ class _Results:
         copied: positions of leaves to return as copies.
     """
 
-    def __init__(self, exported: Any) -> None:
+    def __init__(self, exported: Any, detached: Collection[str]) -> None:
         codegen = exported.graph._codegen  # AOTAutograd interprets the graph and calls this codegen
         self._original = codegen.dynamo_bytecode_unflatten  # the original runs untraced
         self._values = values_of(exported)
+        self._detached = detached
         self.names: tuple[str, ...] = ()
         self.spec: TreeSpec | None = None
         self.copied: set[int] = set()
@@ -244,6 +247,9 @@ class _Results:
         self.names = (*names, *(value.name for value in self._values))
         values, spec = tree_flatten(tree)
         values += tensors
+        for index, name in enumerate(names):
+            if name in self._detached:
+                values[index] = values[index].detach()
         for index in self.copied:
             values[index] = values[index].clone()
         result = hold(tree_unflatten(values[: len(names)], spec))
@@ -289,6 +295,7 @@ def capture(
     *,
     split: SplitBlock | None = None,
     values: bool = False,
+    detached: Collection[str] = (),
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
@@ -307,6 +314,7 @@ def capture(
             the module are captured once for each kind, and the joint graph calls them.
         values: whether the forward may set tensors as attributes of its modules; the graph then
             returns these tensors, and repeated blocks are captured with the module.
+        detached: paths of results whose gradients nothing needs.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
@@ -318,7 +326,7 @@ def capture(
                 return captured
         exported, guards = export(module, args, kwargs, values=values)
         _prepare(module, exported)
-        return _traced(module, exported, guards, (args, kwargs), decompositions)
+        return _traced(module, exported, guards, (args, kwargs), decompositions, detached)
 
 
 def _around_regions(
@@ -343,7 +351,7 @@ def _around_regions(
         names = {id(tensor): name for name, tensor in _state(module)}
         with without_blocks(session, exported, calls), tracing_calls(calls):
             result = _traced(module, exported, guards, (args, kwargs), decompositions)
-        if not session.has_new_refusals:
+        if not session.is_outdated:
             expand(result.joint, calls, names)
         return result
 
@@ -368,12 +376,13 @@ def _traced(
     guards: Guards,
     example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
     decompositions: Decompositions,
+    detached: Collection[str] = (),
 ) -> Capture:
     """Make the capture of a module from Dynamo's exported graph."""
     open_sizes = (
         InputSizes.of_export(exported, *example_inputs) if is_open(*example_inputs) else None
     )
-    traced = trace_joint(module, exported, example_inputs, decompositions)
+    traced = trace_joint(module, exported, example_inputs, decompositions, detached)
     inputs = _input_names(*example_inputs)
     state = canonical_names(module) | attribute_names(exported)
     roles = ModuleRoles(state, inputs, traced.names)

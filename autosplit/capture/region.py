@@ -209,6 +209,7 @@ class RegionCall:
         guards: conditions under which the region is valid for the block.
         refuse: a function that records why the block cannot be captured separately. The trace goes
             on, so that one trace finds all such blocks, and its result is dropped.
+        detach: a function that records the path of a result without a gradient, likewise.
     """
 
     number: int
@@ -217,6 +218,7 @@ class RegionCall:
     name: str
     guards: BlockGuards
     refuse: Callable[[str], None]
+    detach: Callable[[str], None]
 
     @property
     def __name__(self) -> str:
@@ -231,20 +233,19 @@ class RegionCall:
         results = _RegionFunction.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
         return region.result(dict(zip(region.result_nodes, results, strict=True)))
 
-    def with_traced_strides(
-        self, gradient: Tensor | None, result: Tensor, traced: Tensor
-    ) -> Tensor:
-        """The gradient of a result, with the strides for which the block was traced.
+    def with_traced_strides(self, path: str, gradient: Tensor | None, traced: Tensor) -> Tensor:
+        """The gradient of the result ``path``, with the strides for which the block was traced.
 
-        Refuses a missing gradient, because zeros in its place could become NaN in the block.
-        Refuses a gradient of another layout, because kernels would round differently. Makes the
-        gradient contiguous if the block was traced for a contiguous gradient of a result that is
-        not contiguous: operators were decomposed after the layout of the gradient was fixed.
+        Detaches a result without a gradient, because zeros in its place could become NaN in the
+        block. Refuses a gradient of another layout, because kernels would round differently. Makes
+        the gradient contiguous if the block was traced for a contiguous gradient of a result that
+        is not contiguous: operators were decomposed after the layout of the gradient was fixed.
         """
         # A new tensor, because values of the block's trace do not belong to this trace.
         expected = self.region.empty(traced)
+        result = self.region.result_nodes[path].meta["val"]
         if gradient is None:
-            self.refuse("the model computes no gradient of one of its results")
+            self.detach(path)
         elif gradient.stride() == expected.stride():
             return gradient
         elif gradient.is_contiguous() and traced.is_contiguous():
@@ -280,9 +281,7 @@ class _RegionFunction(torch.autograd.Function):
         region = call.region
         grad_by_path = dict(zip(region.result_nodes, grads, strict=True))
         tangents = [
-            call.with_traced_strides(
-                grad_by_path[r.name], region.result_nodes[r.name].meta["val"], node.meta["val"]
-            )
+            call.with_traced_strides(r.name, grad_by_path[r.name], node.meta["val"])
             for r, node in region.tangents.items()
         ]
         *input_grads, anchor = BACKWARD(call.number, tangents)

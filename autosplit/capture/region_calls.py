@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
 
 SplitBlock = Callable[
-    [str, nn.Module, tuple[Any, ...], dict[str, Any]], tuple["Capture", SplitGraphs]
+    [str, nn.Module, tuple[Any, ...], dict[str, Any], Collection[str]],
+    tuple["Capture", SplitGraphs],
 ]
 """Captures and splits a block for one of its calls. The first argument is the name of the block's
-kind.
+kind, the last one has the paths of results without a gradient.
 """
 
 
@@ -38,13 +39,14 @@ def capture_region(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     leaves: list[Any],
+    detached: Collection[str],
 ) -> BlockRegion:
     """Capture and split a block, see ``CaptureBlock``.
 
     Raises:
         CaptureError: the block cannot be captured separately.
     """
-    capture, graphs = split(kind, block, args, kwargs)
+    capture, graphs = split(kind, block, args, kwargs, detached)
     within = sizes_within(capture.sizes, leaves)
     region = BlockRegion(args, kwargs, capture.guards, kind, capture, graphs, within)
     refuse_uncallable(region)
@@ -123,7 +125,8 @@ def bind(session: RegionSession[BlockRegion], exported: fx.GraphModule) -> list[
         refuse = partial(session.record_refusal, name)
         if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
             refuse("its gradient of a tensor that is also read elsewhere is a sum")
-        call = RegionCall(len(calls), region, block, name, guards, refuse)
+        detach = partial(session.detach, name)
+        call = RegionCall(len(calls), region, block, name, guards, refuse, detach)
         with exported.graph.inserting_before(node):
             anchor = exported.graph.create_node("get_attr", ANCHOR)
         node.target = call

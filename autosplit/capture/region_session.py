@@ -153,10 +153,11 @@ R = TypeVar("R", bound=CapturedBlock)
 T = TypeVar("T")
 
 CaptureBlock: TypeAlias = (
-    "Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], list[Any]], R]"
+    "Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], list[Any], frozenset[str]], R]"
 )
-"""``capture_block(kind, block, args, kwargs, leaves)`` captures a block for one of its calls.
-``kind`` is the name of the block's kind, ``leaves`` are the fake inputs of the call.
+"""``capture_block(kind, block, args, kwargs, leaves, detached)`` captures a block for one of its
+calls. ``kind`` is the name of the block's kind, ``leaves`` are the fake inputs of the call,
+``detached`` are the paths of results without a gradient.
 """
 
 _LEAF_TYPES = {FakeTensor, Tensor, nn.Parameter, int, float, bool, str, type(None)}
@@ -174,11 +175,15 @@ class RegionSession(Generic[R]):
         capture_block: captures a block for one of its calls.
         refused: maps the name of a block that is captured with the model to the reason; the session
             adds entries.
+        detached: maps the name of a block to the paths of its results that get no gradient; the
+            session adds entries.
         regions: maps a call's signature to the regions captured for it; the session adds entries.
             Sessions of one model share it, so that a later one captures no kind of block again.
 
     Attributes:
         blocks: the blocks that Dynamo does not trace into, by name.
+        is_outdated: whether the session has added to ``refused`` or ``detached``, so that its
+            result is dropped.
     """
 
     def __init__(
@@ -186,6 +191,7 @@ class RegionSession(Generic[R]):
         model: nn.Module,
         capture_block: CaptureBlock[R],
         refused: dict[str, str],
+        detached: dict[str, frozenset[str]],
         regions: dict[Hashable, list[R]],
     ) -> None:
         self.model = model
@@ -193,7 +199,8 @@ class RegionSession(Generic[R]):
         self._modes = _modes()
         self._capture_block = capture_block
         self.refused = refused
-        self._refused_before = len(refused)
+        self.is_outdated = False
+        self._detached = detached
         self._regions = regions
         self._symbols = object()  # part of a signature whose sizes are symbols of this trace
         # The key is the first tensor that a call returns.
@@ -208,11 +215,6 @@ class RegionSession(Generic[R]):
 
     def __bool__(self) -> bool:
         return bool(self.blocks)
-
-    @property
-    def has_new_refusals(self) -> bool:
-        """Whether this session has refused a block, so that its result is dropped."""
-        return len(self.refused) > self._refused_before
 
     @property
     def regions(self) -> list[R]:
@@ -289,8 +291,14 @@ class RegionSession(Generic[R]):
 
     def record_refusal(self, name: str, reason: str) -> None:
         """Add a block, and all blocks that look like it, to ``refused``."""
+        self.is_outdated = True
         look = look_of(self.blocks[name])
         self.refused |= {n: reason for n, b in self.blocks.items() if look_of(b) == look}
+
+    def detach(self, name: str, path: str) -> None:
+        """Let later sessions capture a block without the gradient of a result."""
+        self.is_outdated = True
+        self._detached[name] = self._detached.get(name, frozenset()) | {path}
 
     def _match(
         self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
@@ -298,7 +306,7 @@ class RegionSession(Generic[R]):
         """Return (region, the block's guards) for a block's call. The region is an existing one if
         its guards hold for the block, else a new one.
         """
-        signature = _signature(block, leaves, spec)
+        signature: Hashable = _signature(block, leaves, spec), self._detached.get(name)
         if _has_symbols(leaves):  # another trace may give these names to other sizes
             signature = signature, self._symbols
         stand_in = vars(self.blocks[name]).pop("forward")
@@ -321,7 +329,8 @@ class RegionSession(Generic[R]):
     ) -> tuple[R, BlockGuards]:
         args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
         kind = f"{type(self.blocks[name]).__name__}_{len(self.regions)}"
-        region = self._capture_block(kind, block, args, kwargs, leaves)
+        detached = self._detached.get(name, frozenset())
+        region = self._capture_block(kind, block, args, kwargs, leaves, detached)
         self._regions.setdefault(signature, []).append(region)
         return region, BlockGuards(region.guards, block, args, kwargs)
 
@@ -374,19 +383,20 @@ def capture_around_blocks(
         PythonStateError: a capture of the whole model would fail as well.
     """
     refused: dict[str, str] = {}
+    detached: dict[str, frozenset[str]] = {}
     regions: dict[Hashable, list[R]] = {}
     for _ in range(_ATTEMPTS if captures_blocks() else 0):
-        session = RegionSession(model, capture_block, refused, regions)
+        session = RegionSession(model, capture_block, refused, detached, regions)
         if not session:
             return None
         try:
             captured = capture(session)
-            if not session.has_new_refusals:
+            if not session.is_outdated:
                 return captured
         except PythonStateError:
             raise
         except Exception:
-            if not session.has_new_refusals:
+            if not session.is_outdated:
                 return None
     return None
 

@@ -11,7 +11,7 @@ import pathlib
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -146,13 +146,14 @@ def _split_block(
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    detached: Collection[str],
 ) -> tuple[Capture, SplitGraphs]:
     """Capture and split one block of a model. The graphs are dumped into a folder for the kind of
     block.
     """
     from autosplit.capture.joint_graph import capture
 
-    traced = capture(block, args, kwargs, compiler.decompositions)
+    traced = capture(block, args, kwargs, compiler.decompositions, detached=detached)
     graphs = split_capture(traced, compiler, options, dump and dump / kind)
     traced.guards.freeze()
     return traced, graphs

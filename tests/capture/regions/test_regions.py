@@ -149,7 +149,7 @@ BLOCKS = (
     Deciding,
 )
 MODELS = {
-    Pairs: [],
+    Pairs: [4],
     Transposing: [],
     Modes: [],
     Recomputed: [],
