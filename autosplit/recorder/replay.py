@@ -285,7 +285,8 @@ class StepReplay:
             first, batch = (sum(earlier), "the batch, in ") if all(earlier) else (0, "")
             numbers = ", ".join(str(first + sample) for sample in origin.samples)
             lines.append(f"samples   {numbers} of {batch}microbatch {action.microbatch}")
-        lines += [f"{name:9} {_described(value)}" for name, value in origin.values.items()]
+        width = max([9, *map(len, origin.values)])
+        lines += [f"{name:{width}} {_described(value)}" for name, value in origin.values.items()]
         return "\n  ".join(lines)
 
     def _rows(self, stage: int, microbatch: int) -> int:

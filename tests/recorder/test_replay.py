@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import pathlib
+import re
 import runpy
 import shutil
 import subprocess
@@ -218,6 +219,9 @@ def test_a_target_that_the_loss_refuses_is_named(tmp_path: pathlib.Path) -> None
     assert "Traceback" not in output
     assert "2F1 on rank 0: IndexError" in output
     assert "samples   3 of the batch, in microbatch 1" in output
+    columns = [len(start) for start in re.findall(r"^  (\S+ +)[fi]\d\d\[", output, re.MULTILINE)]
+    assert len(columns) > 1
+    assert len({*columns}) == 1
 
 
 OPERATOR = """
