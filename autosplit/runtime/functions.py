@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from autosplit.backends.backend import Backend
-from autosplit.errors import SplitError
+from autosplit.errors import CaptureError, SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.operator_cost import flops
 from autosplit.passes.analysis.operators import may_draw
@@ -240,6 +240,15 @@ class SplitFunctions:
         twin.__dict__.pop("flops", None)
         twin.tangent_specs = twin._tangent_specs()
         return twin
+
+    def size(self, size: Any) -> int:
+        """The number for a symbolic size of the graphs, at the sizes of these functions; an
+        estimate for a size that depends on data.
+        """
+        try:
+            return self._size(size)
+        except CaptureError:
+            return concrete(size)
 
     def for_gradients(self, output_grads: Sequence[object]) -> tuple[SplitFunctions, Missing]:
         """The functions for a backward in which some outputs have no gradient.

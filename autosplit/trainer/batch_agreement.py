@@ -58,6 +58,7 @@ class OfferedBatch(NamedTuple):
         requiring_grad: the tensors of the batch that need a gradient.
         weights: the number of weights; 0 for a single weight for all microbatches; None without
             weights.
+        weights_digest: the digest of the weights' values.
         microbatches: the length of a list of microbatches; 0 for a batch that is cut, None if this
             rank passes nothing.
     """
@@ -66,6 +67,7 @@ class OfferedBatch(NamedTuple):
     metas: Metas
     requiring_grad: list[BatchSlot]
     weights: int | None
+    weights_digest: int
     microbatches: int | None
 
 
@@ -127,6 +129,8 @@ def agree_on_batch(
             f"rank {weighted.index(True)} passes weight=, and rank {weighted.index(False)} does "
             "not: pass weight= on every rank, with the weights of the rank's pipeline, or on none"
         )
+    digests = [{rows[rank].weights_digest for rank in ranks} for ranks in groups.layout.pipelines]
+    check_weights([min(row) if len(row) == 1 else None for row in digests], groups)
     lengths = _agree_on_lengths(rows, groups)
     advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
     one_batch = [[*range(len(rows))]] if not any(lengths) else groups.layout.pipelines
@@ -151,6 +155,21 @@ def agree_on_batch(
         )
     ]
     return agreed, slots
+
+
+def check_weights(digests: Sequence[int | None], groups: Groups) -> None:
+    """Check that the ranks of each pipeline pass the same weights, of which ``digests`` has one
+    number for each pipeline; None if they differ.
+
+    Raises:
+        BatchError: equally on all ranks: names the ranks of the pipeline.
+    """
+    for ranks, digest in zip(groups.layout.pipelines, digests, strict=True):
+        if digest is None:
+            raise BatchError(
+                f"the ranks {list(ranks)}, which are one pipeline, pass different weights: pass "
+                "the same weight= on all of them, with one number for each microbatch of theirs"
+            )
 
 
 def _agree_on_lengths(rows: Sequence[OfferedBatch], groups: Groups) -> list[int]:

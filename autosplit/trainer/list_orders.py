@@ -16,7 +16,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_me
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.size_costs import Terms, seconds_of_size
 from autosplit.runtime.call_cache import CallCache
-from autosplit.trainer.tuning import usual_times
+from autosplit.trainer.tuning import ListBudget, usual_times
 
 _BITS = 6  # sizes keep so many leading binary digits: they are rounded up by at most 1/32
 
@@ -34,9 +34,8 @@ class ListOrders:
         times = usual_times(schedule.stages)
         self._orders = MicrobatchOrders(schedule.placement, times)
         self._terms = [tuple((0.0, seconds, 0.0) for seconds in row) for row in times]
-        self._unit = [StageMemory(1.0, 1.0)] * schedule.stages  # of one element
-        self._caps: Sequence[float] = ()
-        self._remembered = CallCache[tuple[int, ...], Schedule]()
+        self._usual = ListBudget((), (StageMemory(1.0, 1.0),) * schedule.stages)
+        self._remembered = CallCache[tuple[ListBudget, tuple[int, ...]], Schedule]()
 
     def use_times(self, terms: Mapping[tuple[int, ActionKind], Terms]) -> None:
         """Use measured seconds by stage and kind of action from now on. A kind without a
@@ -48,45 +47,32 @@ class ListOrders:
         ]
         self._remembered.clear()
 
-    def use_limit(
-        self, caps: Sequence[float], memory: Sequence[StageMemory], elements: int
-    ) -> None:
-        """Keep a limit from now on.
-
-        Args:
-            caps: per rank, the most bytes of microbatches.
-            memory: per stage, the bytes of a microbatch with ``elements`` elements. The bytes of
-                other sizes are in proportion.
-            elements: the number of elements of the microbatch in ``memory``.
-        """
-        self._caps = caps
-        self._unit = [StageMemory(m.saved / elements, m.deferred / elements) for m in memory]
-        self._remembered.clear()
-
-    def find(self, elements: Sequence[int]) -> Schedule:
+    def find(self, elements: Sequence[int], budget: ListBudget | None = None) -> Schedule:
         """Return the schedule of a list; the same object for lists of equal rounded sizes.
 
         Args:
             elements: the size of each microbatch, as the number of its elements.
+            budget: the bytes that the list may keep within a limit; None without a limit.
 
         Raises:
             ScheduleError: no order keeps the limit.
         """
-        sizes = tuple(map(_rounded, elements))
-        schedule = self._remembered.get(sizes)
+        key = budget or self._usual, tuple(map(_rounded, elements))
+        schedule = self._remembered.get(key)
         if schedule is None:
-            costs = {size: self._costs(size) for size in {*sizes}}
-            caps = self._caps or peak_memory(self._schedule, costs[max(sizes)].memory)
-            new = self._orders.find([costs[size] for size in sizes], caps)
-            schedule = self._remembered.remember(sizes, new)
+            (caps, units), sizes = key
+            costs = {size: self._costs(size, units) for size in {*sizes}}
+            most = caps or peak_memory(self._schedule, costs[max(sizes)].memory)
+            new = self._orders.find([costs[size] for size in sizes], most)
+            schedule = self._remembered.remember(key, new)
         return schedule
 
-    def _costs(self, size: int) -> Costs:
+    def _costs(self, size: int, units: Sequence[StageMemory]) -> Costs:
         times = [
             (seconds_of_size(f, size), seconds_of_size(i, size), seconds_of_size(w, size))
             for f, i, w in self._terms
         ]
-        memory = [StageMemory(size * m.saved, size * m.deferred) for m in self._unit]
+        memory = [StageMemory(size * m.saved, size * m.deferred) for m in units]
         return Costs(times, memory)
 
 

@@ -6,31 +6,58 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
+from autosplit.pipeline.engine.boundaries import Boundaries
 from autosplit.pipeline.engine.executor import joined_weights
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget, measure_offload
 from autosplit.pipeline.engine.stage_builder import traced
+from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.timing import SpanRecorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import MemoryRecorder, state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
-from autosplit.pipeline.ledger.prediction import StageBytes, message_levels, received_bytes
+from autosplit.pipeline.ledger.prediction import (
+    StageBytes,
+    graph_memory,
+    largest_boundaries,
+    message_levels,
+    received_bytes,
+    stage_memory,
+)
 from autosplit.pipeline.schedule.routes import StageDataflow
-from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_of
+from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory, largest_memory, levels_of
 from autosplit.ranks.groups import Groups
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes, storage_sizes
 from autosplit.trainer.gradient_buckets import GradientBucket
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.step_plans import StepPlan
+
+
+class LargestMicrobatches(NamedTuple):
+    """The largest microbatches of a step, from which the memory of all of them follows.
+
+    Attributes:
+        functions: for each, by stage of this rank, the stage's functions at its sizes; empty if a
+            stage has no graphs.
+        boundaries: for each, the tensors between stages.
+        batch_bytes: the bytes of the batch.
+    """
+
+    functions: Sequence[Mapping[int, SplitFunctions]]
+    boundaries: Sequence[Boundaries]
+    batch_bytes: int
 
 
 class RankMemory:
@@ -48,8 +75,8 @@ class RankMemory:
 
     Attributes:
         step: the plan of the step that was prepared last; None before the first step.
+        largest: the microbatches for which memory is predicted; None before they are set.
         recorder: the recorder of the last step; None if the step's memory was not recorded.
-        batch_bytes: the bytes of the last step's batch.
     """
 
     def __init__(
@@ -64,22 +91,26 @@ class RankMemory:
         self._grad_dtype = grad_dtype
         self._model, self._groups, self._dataflow = model, groups, dataflow
         self._device, self._store = device, store
-        self._calls = CallMemory(device)
+        self._calls = CallMemory(device, grad_dtype)
         self.step: StepPlan | None = None
+        self.largest: LargestMicrobatches | None = None
         self._schedule: Schedule | None = None
-        self.batch_bytes = 0
         self.recorder: MemoryRecorder | None = None
 
-    def set_step(self, step: StepPlan, batch: Sequence[Tensor | None]) -> None:
+    def set_step(self, step: StepPlan, largest: LargestMicrobatches) -> None:
         """Set the step that is predicted and recorded.
 
         Args:
             step: the plan of the step, with its stages built.
-            batch: the tensors of the batch; None for tensors that the rank does not use.
+            largest: the largest microbatches of the step.
         """
-        self.step = step
+        self.step, self.largest = step, largest
         self._schedule = None if step.executor is None else step.executor.schedule
-        self.batch_bytes = distinct_storage_bytes(batch)
+
+    @property
+    def batch_bytes(self) -> int:
+        """The bytes of the batch of the step that is predicted."""
+        return 0 if self.largest is None else self.largest.batch_bytes
 
     @property
     def _traffic(self) -> tuple[Transport | None, Moves | None]:
@@ -108,43 +139,76 @@ class RankMemory:
 
     # --- predicted --------------------------------------------------------------------------------
 
-    def levels(self, schedule: Schedule) -> list[int] | None:
+    def levels(
+        self, schedule: Schedule, largest: LargestMicrobatches | None = None
+    ) -> list[int] | None:
         """Predict the bytes during each action of this rank's row; collective over the pipeline.
+
+        Args:
+            schedule: the schedule.
+            largest: the largest microbatches, as all of them are assumed to be; None: those of the
+                step that is set.
 
         Returns:
             Per action of the row, the peak in bytes, without fixed bytes and the batch; None if a
             stage has no graphs.
         """
-        step, rank, dataflow = self.step, self._groups.rank, self._dataflow
-        row, sizes = schedule.ranks[rank], dict[int, StageBytes]()
-        stages = {} if step is None else traced(step.stages)
-        if step is not None and len(stages) == len(step.stages):
-            kinds = {action.kind for action in row}
-            for index, stage in stages.items():
-                received = received_bytes(stage, dataflow, step.boundaries[step.largest])
-                sizes[index] = StageBytes(stage, self._calls, received, kinds)
+        rank, dataflow, row = self._groups.rank, self._dataflow, schedule.ranks[self._groups.rank]
+        largest = largest or self.largest
+        sizes = self._stage_bytes(largest, {action.kind for action in row})
+        largest_here = {at: largest_memory([r.memory for r in rows]) for at, rows in sizes.items()}
         memory = [StageMemory(0.0, 0.0)] * schedule.stages  # zero if the graphs are unknown
-        for part in self._groups.gather({index: size.memory for index, size in sizes.items()}):
-            for index, stage_memory in part.items():
-                memory[index] = stage_memory
-        if step is None or not sizes:
+        for part in self._groups.gather(largest_here):
+            for index, most in part.items():
+                memory[index] = most
+        if largest is None or not sizes:
             return None
-        borrowed = {index: size.borrowed_outputs for index, size in sizes.items()}
-        boundaries = step.boundaries[step.largest]
+        borrowed = {
+            index: set.intersection(*(row.borrowed_outputs for row in rows))
+            for index, rows in sizes.items()
+        }
+        boundaries = largest_boundaries(largest.boundaries)
         messages = message_levels(schedule, rank, dataflow, boundaries, borrowed)
         levels, has_buckets = [], bool(self._written_buckets)
         state = levels_of(schedule, memory)[rank]
+        stages = {} if self.step is None else self.step.stages
         for action, kept, sent in zip(row, state, messages, strict=True):
             # The first action that makes gradients needs no sum beside them, unless it writes them
             # into buckets.
             is_fresh = action.kind.is_compute and not has_buckets
-            saved = sizes[action.stage].fresh.pop(action.kind, 0) if is_fresh else 0
+            rows = sizes[action.stage] if is_fresh else []
+            saved = min((row.fresh.pop(action.kind, 0) for row in rows), default=0)
             levels.append(math.ceil(kept) + sent - saved)
         for at, count in joined_weights(row, stages):
-            levels[at] += sizes[row[at].stage].joined_weight(count)
+            levels[at] += max(size.joined_weight(count) for size in sizes[row[at].stage])
         if (sharded := self._model.sharded).indices:
             levels = [*map(sum, zip(levels, sharded.levels(schedule), strict=True))]
         return levels
+
+    def _stage_bytes(
+        self, largest: LargestMicrobatches | None, kinds: Collection[ActionKind]
+    ) -> dict[int, list[StageBytes]]:
+        """For each stage of this rank, the bytes of each of the largest microbatches; empty if a
+        stage has no graphs.
+        """
+        rows = defaultdict[int, list[StageBytes]](list)
+        pairs = () if largest is None else zip(*largest[:2], strict=False)
+        for by_stage, boundaries in pairs:
+            for index, functions in by_stage.items():
+                received = received_bytes(functions, index, self._dataflow, boundaries)
+                rows[index].append(StageBytes(functions, self._calls, received, kinds))
+        return rows
+
+    def stage_memory(
+        self, stages: Mapping[int, TrainableStage], largest: LargestMicrobatches
+    ) -> dict[int, StageMemory]:
+        """The bytes that each stage keeps of any of the largest microbatches."""
+        if not largest.functions:
+            return {index: stage_memory(stage) for index, stage in stages.items()}
+        return {
+            index: largest_memory([graph_memory(row[index]) for row in largest.functions])
+            for index in stages
+        }
 
     def predicted(self) -> int | None:
         """Predict the peak of the set step in bytes, without fixed bytes; collective.
@@ -171,11 +235,10 @@ class RankMemory:
         """Context that records the memory of the step that runs inside.
 
         Args:
-            step: see ``set_step``.
-            batch: see ``set_step``.
+            step: the step of ``set_step``.
+            batch: the tensors of the batch; None for tensors that the rank does not use.
             times: the recorder of the actions' times.
         """
-        self.set_step(step, batch)
         (messages, moves), model = self._traffic, self._model
         stages = traced(step.stages).values()
         state = storage_sizes([*state_of(model.modules.values()), *model.optimizer_state])

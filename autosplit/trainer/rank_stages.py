@@ -31,6 +31,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.fault_store import describe_error
 from autosplit.ranks.groups import Groups
 from autosplit.runtime.call_cache import CallCache
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
 from autosplit.trainer.aux_losses import WithAuxLosses, check_holders
 from autosplit.trainer.batches import Batch, Microbatches, MicrobatchList
@@ -171,8 +172,7 @@ class RankStages:
             self._model.report_gradients(traced(plan.stages), schedule)
             with self._groups.activity.during("compiling its stages", announced=True):
                 compile_stages(plan.stages, schedule)
-        if is_new:
-            self._start_together(plan)
+            self._start_together(plan)  # also if only replicas have new stages
         plan.is_built = True
 
     def _build_missing(
@@ -190,12 +190,7 @@ class RankStages:
         """
         refusal, is_new = "", not built.boundaries.outputs
         rows = {
-            sizes: MicrobatchExample(
-                number,
-                _examples(plan, "inputs", inputs, number),
-                _examples(plan, "targets", targets, number),
-                sizes,
-            )
+            sizes: _example(plan, inputs, targets, number)
             for number, sizes in enumerate(plan.microbatches)
             if is_new or built.boundaries_of(sizes) is None
         }
@@ -220,6 +215,26 @@ class RankStages:
             refusal = refusal or next(filter(None, refusals), "")
         if refusal:
             raise BatchError(refusal)
+
+    def functions_of_largest(
+        self, plan: StepPlan, inputs: Microbatches, targets: Microbatches
+    ) -> list[dict[int, SplitFunctions]]:
+        """For each of the largest microbatches of a plan with stages, by stage of this rank, the
+        stage's functions at its sizes; empty if a stage has no graphs. Collective if parameters are
+        sharded.
+        """
+        stages, built = traced(plan.stages), self._sets[_set_key(plan)]
+        if len(stages) < len(plan.stages):
+            return []
+        functions: list[dict[int, SplitFunctions]] = [{} for _ in plan.largest]
+        for index, stage in stages.items():
+            with self._model.sharded.gathered(index):
+                for number, row in zip(plan.largest, functions, strict=True):
+                    example = _example(plan, inputs, targets, number)
+                    example.outputs |= plan.boundaries[number].outputs
+                    stage.prepare(example.example_arguments(index, built, self._device, blank=True))
+                    row[index] = stage.functions
+        return functions
 
     def _expected(self, rows: Sequence[MicrobatchExample]) -> Sequence[Boundary]:
         """The outputs that new stages will have, if they are known before the stages are built."""
@@ -478,6 +493,18 @@ class RankStages:
 def _set_key(plan: StepPlan) -> Hashable:
     """The key under which ``RankStages`` keeps the stages for a plan's microbatches."""
     return plan.kind, plan.grad_slots
+
+
+def _example(
+    plan: StepPlan, inputs: Microbatches, targets: Microbatches, number: int
+) -> MicrobatchExample:
+    """A microbatch of a plan, from which its stages are built."""
+    return MicrobatchExample(
+        number,
+        _examples(plan, "inputs", inputs, number),
+        _examples(plan, "targets", targets, number),
+        plan.microbatches[number],
+    )
 
 
 def _examples(plan: StepPlan, name: str, part: Microbatches, number: int) -> list[Any]:

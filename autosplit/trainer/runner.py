@@ -30,7 +30,7 @@ from autosplit.device import generators_kept
 from autosplit.pipeline.builders.placement import with_full_backwards
 from autosplit.pipeline.engine.evaluation import forward_only
 from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.moves import Moves
+from autosplit.pipeline.engine.moves import LANE, Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget
 from autosplit.pipeline.engine.partial_stage import AutogradStage
 from autosplit.pipeline.engine.stage_builder import compile_stages, traced
@@ -50,6 +50,7 @@ from autosplit.recorder.flight import FlightRecorder
 from autosplit.runtime.call_cache import CallCache
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.pytree import tree_flatten
+from autosplit.torch_internals.state import distinct_storage_bytes
 from autosplit.trainer.agreement import StepReduction
 from autosplit.trainer.auditing import Auditor
 from autosplit.trainer.aux_losses import aux_sums, start_aux_losses
@@ -63,6 +64,7 @@ from autosplit.trainer.batches import (
     deliver_gradients,
 )
 from autosplit.trainer.gradient_norms import GradientNorms
+from autosplit.trainer.limited_schedules import LimitedSchedules
 from autosplit.trainer.loss_gradients import (
     LossGradients,
     StepWeights,
@@ -70,7 +72,7 @@ from autosplit.trainer.loss_gradients import (
     step_weights,
 )
 from autosplit.trainer.options import MEMORY, TrainerOptions
-from autosplit.trainer.rank_memory import RankMemory
+from autosplit.trainer.rank_memory import LargestMicrobatches, RankMemory
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.rank_stages import RankStages
 from autosplit.trainer.stage_modules import Holder, LossFunction, Observer, StageSource
@@ -144,11 +146,14 @@ class Runner:
             self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, model, self.limits)
         audit = options.run.audit
         self.auditor = Auditor(groups, device, goes_on=audit == "mark") if audit else None
+        self._limited: LimitedSchedules | None = None
+        if self._tuner is not None and self.limits:
+            self._limited = LimitedSchedules(self._tuner, schedule.microbatches)
         self.schedule = schedule
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule.stages, source)
-        self._orders = StepOrders(options, schedule)
+        self._orders = StepOrders(options, schedule, self._limited)
         self._scales = options.run.scales
         self.losses = LossGradients(groups, schedule, device, options.run.scaler)
         self._last = self.schedule.stages - 1
@@ -203,7 +208,6 @@ class Runner:
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.last_step: StepPlan | None = None
         self.spans: list[Span] = []
-        self._limited = False
         self._prepared = CallCache[Schedule, PreparedSchedule]()
 
     @property
@@ -251,6 +255,7 @@ class Runner:
         memory.recorder = None
         recording: Any = contextlib.nullcontext(recorder)
         if self.record == MEMORY:
+            memory.set_step(plan, self._largest_of(plan, inputs, targets))
             recording = memory.recording(plan, _tensors(microbatches), self._recorder)
         with self._seeds.restoring(), recording as recorder:
             losses, hooked = self._run_actions(
@@ -314,15 +319,20 @@ class Runner:
         return losses, hooked
 
     def _tune(self, plan: StepPlan) -> None:
-        """Pass the step's measurements to the tuner, and use the schedule that it decides on."""
-        if self._tuner is None:
+        """Pass the step's measurements to the tuner, and use the schedules that it decides on."""
+        tuner, elements = self._tuner, [sizes.elements for sizes in plan.microbatches]
+        if tuner is None or not tuner.record_step(self.spans, elements):
             return
-        elements = [sizes.elements for sizes in plan.microbatches]
-        schedule = self._tuner.after_step(self.spans, self.stages, elements)
-        if schedule is not None:
-            self._orders.use_search(self._tuner)
-            self._tuner = None
-            self._change_schedule(schedule)
+        self._tuner = None
+        if self._limited is None:
+            schedule = tuner.search_schedule(self.stages)
+        else:
+            self._limited.search_again(self.stages)
+            self._connect_partners(self._limited)
+            schedule = self._limited.schedules[0].schedule
+        if self._orders.lists is not None:
+            self._orders.lists.use_times(tuner.terms)
+        self._change_schedule(schedule)
 
     def backward_batch(self) -> None:
         """Run the user's backward from the last batch's tensors that need a gradient."""
@@ -340,8 +350,18 @@ class Runner:
         """
         plan, _, inputs, targets = self._prepare_batch(batch, None)
         self.memory.recorder = None
-        self.memory.set_step(plan, _tensors(inputs + targets))
+        self.memory.set_step(plan, self._largest_of(plan, inputs, targets))
         return self.memory
+
+    def _largest_of(
+        self, plan: StepPlan, inputs: Microbatches, targets: Microbatches
+    ) -> LargestMicrobatches:
+        """The largest microbatches of a step, whose stages are built."""
+        return LargestMicrobatches(
+            self._rank_stages.functions_of_largest(plan, inputs, targets),
+            [plan.boundaries[at] for at in plan.largest],
+            distinct_storage_bytes(_tensors(inputs + targets)),
+        )
 
     def _prepare_batch(
         self,
@@ -359,24 +379,43 @@ class Runner:
         )
         executor = plan.executor
         if executor is None:
-            schedule = self._orders.schedule_for(plan.microbatches)
-            self._rank_stages.build_stages(plan, schedule, batch, inputs, targets)
+            schedule = self._build_step(plan, batch, inputs, targets)
             part_names = plan.boundaries[0].part_names
             plan.loss_grads = self.losses.of_step(plan.dtype, part_names, plan.pipeline_counts)
             executor = self._set_executor(plan, schedule, plan.stages)
         self.stages, self.memory.step = plan.stages, plan
-        if self._tuner is not None and self.limits and not self._limited:
-            self._limited = True
-            self._orders.keep_limit()
-            self.memory.set_step(plan, _tensors(inputs + targets))
-            schedule = self._tuner.search_schedule(self.stages)
-            self._orders.use_search(self._tuner)
-            self._change_schedule(schedule)
-            executor = plan.executor or executor
         if self._reporting is not executor:
             self._reporting, self.schedule = executor, plan.schedule
             self._model.report_gradients(traced(plan.stages), self.schedule)
         return plan, executor, inputs, targets
+
+    def _build_step(
+        self,
+        plan: StepPlan,
+        batch: Batch | MicrobatchList | None,
+        inputs: Microbatches,
+        targets: Microbatches,
+    ) -> Schedule:
+        """Build the stages of a new step, and return its schedule, which is searched if the memory
+        limit needs a new one; collective unless ``plan.is_built``.
+
+        Raises:
+            BatchError: on all ranks: a stage cannot take a microbatch, or no schedule keeps the
+                memory limit.
+        """
+        orders, limited = self._orders, self._limited
+        schedule = orders.schedule if plan.uncovered else orders.schedule_for(plan)
+        self._rank_stages.build_stages(plan, schedule, batch, inputs, targets)
+        if limited is not None and plan.uncovered:
+            is_first = not limited.schedules
+            limited.search(plan, plan.stages, self._largest_of(plan, inputs, targets))
+            plan.uncovered = ()
+            self._connect_partners(limited)
+            schedule = orders.schedule_for(plan)
+            if is_first:
+                self._change_schedule(limited.schedules[0].schedule, plan)
+            compile_stages(plan.stages, schedule)
+        return schedule
 
     def _set_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
@@ -391,15 +430,26 @@ class Runner:
         plan.schedule, plan.executor = self._executors[key]
         return plan.executor
 
+    def _prepare(self, schedule: Schedule) -> PreparedSchedule:
+        """A schedule with the gathers of sharded stages, and what follows from it."""
+        if schedule not in self._prepared:
+            with_gathers = add_gathers(schedule, self._model.sharded.indices)
+            self._prepared.remember(schedule, PreparedSchedule(with_gathers, self.dataflow))
+        return self._prepared[schedule]
+
+    def _connect_partners(self, limited: LimitedSchedules) -> None:
+        """Connect the ranks between which the limited schedules move activations, together with all
+        replicas, of which some may run orders without moves; collective over all ranks.
+        """
+        for schedule in [limited_schedule.schedule for limited_schedule in limited.schedules]:
+            self._groups.connect(self._prepare(schedule).partner_pairs, LANE)
+
     def _build_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
         """Build an executor; collective over all ranks if it connects new pairs of ranks."""
         groups, sharded = self._groups, self._model.sharded
-        if schedule not in self._prepared:
-            with_gathers = add_gathers(schedule, sharded.indices)
-            self._prepared.remember(schedule, PreparedSchedule(with_gathers, self.dataflow))
-        prepared = self._prepared[schedule]
+        prepared = self._prepare(schedule)
         groups.connect(prepared.pairs)
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = watch = None
@@ -512,17 +562,20 @@ class Runner:
         self._rank_stages.set_loss_of_evaluation(plan, losses)
         return self._start_reduction(plan, losses, inputs + targets, weights)
 
-    def _change_schedule(self, schedule: Schedule) -> None:
-        """Use another schedule from the next step on; collective over all ranks."""
+    def _change_schedule(self, schedule: Schedule, plan: StepPlan | None = None) -> None:
+        """Use another schedule from the next step on, or from that of ``plan``; collective over all
+        ranks.
+        """
         _LOG.info("the schedule from the next step on: %r", schedule)
         self.schedule = self._orders.schedule = schedule
-        plans = self._plans.of_training()
+        plans = self._plans.of_training() or ([] if plan is None else [plan])
         if plans and self._groups.layout.shares > 1:
             self._model.arrange_buckets(traced(plans[0].stages), schedule)
             self._reporting = None
         for plan in plans:
-            if self._orders.lists is not None or len(plan.microbatches) == schedule.microbatches:
-                of_plan = self._orders.schedule_for(plan.microbatches)
+            of_any_count = self._orders.lists is not None or self._limited is not None
+            if of_any_count or len(plan.microbatches) == schedule.microbatches:
+                of_plan = self._orders.schedule_for(plan)
                 compile_stages(plan.stages, of_plan)
                 self._set_executor(plan, of_plan, plan.stages)
 

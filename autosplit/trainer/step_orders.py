@@ -1,18 +1,17 @@
-"""The schedule of each step, by the step's number of microbatches."""
+"""The schedule of each step, by the step's microbatches."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 
 from autosplit.errors import BatchError, PipelineError, ScheduleError
-from autosplit.pipeline.engine.stage_set import MicrobatchSizes
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.trainer.limited_schedules import LimitedSchedules
 from autosplit.trainer.list_orders import ListOrders
 from autosplit.trainer.options import TrainerOptions
-from autosplit.trainer.tuning import Tuner
+from autosplit.trainer.step_plans import StepPlan
 
 
 class StepOrders:
@@ -22,16 +21,17 @@ class StepOrders:
     Args:
         options: the trainer's options.
         schedule: the schedule for M microbatches.
+        limited: the schedules within the memory limit; None without a limit.
 
     Attributes:
         lists: finds the schedules of lists; None without ``"auto"``.
     """
 
-    def __init__(self, options: TrainerOptions, schedule: Schedule) -> None:
-        self._options, self._schedule = options, schedule
-        self._by_count: dict[int, Schedule] = {}
-        self._offered: Sequence[MicrobatchSizes] = ()
-        self._largest: Sequence[MicrobatchSizes] = ()
+    def __init__(
+        self, options: TrainerOptions, schedule: Schedule, limited: LimitedSchedules | None
+    ) -> None:
+        self._options, self._schedule, self._limited = options, schedule, limited
+        self._by_count: dict[tuple[int, int], Schedule] = {}
         self.lists = ListOrders(schedule) if options.schedule.searches else None
 
     @property
@@ -44,66 +44,44 @@ class StepOrders:
         self._schedule = schedule
         self._by_count = {}
 
-    def check_steps(self, steps: Sequence[Sequence[MicrobatchSizes]]) -> None:
-        """Check that every pipeline has a schedule for its microbatches.
+    def check_steps(self, plans: Sequence[StepPlan]) -> Sequence[StepPlan]:
+        """Check that every pipeline has a schedule for its microbatches. All ranks call it with the
+        same plans.
 
-        All ranks call it with the same sizes.
+        Returns:
+            The plans, if a schedule within the memory limit must be searched for them; else none.
 
         Raises:
-            BatchError: a pipeline has no schedule, or a microbatch may exceed the memory limit.
+            BatchError: a pipeline has no schedule.
         """
-        for microbatches in steps:
-            # Without a limit, there is an order for every list.
-            if self.lists is None or self._options.memory_limit is not None:
-                self.schedule_for(microbatches)
-            for number, sizes in enumerate(microbatches):
-                if self._largest and not any(map(sizes.fits_within, self._largest)):
-                    raise BatchError(
-                        f"microbatch {number} has the sizes {sizes.inputs}, and memory_limit has "
-                        f"chosen the schedule for at most {self._largest[0].inputs}: pass the "
-                        "largest microbatches in the first step, or build a new trainer"
-                    )
-        self._offered = [max(row, key=attrgetter("elements")) for row in steps]
+        if self._limited is not None:
+            covered = [self._limited.covering(plan) for plan in plans]
+            return plans if None in covered else ()
+        if self.lists is None:
+            for plan in plans:
+                self.schedule_for(plan)
+        return ()
 
-    def use_search(self, tuner: Tuner) -> None:
-        """Find orders of lists for the times that the tuner has measured, and within its limits."""
-        if self.lists is not None and tuner.terms:
-            self.lists.use_times(tuner.terms)
-        if self.lists is not None and tuner.caps:
-            self.lists.use_limit(tuner.caps, tuner.memory, self._largest[-1].elements)
-
-    def keep_limit(self) -> None:
-        """From now on, refuse microbatches that are larger than those that were checked last. The
-        caller searches a schedule within the memory limit for the checked ones.
-        """
-        self._largest = self._offered
-
-    def schedule_for(self, microbatches: Sequence[MicrobatchSizes]) -> Schedule:
+    def schedule_for(self, plan: StepPlan) -> Schedule:
         """Return the schedule of a step, the same on all ranks, without communication.
 
         Raises:
             BatchError: the schedule does not exist for this number of microbatches.
         """
-        elements, count = [sizes.elements for sizes in microbatches], len(microbatches)
-        is_usual = count == self.schedule.microbatches and len({*elements}) == 1
+        limited = None if self._limited is None else self._limited.covering(plan)
+        usual = self.schedule if limited is None else limited.schedule
+        elements, count = [sizes.elements for sizes in plan.microbatches], len(plan.microbatches)
+        is_usual = count == usual.microbatches and len({*elements}) == 1
         if self.lists is not None and not is_usual:
             with contextlib.suppress(ScheduleError):  # a limit; the schedule may offload
-                return self.lists.find(elements)
-        if count == self.schedule.microbatches:
-            return self.schedule
-        if count not in self._by_count:
-            is_searched = self._options.tunes and count < self.schedule.microbatches
-            build = self._shortened if is_searched else self._build
-            self._by_count[count] = build(count)
-        return self._by_count[count]
-
-    def _shortened(self, count: int) -> Schedule:
-        """The schedule without its last microbatches. The shorter schedule needs no more memory."""
-        rows = [
-            tuple([action for action in row if action.microbatch < count])
-            for row in self.schedule.ranks
-        ]
-        return replace(self.schedule, microbatches=count, ranks=tuple(rows))
+                return self.lists.find(elements, None if limited is None else limited.budget)
+        if count == usual.microbatches:
+            return usual
+        key = id(usual), count
+        if key not in self._by_count:
+            is_searched = self._options.tunes and count < usual.microbatches
+            self._by_count[key] = _shortened(usual, count) if is_searched else self._build(count)
+        return self._by_count[key]
 
     def _build(self, count: int) -> Schedule:
         """Build the schedule for another number of microbatches."""
@@ -114,11 +92,6 @@ class StepOrders:
                 f"{text}, and the trainer's schedule is a Schedule for "
                 f"{wanted.schedule.microbatches}: pass as many microbatches, or "
                 "build the trainer with the name of a schedule"
-            )
-        if self._options.memory_limit is not None:
-            raise BatchError(
-                f"{text}, and memory_limit has chosen a schedule for {wanted.microbatches}: pass "
-                f"fewer microbatches, or build a trainer with microbatches={count}"
             )
         options = replace(self._options, schedule=replace(wanted, microbatches=count))
         try:
@@ -131,3 +104,11 @@ class StepOrders:
                 "number of microbatches"
             )
         return built
+
+
+def _shortened(schedule: Schedule, count: int) -> Schedule:
+    """A schedule without its last microbatches, which needs no more memory."""
+    rows = [
+        tuple([action for action in row if action.microbatch < count]) for row in schedule.ranks
+    ]
+    return replace(schedule, microbatches=count, ranks=tuple(rows))

@@ -41,6 +41,7 @@ from autosplit.trainer.batch_agreement import (
     OfferedBatch,
     agree_on_batch,
     by_microbatch,
+    check_weights,
     compare_contents,
     digest_of,
 )
@@ -78,6 +79,8 @@ class StepPlan:
         listed: whether the user passed a list of microbatches, and not a batch that is cut.
         is_weighted: whether the microbatches have weights.
         grad_slots: the tensors of the batch that need a gradient, on any rank.
+        uncovered: the plans of all pipelines, if a schedule within the memory limit must be
+            searched for them before the step; else empty.
         is_built: whether stages and executor are built, or can be built without a message.
         boundaries: by microbatch, shapes and dtypes of the tensors between stages.
         dtype: the dtype of the losses; valid after the plan's first step.
@@ -98,6 +101,7 @@ class StepPlan:
     listed: bool = False
     is_weighted: bool = False
     grad_slots: frozenset[BatchSlot] = frozenset()
+    uncovered: Sequence[StepPlan] = ()
     is_built: bool = False
     boundaries: Sequence[Boundaries] = ()
     dtype: torch.dtype = torch.float32
@@ -120,10 +124,16 @@ class StepPlan:
         """Floating-point operations of one microbatch in this rank's stages."""
         return sum(functions.flops for functions in self.functions)
 
-    @property
-    def largest(self) -> int:
-        """The index of the microbatch with the most elements."""
-        return max(range(len(self.microbatches)), key=lambda at: self.microbatches[at].elements)
+    @cached_property
+    def largest(self) -> Sequence[int]:
+        """The numbers of the largest microbatches: each other one is nowhere larger than one of
+        them. The one with the most elements is the first.
+        """
+        sizes, numbers = self.microbatches, list[int]()
+        for number in sorted(range(len(sizes)), key=lambda at: -sizes[at].elements):
+            if not any(sizes[number].fits_within(sizes[at]) for at in numbers):
+                numbers.append(number)
+        return numbers
 
 
 class StepPlans:
@@ -140,8 +150,9 @@ class StepPlans:
             step that does not wait.
         has_graphs: whether this rank knows that all stages have graphs for the microbatches of a
             plan.
-        check: called with the sizes of each pipeline's microbatches; raises BatchError, equally on
-            all ranks, if no training step may run them.
+        check: called with the training plans of pipelines; returns them if a schedule must be
+            searched for them, else none. Raises BatchError, equally on all ranks, if one has no
+            schedule.
     """
 
     def __init__(
@@ -155,7 +166,7 @@ class StepPlans:
         microbatches: int,
         source: int,
         has_graphs: Callable[[StepPlan], bool],
-        check: Callable[[Sequence[Sequence[MicrobatchSizes]]], None],
+        check: Callable[[Sequence[StepPlan]], Sequence[StepPlan]],
     ) -> None:
         self._splitter, self._seeds, self._groups = splitter, seeds, groups
         self._dataflow, self._modules = dataflow, modules
@@ -199,22 +210,29 @@ class StepPlans:
         key = evaluates, length, signature(batch)
         fitting = 0 if refusal else self._plan_bits.get(key, 0)
         new = None if fitting or refusal else self._plan_of_list(batch, length, evaluates)
-        digest = 0 if new is None else digest_of((evaluates, length is None, new.metas))
+        weights_digest = 0 if weights is None else digest_of(weights.numbers)
+        offer = weights_digest << _COUNT_BITS if fitting else 0
+        if new is not None:
+            digest = digest_of((evaluates, weights_digest, new.metas))
+            offer = digest << _COUNT_BITS | len(new.microbatches)
         common, *numbers = self._common_plans(
-            fitting, digest, new, evaluates=evaluates, waits=waits
+            fitting, offer, ~offer if fitting or offer else 0, evaluates=evaluates, waits=waits
         )
         self._seeds.begin_step(*numbers[:2], evaluates=evaluates)
-        counts = self._agreed_counts(numbers[2:])
+        agreed = self._agreed_offers(numbers[2:])
+        counts = [offer & (1 << _COUNT_BITS) - 1 for offer in agreed if offer is not None]
         if common:
+            check_weights(agreed, self._groups)
             bit = common & -common
             if not fitting & bit:
                 self._refuse_late(batch)
-        elif counts:
+        elif all(counts) and len(counts) == len(agreed):
             if new is None or len(new.microbatches) != counts[self._groups.layout.index]:
                 self._refuse_late(batch)
             bit = self._add(replace(new, pipeline_counts=counts, is_built=True))
         else:
-            bit = self._agree_on_new_shape(batch, refusal, length, evaluates=evaluates)
+            offered = refusal, length, weights_digest
+            bit = self._agree_on_new_shape(batch, *offered, evaluates=evaluates)
         self._plan_bits[key] = self._plan_bits.get(key, 0) | bit
         plan = self._plans[bit] = self._plans.pop(bit)  # now the most recently used
         self._seeds.microbatches = max(plan.pipeline_counts)
@@ -245,22 +263,23 @@ class StepPlans:
                 return None
             agreed = AgreedBatch(_metas(leaves), len(batch.batches or ()), {weights})
             plan = self._plan_of(agreed, weights is not None, evaluates)
-            if not evaluates:
-                self._check([plan.microbatches])
+            if not evaluates and self._check([plan]):
+                return None  # ranks search its schedule together
         except PipelineError:
             return None  # ranks agree on the refusal
         return plan if self._has_graphs(plan) else None
 
     def _common_plans(
-        self, fitting: int, digest: int, new: StepPlan | None, *, evaluates: bool, waits: bool
+        self, fitting: int, offer: int, complement: int, *, evaluates: bool, waits: bool
     ) -> list[int]:
         """Agree with all ranks on the plans that fit the batch; collective.
 
         Args:
             fitting: a bit mask of the plans that fit on this rank; 0 if it has not seen the
                 signature of its batch.
-            digest: the digest of the new plan; 0 without a new plan.
-            new: the new plan that this rank can build without communication; None without one.
+            offer: the digest and the number of microbatches of the new plan that this rank can
+                build without communication; of a known plan, the digest of the weights; else 0.
+            complement: the bits of ``offer`` that are zero; 0 without a plan.
             evaluates: whether the step is an evaluation.
             waits: whether to wait for all ranks. If False, the mask of the rank whose stage takes
                 the first input of the batch is used.
@@ -268,12 +287,11 @@ class StepPlans:
         Returns:
             The bit mask of the plans that fit on all ranks; then the seeds' numbers of
             ``StageSeeds.offer``; then for each pipeline two numbers. These are complements if the
-            pipeline's ranks offer the same new plan.
+            pipeline's ranks offer the same.
         """
         layout = self._groups.layout
         offers = [-1] * 2 * len(layout.pipelines)  # neutral to AND
-        offer = 0 if new is None else digest << _COUNT_BITS | len(new.microbatches)
-        offers[2 * layout.index : 2 * layout.index + 2] = offer, ~offer if offer else 0
+        offers[2 * layout.index : 2 * layout.index + 2] = offer, complement
         groups, seeds = self._groups, self._seeds.offer(evaluates=evaluates)
         numbers = fitting, *seeds, *offers
         if waits or len(layout.pipelines) > 1:
@@ -285,6 +303,7 @@ class StepPlans:
         batch: Batch | MicrobatchList | None,
         refusal: str,
         weights: int | None,
+        weights_digest: int,
         *,
         evaluates: bool,
     ) -> int:
@@ -308,7 +327,8 @@ class StepPlans:
         length = None if batch is None else 0
         if isinstance(batch, MicrobatchList) and not refusal:
             length = len(batch.batches or ())
-        offered = OfferedBatch(refusal, _metas(leaves), grad_slots, weights, length)
+        metas = _metas(leaves)
+        offered = OfferedBatch(refusal, metas, grad_slots, weights, weights_digest, length)
         batches, slots = agree_on_batch(offered, self._groups)
         if not self._contents_compared:
             compare_contents(leaves, self._groups)
@@ -328,7 +348,7 @@ class StepPlans:
                 kinds.
         """
         if not plans[0].evaluates:
-            self._check([plan.microbatches for plan in plans])
+            plans[self._groups.layout.index].uncovered = self._check(plans)
         for plan in plans:
             if plan.kind != plans[0].kind:
                 raise BatchError(
@@ -370,14 +390,11 @@ class StepPlans:
             part.append(meta if isinstance(meta, str) else tuple(meta.shape))
         return MicrobatchSizes(tuple(parts["inputs"]), tuple(parts["targets"]))
 
-    def _agreed_counts(self, offers: Sequence[int]) -> list[int]:
-        """The number of microbatches of each pipeline, if the ranks of each pipeline offer the same
-        new plan; else empty.
-        """
-        pairs = [*zip(offers[::2], offers[1::2], strict=True)]
-        if any(offer != ~complement for offer, complement in pairs):
-            return []
-        return [offer & (1 << _COUNT_BITS) - 1 for offer, _ in pairs]
+    @staticmethod
+    def _agreed_offers(offers: Sequence[int]) -> list[int | None]:
+        """The offer of each pipeline's ranks; None if their offers differ."""
+        pairs = zip(offers[::2], offers[1::2], strict=True)
+        return [offer if offer == ~complement else None for offer, complement in pairs]
 
     def _add(self, plan: StepPlan) -> int:
         """Add a plan, unless there is one for the same microbatches; return its bit.

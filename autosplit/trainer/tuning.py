@@ -1,7 +1,8 @@
 """Search for a trainer's schedule: for measured times, or within a memory limit.
 
 schedule="auto"   measure steps 2 and 3, then search the shortest step for their times
-memory_limit=     search for usual times before step 1, and for measured times after step 3
+memory_limit=     search for usual times before step 1, and for measured times after step 3; also
+                  before a step with more or larger microbatches than all searches so far
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from autosplit.errors import PipelineError, ScheduleError
+from autosplit.errors import BatchError, ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
@@ -20,14 +22,19 @@ from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
-from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.activation_memory import (
+    StageMemory,
+    largest_memory,
+    levels_of,
+    peak_memory,
+)
 from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.pipeline.simulation.simulate import Costs, Span, median_durations
-from autosplit.pipeline.simulation.size_costs import Terms, fit_terms
+from autosplit.pipeline.simulation.size_costs import Terms, fit_terms, seconds_of_size
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.ranks.groups import Groups
 from autosplit.text.progress import working
-from autosplit.trainer.rank_memory import RankMemory
+from autosplit.trainer.rank_memory import LargestMicrobatches, RankMemory
 from autosplit.trainer.rank_model import RankModel
 
 MEASURED = 2
@@ -52,9 +59,21 @@ def first_schedule(stages: int, microbatches: int, ranks: int) -> Schedule:
     return replace(build(name, stages, microbatches, ranks=ranks, times=times), crosses_step=False)
 
 
+class ListBudget(NamedTuple):
+    """The bytes that lists may keep within a limit.
+
+    Attributes:
+        caps: per rank, the most bytes of microbatches.
+        units: per stage, the bytes of a microbatch for each of its elements.
+    """
+
+    caps: tuple[float, ...]
+    units: tuple[StageMemory, ...]
+
+
 class Tuner:
-    """Measures the first steps, and searches a schedule for their times. With a memory limit it
-    also searches before the first step, for usual times. Every rank gets the same schedule.
+    """Measures the first steps, and searches schedules for their times, or for usual times before
+    they are measured. Every rank gets the same schedule.
 
     A search counts the bytes of microbatches. Other bytes of a rank, such as messages, are known
     only for a complete schedule. So within a limit each search reserves, on each rank, the other
@@ -72,9 +91,6 @@ class Tuner:
     Attributes:
         terms: by stage and kind of action, the measured seconds as a function of a microbatch's
             size; empty until a search for measured times.
-        memory: per stage, the bytes of the largest microbatch; empty until a search within limits.
-        caps: per rank, the most bytes of microbatches within the limits, beside all other bytes of
-            the schedule that was found; empty without limits.
     """
 
     def __init__(
@@ -86,30 +102,19 @@ class Tuner:
         model: RankModel,
         limits: Sequence[int],
     ) -> None:
-        self._schedule = self._running = schedule
+        self._schedule = schedule
         self._groups, self._dataflow, self._model = groups, dataflow, model
         self._memory, self._limits = memory, limits
         self._steps: list[list[Span]] = []
         self._points = defaultdict[tuple[int, ActionKind], list[tuple[float, float]]](list)
         self.terms: dict[tuple[int, ActionKind], Terms] = {}
-        self.memory: Sequence[StageMemory] = ()
-        self.caps: Sequence[float] = ()
 
-    def after_step(
-        self,
-        spans: Sequence[Span],
-        stages: Mapping[int, TrainableStage],
-        elements: Sequence[int],
-    ) -> Schedule | None:
-        """Record a step; collective once enough steps are measured.
+    def record_step(self, spans: Sequence[Span], elements: Sequence[int]) -> bool:
+        """Record a step, and return whether enough steps are measured.
 
         Args:
             spans: the times of this rank's actions, in order.
-            stages: this rank's stages.
             elements: the size of each microbatch.
-
-        Returns:
-            The schedule for the next steps; None while more steps are to be measured.
         """
         if self._steps:  # the first step builds the stages
             for span in spans:
@@ -117,21 +122,12 @@ class Tuner:
                 point = float(size), span.end - span.start
                 self._points[span.action.stage, span.action.kind].append(point)
         self._steps.append(list(spans))
-        return self.search_schedule(stages) if len(self._steps) > MEASURED else None
+        return len(self._steps) > MEASURED
 
     def search_schedule(self, stages: Mapping[int, TrainableStage]) -> Schedule:
-        """Search the schedule with the shortest step, for measured or usual times; collective.
-
-        Raises:
-            PipelineError: no schedule within the limit was found. The message has the smallest
-                limit for which a schedule was found, and the bytes of the rank that needs that
-                limit.
-        """
-        costs = self._costs(stages)
-        if self._limits:
-            with working(f"searching a schedule within {_limit_text(self._limits)} bytes"):
-                self._running = self._shortest(costs, self._limits)
-            return self._running
+        """Search the schedule with the shortest step, without limits; collective."""
+        memory = {index: stage_memory(stage) for index, stage in stages.items()}
+        costs = self._costs(memory)
         try:
             with working("searching a schedule for the times of the first steps"):
                 return search(
@@ -145,17 +141,58 @@ class Tuner:
         except ScheduleError:  # no other order keeps as little memory
             return self._schedule
 
-    def _shortest(self, costs: Costs, limits: Sequence[int]) -> Schedule:
+    def search_within(
+        self,
+        stages: Mapping[int, TrainableStage],
+        count: int,
+        elements: int,
+        largest: LargestMicrobatches,
+        text: str,
+        earlier: Schedule | None = None,
+    ) -> tuple[Schedule, ListBudget]:
+        """Search the schedule with the shortest step within the limits; collective.
+
+        Args:
+            stages: this rank's stages.
+            count: the number of microbatches.
+            elements: the size of each microbatch, on which its times depend.
+            largest: the largest microbatches, as all of them are assumed to be.
+            text: the microbatch with the most elements, for an error.
+            earlier: a schedule that an earlier search has found for them.
+
+        Returns:
+            The schedule, and the bytes that other orders may keep.
+
+        Raises:
+            BatchError: on all ranks: no schedule within the limits was found. The message has the
+                smallest limit for which a schedule was found, and the bytes of the rank that needs
+                that limit.
+        """
+        costs = self._costs(self._memory.stage_memory(stages, largest), elements)
+        with working(f"searching a schedule within {_limit_text(self._limits)} bytes"):
+            return self._shortest(costs, count, elements, largest, text, earlier)
+
+    def _shortest(
+        self,
+        costs: Costs,
+        count: int,
+        elements: int,
+        largest: LargestMicrobatches,
+        text: str,
+        earlier: Schedule | None,
+    ) -> tuple[Schedule, ListBudget]:
+        limits = self._limits
+
         def excess(peaks: Sequence[int]) -> int:
             return max(peak - limit for peak, limit in zip(peaks, limits, strict=True))
 
-        fixed = self._maxima(self._memory.fixed_bytes() + self._memory.batch_bytes)
+        fixed = self._maxima(self._memory.fixed_bytes() + largest.batch_bytes)
         reserved = [0.0] * len(fixed)
         for _ in range(_TRIES):
-            schedule = self._search_within(costs, limits, fixed, reserved)
-            peaks = self._peaks(schedule, costs)
+            schedule = self._search_schedule(costs, count, limits, fixed, reserved)
+            peaks = self._peaks(schedule, costs, largest, fixed)
             if excess(peaks) <= 0:
-                return self._within(schedule, peaks, costs)
+                return schedule, self._budget(schedule, costs, elements, largest, fixed)
             kept = peak_memory(schedule, costs.memory)
             further = [peaks[rank] - fixed[rank] - kept[rank] for rank in range(len(fixed))]
             larger = [*map(max, reserved, further)]
@@ -164,13 +201,14 @@ class Tuner:
             reserved = larger
         # The search may miss a schedule that is known to fit, or that of the least limit, which
         # an earlier error may have advised; that one does not depend on the limit.
-        frugal = self._search_within(costs, 1, fixed, [0.0] * len(fixed))
-        candidates = [self._running, self._schedule, frugal]
-        pairs = [(self._peaks(candidate, costs), candidate) for candidate in candidates]
+        frugal = self._search_schedule(costs, count, 1, fixed, [0.0] * len(fixed))
+        candidates = [frugal]
+        candidates += [c for c in (earlier, self._schedule) if c and c.microbatches == count]
+        pairs = [(self._peaks(c, costs, largest, fixed), c) for c in candidates]
         peaks, schedule = min(pairs, key=lambda pair: excess(pair[0]))
         most = excess(peaks)
         if most <= 0:
-            return self._within(schedule, peaks, costs)
+            return schedule, self._budget(schedule, costs, elements, largest, fixed)
         rank = next(at for at, peak in enumerate(peaks) if peak - limits[at] == most)
         needed = [*map(max, peaks, limits)]
         least = str(max(peaks) if len({*limits}) == 1 else needed)
@@ -180,39 +218,58 @@ class Tuner:
             if fixed[rank] > microbatches
             else "cut the batch into more and smaller microbatches"
         )
-        raise PipelineError(
+        sizes = [max(memory.saved, memory.deferred) for memory in costs.memory]
+        raise BatchError(
             f"memory_limit: no schedule was found within {_limit_text(limits)} bytes; the most "
             f"frugal schedule needs memory_limit={least}: on rank {rank} {fixed[rank]:,} bytes of "
             f"parameters, gradients, optimizer state and batch, and {microbatches:,} bytes of "
-            f"microbatches and messages. Use that limit, or {advice}"
+            f"microbatches and messages; {text} keeps {max(sizes):,.0f} bytes on stage "
+            f"{sizes.index(max(sizes))}. Use that limit, or {advice}"
         )
 
-    def _within(self, schedule: Schedule, peaks: Sequence[int], costs: Costs) -> Schedule:
-        """Return a schedule that keeps the limits, after setting ``caps`` and ``memory`` for it."""
-        kept = peak_memory(schedule, costs.memory)
-        rows = zip(self._limits, peaks, kept, strict=True)
-        self.caps = [limit - peak + level for limit, peak, level in rows]
-        self.memory = costs.memory
-        return schedule
+    def _budget(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        elements: int,
+        largest: LargestMicrobatches,
+        fixed: Sequence[int],
+    ) -> ListBudget:
+        """The bytes that other orders may keep than a schedule within the limits; collective."""
+        kept = [*levels_of(schedule, costs.memory)[self._groups.rank]]
+        levels = self._memory.levels(schedule, largest) or [*map(math.ceil, kept)]
+        differences = [level - state for level, state in zip(levels, kept, strict=True)]
+        workspaces = self._maxima(math.ceil(max(differences, default=0.0)))
+        rows = zip(self._limits, fixed, workspaces, strict=True)
+        caps = [float(limit - size - workspace) for limit, size, workspace in rows]
+        units = [StageMemory(m.saved / elements, m.deferred / elements) for m in costs.memory]
+        return ListBudget(tuple(caps), tuple(units))
 
-    def _peaks(self, schedule: Schedule, costs: Costs) -> list[int]:
+    def _peaks(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        largest: LargestMicrobatches,
+        fixed: Sequence[int],
+    ) -> list[int]:
         """Predict the peak memory of each rank in bytes; collective. The prediction uses graphs and
         messages if all stages have graphs, else the costs of stages.
         """
-        levels = self._memory.levels(schedule)
+        levels = self._memory.levels(schedule, largest)
         peak = peak_memory(schedule, costs.memory)[self._groups.rank]
         if levels is not None:
             peak = max(levels, default=0)
-        return self._maxima(self._memory.fixed_bytes() + self._memory.batch_bytes + math.ceil(peak))
+        return [*map(sum, zip(fixed, self._maxima(math.ceil(peak)), strict=True))]
 
     def _maxima(self, number: int) -> list[int]:
         """For each rank of the pipeline, the largest ``number`` over all replicas; collective."""
         gathered = self._groups.everybody.gather(number)
         return [max(gathered[rank] for rank in ranks) for ranks in self._groups.layout.columns]
 
-    def _search_within(
+    def _search_schedule(
         self,
         costs: Costs,
+        count: int,
         limit: float | Sequence[float],
         fixed: Sequence[float],
         reserved: Sequence[float],
@@ -224,7 +281,7 @@ class Tuner:
         try:
             result: Schedule | None = search_within(
                 costs,
-                schedule.microbatches,
+                count,
                 limit,
                 ranks=len(schedule.ranks),
                 placement=schedule.placement,
@@ -234,22 +291,27 @@ class Tuner:
             result = error.schedule
         return replace(result or schedule, crosses_step=False)
 
-    def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
+    def _costs(self, kept_here: Mapping[int, StageMemory], elements: int = 0) -> Costs:
         """The costs of a step, from the measured times of all ranks or from usual times;
         collective.
 
         Messages take no time in these costs, because their time hardly ever changes the order of
         actions. A move to a partner takes as long as a move to the offload target.
+
+        Args:
+            kept_here: what a microbatch keeps on this rank's stages.
+            elements: the size of a microbatch; 0: as in the measured steps.
         """
         links = Transfer()
         if self._limits:
             host = self._memory.host_link()
             links = Transfer(host.latency, host.bandwidth, host=host)
+        is_measured = len(self._steps) > MEASURED
         measured = (
-            median_durations(self._steps[1:]),
-            {index: stage_memory(stage) for index, stage in stages.items()},
+            median_durations(self._steps[1:]) if is_measured else {},
+            kept_here,
             {key: fit_terms(points) for key, points in self._points.items()},
-            self._model.collectives() if self._steps else {},
+            self._model.collectives() if is_measured else {},
         )
         seconds: dict[tuple[int, ActionKind], float] = {}
         kept: dict[int, StageMemory] = {}
@@ -259,8 +321,11 @@ class Tuner:
             slowest = [key for key, time in times.items() if time >= seconds.get(key, 0.0)]
             seconds |= {key: times[key] for key in slowest}
             self.terms |= {key: terms[key] for key in slowest}
-            kept |= memory
+            for stage, most in memory.items():
+                kept[stage] = largest_memory([kept.get(stage, most), most])
             collectives |= parts
+        if elements and seconds:
+            seconds = {key: seconds_of_size(self.terms[key], elements) for key in seconds}
         indices = range(self._schedule.stages)
         usual = usual_times(self._schedule.stages)
         return Costs(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -76,21 +77,28 @@ def spanned_elements(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-def storage_bytes(node: fx.Node) -> int:
-    """Bytes of the storage that the node's value keeps alive."""
+def storage_bytes(node: fx.Node, size: Callable[[Any], int] = concrete) -> int:
+    """Bytes of the storage that the node's value keeps alive.
+
+    Args:
+        node: the node.
+        size: returns the number for a symbolic size; by default that of the example inputs.
+    """
     value = tensor_of(storage_root(node))
     if value is None:
         value = tensor_of(node)
     if value is None:
         return 0
     if value.layout is not torch.strided:  # a sparse gradient counts as if it were dense
-        return math.prod(map(concrete, value.shape)) * value.element_size()
-    return concrete(value.untyped_storage().nbytes())
+        return math.prod(map(size, value.shape)) * value.element_size()
+    return size(value.untyped_storage().nbytes())
 
 
-def distinct_bytes(nodes: list[fx.Node]) -> int:
-    """Bytes of distinct storage that the values of all ``nodes`` together keep alive."""
-    return sum(storage_bytes(root) for root in {storage_root(node) for node in nodes})
+def distinct_bytes(nodes: list[fx.Node], size: Callable[[Any], int] = concrete) -> int:
+    """Bytes of distinct storage that the values of all ``nodes`` together keep alive; see
+    ``storage_bytes``.
+    """
+    return sum(storage_bytes(root, size) for root in {storage_root(node) for node in nodes})
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -23,6 +23,8 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,6 +37,7 @@ from ..graph import (
     Role,
     SplitGraphs,
     computed_outputs,
+    concrete,
     is_fixed,
     outputs,
     placeholders,
@@ -158,30 +161,36 @@ class LiveBytes:
     Args:
         module: the graph.
         workspace: bytes that kernels take beyond their results, by node; may be empty.
+        size: returns the number for a symbolic size; by default that of the example inputs.
 
     Attributes:
         input_roles: the roles of the graph's inputs.
         results: the returned values, in order.
     """
 
-    def __init__(self, module: fx.GraphModule, workspace: Mapping[fx.Node, int]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        workspace: Mapping[fx.Node, int],
+        size: Callable[[Any], int] = concrete,
+    ) -> None:
         graph = module.graph
-        homes = _homes(graph)
+        homes, bytes_of = _homes(graph), partial(storage_bytes, size=size)
         roles = {node: role_of(node) for node in placeholders(graph)}
         self.input_roles = {*roles.values()}
         # Per statement: bytes that it allocates, its workspace, and the storages that die after it
         # (an input's role, or the bytes of a storage of this graph).
         self._order = [
             (
-                sum(map(storage_bytes, new)),
+                sum(map(bytes_of, new)),
                 0 if node is None else workspace.get(node, 0),
-                [roles[home] if home in roles else storage_bytes(home) for home in dead],
+                [roles[home] if home in roles else bytes_of(home) for home in dead],
             )
             for node, new, dead in _lifetimes(graph, homes)
         ]
         numbers: dict[fx.Node, int] = {}
         self.results = [
-            _result(role, value, homes, roles, numbers) for role, value in outputs(graph)
+            _result(role, value, homes, roles, numbers, bytes_of) for role, value in outputs(graph)
         ]
 
     def peak(self, released: Iterable[tuple[Collection[Role], int]]) -> int:
@@ -223,6 +232,7 @@ def _result(
     homes: Mapping[fx.Node, fx.Node],
     roles: Mapping[fx.Node, Role],
     numbers: dict[fx.Node, int],
+    bytes_of: Callable[[fx.Node], int],
 ) -> Result:
     if not isinstance(value, fx.Node) or tensor_of(value) is None:
         return Result(role, None, 0)
@@ -230,8 +240,8 @@ def _result(
     if home.op == "get_attr":  # a constant of the graph
         return Result(role, None, 0)
     if home in roles:
-        return Result(role, roles[home], storage_bytes(home))
-    return Result(role, numbers.setdefault(home, len(numbers)), storage_bytes(home))
+        return Result(role, roles[home], bytes_of(home))
+    return Result(role, numbers.setdefault(home, len(numbers)), bytes_of(home))
 
 
 def _homes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -16,7 +16,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_me
 from autosplit.pipeline.validation.validate import validate
 from autosplit.ranks.control import Control
 from autosplit.trainer.list_orders import ListOrders
-from autosplit.trainer.tuning import MEASURED, first_schedule
+from autosplit.trainer.tuning import MEASURED, ListBudget, first_schedule
 from tests.kept_ranks import ranks
 from tests.trainer.test_microbatch_lists import assert_parameters, listed, trainer
 
@@ -66,13 +66,12 @@ def test_measured_seconds_change_the_order() -> None:
 
 def test_a_limit_in_bytes_is_kept() -> None:
     orders = ListOrders(first_schedule(2, 4, 2))
-    orders.use_limit([3000.0, 1400.0], [StageMemory(1200.0, 1200.0)] * 2, 1200)
-    kept = most_kept(orders.find(SIZES), SIZES)
+    units = (StageMemory(1.0, 1.0),) * 2
+    kept = most_kept(orders.find(SIZES, ListBudget((3000.0, 1400.0), units)), SIZES)
     assert kept[0] <= 3000
     assert kept[1] <= 1400
-    orders.use_limit([3000.0, 1100.0], [StageMemory(1200.0, 1200.0)] * 2, 1200)
     with pytest.raises(ScheduleError, match="microbatch 3, the largest"):
-        orders.find(SIZES)
+        orders.find(SIZES, ListBudget((3000.0, 1100.0), units))
 
 
 def test_stages_of_a_rank_keep_their_placement() -> None:
@@ -95,7 +94,9 @@ def test_auto_finds_an_order_for_each_list_without_a_message(options: dict[str, 
         lists: Any = engine._runner._orders.lists
         for step in range(MEASURED + 4):
             pairs = listed([5 + step // 4, 40, 3, 17, 28, 3, 11], step)
-            schedule = lists.find([x.numel() for x, _ in pairs])
+            limited = engine._runner._limited
+            budget = limited.schedules[0].budget if limited and limited.schedules else None
+            schedule = lists.find([x.numel() for x, _ in pairs], budget)
             gathers.reset_mock()
             losses = engine.step(microbatches=pairs)
             assert step <= MEASURED or gathers.call_count == 0

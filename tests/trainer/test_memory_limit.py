@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import re
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from autosplit.errors import PipelineError
+from autosplit.errors import BatchError, PipelineError
+from autosplit.pipeline.schedule.schedule import ActionKind
+from autosplit.ranks.control import Control
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.kept_ranks import ranks
 from tests.pipeline.ledger import workers
+from tests.trainer import test_microbatch_lists as lists
+from tests.trainer import test_sizes_of_cut_models as cut
 
 SETTLED = 6  # steps
 
@@ -44,3 +53,81 @@ def test_the_limit_that_a_refusal_advises_is_kept() -> None:
 def test_a_store_that_is_no_folder(store: object) -> None:
     with pytest.raises(PipelineError, match="store must be a folder for offloaded"):
         workers.trainer(store=store, memory_limit="1GiB", ranks=1)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+@ranks(2)
+def test_lists_with_more_and_larger_microbatches_than_the_first_keep_the_limit(
+    schedule: str,
+) -> None:
+    """With the bits of one process; what does not fit is refused, and the trainer lives on."""
+    source, options = random.Random(1), {"schedule": schedule, "memory_limit": 45_000}
+    gather, refused, searches = Control.gather, 0, set()
+    with (
+        lists.trainer(microbatches=2, **options) as engine,
+        lists.trainer(ranks=1) as alone,
+        mock.patch.object(Control, "gather", autospec=True, side_effect=gather) as gathers,
+    ):
+        for step in range(24):
+            lengths = [source.choice([3, 5, 8, 13, 30, 60, 120]) for _ in range(1 + step % 6)]
+            pairs = lists.listed([8, 8] if step < SETTLED else lengths, step)
+            if step % 3 == 1:  # other numbers of samples, too
+                pairs = [(x.repeat(2, 1)[:, :60], y.repeat(2, 1)[:, :60]) for x, y in pairs]
+            gathers.reset_mock()
+            try:
+                engine.record = "memory"
+                losses = engine.step(microbatches=pairs)
+            except BatchError as error:
+                text, refused = str(error), refused + 1
+                assert max(x.numel() for x, _ in pairs) > 60
+                continue
+            searches.add(gathers.call_count)
+            assert engine.memory().limit_kept
+            forwards = (a for a in engine.schedule.ranks[0] if a.kind is ActionKind.FORWARD)
+            order = [a.microbatch for a in forwards] if step > SETTLED else [*range(len(pairs))]
+            expected = alone.step(microbatches=[pairs[microbatch] for microbatch in order])
+            assert torch.equal(losses[order], expected)
+            lists.assert_parameters(engine, alone.modules)
+    assert 0 < refused < 12
+    assert re.search(r"within 45,000 bytes.* microbatch \d, of the sizes", text)
+    assert min(searches) == 0
+    assert len(searches) > 2
+
+
+@ranks(2)
+def test_a_batch_of_more_rows_than_the_first_keeps_the_limit() -> None:
+    """Also if the trainer cuts the model; the last microbatch is smaller."""
+    x, y = (cut.tokens(32, 6, seed) for seed in range(2))
+    with (
+        cut.trainer(memory_limit=60_000) as engine,
+        cut.trainer(ranks=1) as alone,
+    ):
+        for rows in (4, 4, 4, 12, 11, 3):
+            engine.record = "memory"
+            assert torch.equal(engine.step((x[:rows], y[:rows])), alone.step((x[:rows], y[:rows])))
+            assert engine.memory().limit_kept
+        for _ in range(2):
+            with pytest.raises(BatchError, match=r"memory_limit: .* of the sizes \(80, 24\),"):
+                engine.step((x.repeat(10, 4), y.repeat(10, 4)))
+        assert torch.equal(engine.step((x[:8], y[:8])), alone.step((x[:8], y[:8])))
+
+
+@ranks(4)
+def test_replicas_find_one_schedule_for_lists_of_different_sizes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
+    mine = dist.get_rank() // 2
+    with lists.trainer(mesh=mesh, memory_limit=60_000) as engine, lists.trainer(ranks=1) as alone:
+        for step in range(6):
+            rows = [lists.listed([5, 9 + 4 * step][: 2 - step % 2], step), lists.listed([3] * 5)]
+            if step == 4:
+                rows = [rows[1], lists.listed([300])]
+                with pytest.raises(BatchError, match=r"microbatch 0, of the sizes \(2, 300\)"):
+                    engine.step(microbatches=rows[mine])
+                continue
+            engine.record = "memory"
+            engine.step(microbatches=rows[mine])
+            assert engine.memory().limit_kept
+            alone.step(microbatches=[*rows[0], *rows[1]])
+            for index, module in engine.modules.items():
+                for name, parameter in module.named_parameters():
+                    torch.testing.assert_close(parameter, alone.modules[index].get_parameter(name))

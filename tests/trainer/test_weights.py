@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,6 +88,21 @@ def test_replicas_divide_by_the_weight_of_all() -> None:
         with pytest.raises(BatchError, match=r"weight\[1\] is 0.0"):  # of rank 1 only
             engine.step(batches[replica], weight=[1.0, float(not replica), 1.0, 1.0])
         engine.step(batches[replica], weight=WEIGHTS)
+
+
+@ranks(2)
+def test_ranks_of_a_pipeline_must_pass_the_same_weights() -> None:
+    """In a first step, a known one, and a new list, for which ranks send no sizes."""
+    batch, rank = workers.data(ROWS), dist.get_rank()
+    pairs = [*zip(*(part.chunk(COUNT) for part in batch), strict=True)]
+    with workers.trainer(stage_factory=None) as engine:
+        for arguments in ({"batch": batch}, {"microbatches": pairs}, {"microbatches": pairs[1:]}):
+            weights = WEIGHTS[: len(arguments.get("microbatches", pairs))]
+            message = r"the ranks \[0, 1\], which are one pipeline, pass different weights"
+            for _ in range(2):
+                with pytest.raises(BatchError, match=message):
+                    engine.step(**arguments, weight=[weights[0] + rank, *weights[1:]])
+                engine.step(**arguments, weight=weights)
 
 
 @pytest.mark.parametrize(

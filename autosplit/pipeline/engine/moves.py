@@ -181,8 +181,7 @@ class Moves:
         self._waited_departures = dict(waited_departures(self._row))
         self._lanes = {name: Lane(f"autosplit-{name}", device) for name in {*LANES.values()}}
         self._counting = False
-        pairs = ((move.rank, move.partner) for move in prepared.moves if move.partner is not None)
-        groups.connect({(min(pair), max(pair)) for pair in pairs}, LANE)
+        groups.connect(prepared.partner_pairs, LANE)
         self._partner = PartnerMemory(groups, schedule.partner(groups.rank), device)
         self._transfers: dict[int, TransferFuture] = {}
         self._in_transit: dict[int, list[Tensor]] = {}

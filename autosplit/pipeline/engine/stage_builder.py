@@ -140,6 +140,20 @@ class MicrobatchExample:
     sizes: MicrobatchSizes
     outputs: dict[int, Boundary] = field(default_factory=dict)
 
+    def example_arguments(
+        self, index: int, built: StageSet, device: torch.device, *, blank: bool
+    ) -> list[Any]:
+        """Example arguments of a stage; outputs of other stages have no memory if ``blank``."""
+
+        def outputs_of(stage: int) -> Receive:
+            metas = built.dataflow.select(self.outputs[stage], stage, index)
+            return lambda: [_example(meta, device, blank=blank) for meta in metas]
+
+        receives = [outputs_of(stage) for stage in built.dataflow.sources(index)]
+        examples = bind_arguments(index, built.dataflow, receives, lambda: [*self.inputs])()
+        targets = self.targets if index == built.count - 1 else ()
+        return [example for example in (*examples, *targets) if example is not None]
+
 
 class _StageFacts(NamedTuple):
     """A stage's outputs and size rules, which its rank sends to all ranks.
@@ -295,7 +309,9 @@ def _build_stage(
     reached = [
         row for row in rows if built.argument_sizes(index, row.sizes, row.outputs) is not None
     ]
-    examples = [_examples(index, built, row, device, blank=row is not rows[0]) for row in reached]
+    examples = [
+        row.example_arguments(index, built, device, blank=row is not rows[0]) for row in reached
+    ]
     rules, new_rules = built.rules[index], list[SizeRule]()
     stage: Any = built.stages.get(index)
     for number, row in enumerate(reached):
@@ -311,7 +327,7 @@ def _build_stage(
             elif isinstance(stage, Stage):
                 stage.prepare(examples[number], examples)
             else:  # a stage that runs as several graphs runs on the example
-                stage.prepare(_examples(index, built, row, device, blank=False))
+                stage.prepare(row.example_arguments(index, built, device, blank=False))
         except AutosplitError as error:
             raise BatchError(
                 f"microbatch {row.number} does not fit stage {index}: {error}"
@@ -400,21 +416,6 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
         row = schedule.ranks[schedule.placement[index]]
         # Moves between two Ws keep them apart, as in the executor.
         stage.compile(calls_of(row, index))
-
-
-def _examples(
-    index: int, built: StageSet, row: MicrobatchExample, device: torch.device, *, blank: bool
-) -> list[Any]:
-    """Example arguments of a stage; outputs of other stages have no memory if ``blank``."""
-
-    def outputs_of(stage: int) -> Receive:
-        metas = built.dataflow.select(row.outputs[stage], stage, index)
-        return lambda: [_example(meta, device, blank=blank) for meta in metas]
-
-    receives = [outputs_of(stage) for stage in built.dataflow.sources(index)]
-    examples = bind_arguments(index, built.dataflow, receives, lambda: [*row.inputs])()
-    targets = row.targets if index == built.count - 1 else ()
-    return [example for example in (*examples, *targets) if example is not None]
 
 
 def _example(meta: TensorMeta, device: torch.device, *, blank: bool) -> Tensor:

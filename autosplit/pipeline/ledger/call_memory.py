@@ -23,12 +23,15 @@ from autosplit.passes.graph import Kind, concrete, inputs, outputs, tensor_of
 from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.lowering.buffers import LiveBytes, allocated
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import allocations_on, can_count
 from autosplit.torch_internals.pytree import tree_map
 
 # These operators trust that their operand is a valid factorization, and may crash on others.
 _FACTORIZATIONS = ("aten::linalg_", "aten::_linalg_", "aten::lu_")
+
+
+Size = Callable[[Any], int]
+"""Returns the number for a symbolic size."""
 
 
 class KernelWorkspace:
@@ -48,31 +51,36 @@ class KernelWorkspace:
         """Whether allocations can be counted now."""
         return can_count(self._device)
 
-    def of_graph(self, graph: fx.Graph) -> dict[fx.Node, int]:
+    def of_graph(self, graph: fx.Graph, size: Size = concrete) -> dict[fx.Node, int]:
         """Maps operators of a graph to their workspace in bytes; operators without workspace are
         left out.
 
         Operators that cannot be run alone are left out, too: collectives, custom operators, and
         operators that refuse arbitrary values.
+
+        Args:
+            graph: the graph.
+            size: returns the number for a symbolic size; by default that of the example inputs.
         """
-        signatures = {node: _signature(node) for node in graph.nodes if _is_measurable(node)}
+        measurable = [node for node in graph.nodes if _is_measurable(node)]
+        signatures = {node: _signature(node, size) for node in measurable}
         unknown = {
             signature: node
             for node, signature in signatures.items()
             if signature not in self._measured
         }
         if unknown and self.measurable:
-            self._measured |= self._measure(unknown)
+            self._measured |= self._measure(unknown, size)
         peaks = {node: self._measured.get(signature, 0) for node, signature in signatures.items()}
-        workspace = {node: size - _result_bytes(node) for node, size in peaks.items()}
-        return {node: size for node, size in workspace.items() if size > 0}
+        workspace = {node: peak - _result_bytes(node, size) for node, peak in peaks.items()}
+        return {node: more for node, more in workspace.items() if more > 0}
 
-    def _measure(self, nodes: Mapping[Hashable, fx.Node]) -> dict[Hashable, int]:
+    def _measure(self, nodes: Mapping[Hashable, fx.Node], size: Size) -> dict[Hashable, int]:
         """Peak bytes of each operator, including its results; 0 for an operator that fails."""
         failed: set[Hashable] = set()
         with torch.no_grad(), generators_kept(), allocations_on(self._device) as allocations:
             for signature, node in nodes.items():
-                values = {operand: _values(operand, _like) for operand in node.all_input_nodes}
+                values = {n: _values(n, _like, size) for n in node.all_input_nodes}
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 allocations.mark()
                 try:
@@ -101,37 +109,38 @@ def _is_measurable(node: fx.Node) -> bool:
     return all(operand is None or operand.layout is torch.strided for operand in operands)
 
 
-def _signature(node: fx.Node) -> Hashable:
+def _signature(node: fx.Node, size: Size) -> Hashable:
     """A key of an operator's call: calls with equal keys run the same kernel on equal sizes."""
-    return node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: _values(n, _layout)))
+    values = fx.map_arg((node.args, node.kwargs), lambda n: _values(n, _layout, size))
+    return node.target, repr(values)
 
 
-def _values(node: fx.Node, of_tensor: Callable[[Tensor], Any]) -> Any:
+def _values(node: fx.Node, of_tensor: Callable[[Tensor, Size], Any], size: Size) -> Any:
     """A node's value, with ``of_tensor`` applied to each tensor, and with concrete sizes."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return of_tensor(leaf)
-        return concrete(leaf) if isinstance(leaf, torch.SymInt) else leaf
+            return of_tensor(leaf, size)
+        return size(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
     return tree_map(of_leaf, node.meta.get("val"))
 
 
-def _layout(tensor: Tensor) -> Hashable:
-    shape, strides = map(concrete, tensor.shape), map(concrete, tensor.stride())
+def _layout(tensor: Tensor, size: Size) -> Hashable:
+    shape, strides = map(size, tensor.shape), map(size, tensor.stride())
     return tensor.dtype, tensor.device, tuple(shape), tuple(strides)
 
 
-def _result_bytes(node: fx.Node) -> int:
+def _result_bytes(node: fx.Node, size: Size) -> int:
     """Bytes that ``LiveBytes`` counts as the node's allocation."""
-    return 0 if is_accumulation(node) else sum(map(storage_bytes, allocated(node)))
+    return 0 if is_accumulation(node) else sum(storage_bytes(at, size) for at in allocated(node))
 
 
-def _like(fake: Tensor) -> Tensor:
+def _like(fake: Tensor, size: Size) -> Tensor:
     """A real tensor with the layout of a fake one. Its values are ones, but zeros for integers,
     which may be indices.
     """
-    sizes, strides = [*map(concrete, fake.shape)], [*map(concrete, fake.stride())]
+    sizes, strides = [*map(size, fake.shape)], [*map(size, fake.stride())]
     fill = torch.ones if fake.is_floating_point() or fake.is_complex() else torch.zeros
     return fill(spanned_elements(sizes, strides), dtype=fake.dtype, device=fake.device).as_strided(
         sizes, strides
@@ -142,22 +151,24 @@ _Call = tuple[str, bool, int]
 
 
 class CallMemory:
-    """The memory of stages' calls; each is computed once.
+    """The memory of stages' calls at the sizes of their functions; each is computed once.
 
     Args:
         device: the device of the stages.
+        grad_dtype: the dtype of the sums of gradients; None for each gradient's dtype.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, grad_dtype: torch.dtype | None = None) -> None:
         self._device, self._workspace = device, KernelWorkspace(device)
+        self._grad_dtype = grad_dtype
         self._calls: WeakKeyDictionary[SplitFunctions, dict[_Call, LiveBytes]]
         self._calls = WeakKeyDictionary()
 
-    def again(self, stage: Stage) -> int:
+    def again(self, functions: SplitFunctions) -> int:
         """Bytes of the buffers that a forward writes. Copies of these buffers are kept until the
         forward runs again.
         """
-        updates = outputs(stage.source("forward").graph, Kind.UPDATE)
+        updates = outputs(functions.source("forward").graph, Kind.UPDATE)
         return sum(value_bytes(node.meta["val"]) for _, node in updates)
 
     @property
@@ -167,15 +178,15 @@ class CallMemory:
         """
         return generator_state(self._device).nbytes if self._device.type == "cpu" else 0
 
-    def converted_sums(self, stage: Stage, call: str) -> dict[str, int]:
+    def converted_sums(self, functions: SplitFunctions, call: str) -> dict[str, int]:
         """Maps each parameter to the bytes of its gradient sum, if the sum has another dtype than
         the gradient that the call computes.
         """
-        if (dtype := stage.grad_dtype) is None:
+        if (dtype := self._grad_dtype) is None:
             return {}
         gradients = {
             role.name: tensor_of(value)
-            for role, value in outputs(stage.source(call).graph, Kind.PARAMETER_GRAD)
+            for role, value in outputs(functions.source(call, dtype).graph, Kind.PARAMETER_GRAD)
         }
         return {
             name: concrete(value.numel()) * dtype.itemsize
@@ -183,32 +194,36 @@ class CallMemory:
             if value is not None and value.dtype != dtype
         }
 
-    def addition_workspace(self, stage: Stage, call: str) -> int:
+    def addition_workspace(self, functions: SplitFunctions, call: str) -> int:
         """The most workspace, in bytes, for adding one gradient to its sum after the graph has run;
         0 if the graph itself adds.
         """
-        module = stage.source(call, adds=True)
+        module = functions.source(call, self._grad_dtype, adds=True)
         if inputs(module.graph, Kind.ACCUMULATOR):
             return 0
-        workspace = self._workspace.of_graph(accumulate(module, stage.grad_dtype).graph)
+        graph = accumulate(module, self._grad_dtype).graph
+        workspace = self._workspace.of_graph(graph, functions.size)
         additions = [size for node, size in workspace.items() if is_accumulation(node)]
         return max(additions, default=0)
 
-    def of_call(self, stage: Stage, call: str, *, adds: bool = False, count: int = 1) -> LiveBytes:
+    def of_call(
+        self, functions: SplitFunctions, call: str, *, adds: bool = False, count: int = 1
+    ) -> LiveBytes:
         """The tensors that are alive while a call runs, in bytes.
 
         Args:
-            stage: the stage.
+            functions: the functions of a stage.
             call: the name of one of the stage's methods.
             adds: whether the call adds to existing gradients, instead of creating them.
             count: the number of microbatches of a joined W.
         """
-        calls = self._calls.setdefault(stage.functions, {})
+        calls = self._calls.setdefault(functions, {})
         key = call, adds, count
         if key in calls:
             return calls[key]
-        module = stage.source(call, adds=adds, count=count)
-        live = LiveBytes(module, self._workspace.of_graph(module.graph))
+        module = functions.source(call, self._grad_dtype, adds=adds, count=count)
+        workspace = self._workspace.of_graph(module.graph, functions.size)
+        live = LiveBytes(module, workspace, functions.size)
         if self._workspace.measurable:
             calls[key] = live
         return live

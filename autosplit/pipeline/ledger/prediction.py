@@ -9,14 +9,13 @@ runs through the stage's calls, with byte counts instead of tensors. The result 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.aliasing import distinct_bytes
-from autosplit.passes.analysis.boundary import boundaries as boundaries_of
-from autosplit.passes.analysis.boundary import total_bytes
 from autosplit.passes.graph import inputs as graph_inputs
+from autosplit.passes.graph import outputs as graph_outputs
 from autosplit.passes.lowering.join import joined_role
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
@@ -31,6 +30,7 @@ from autosplit.pipeline.schedule.routes import (
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.prepared import PreparedSchedule
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
 
 from .call_memory import CallMemory
@@ -50,7 +50,7 @@ class StageBytes:
     """The bytes of one microbatch of a stage, computed call by call.
 
     Args:
-        stage: the stage.
+        functions: the stage's functions, at the sizes of the microbatch.
         calls: the memory of the stage's calls.
         received: maps the name of each input that another stage sends to its bytes; the other
             inputs are views of the batch.
@@ -67,14 +67,13 @@ class StageBytes:
 
     def __init__(
         self,
-        stage: Stage,
+        functions: SplitFunctions,
         calls: CallMemory,
         received: Mapping[str, int],
         kinds: Collection[ActionKind],
     ) -> None:
-        self._stage, self._calls = stage, calls
+        self._functions, self._calls = functions, calls
         self.fresh: dict[ActionKind, int] = {}
-        functions = stage.functions
         inputs = {Role(Kind.INPUT, name): _Memory(size) for name, size in received.items()}
         most, results = self._call(ActionKind.FORWARD, inputs)
         saved = {role: memory for role, memory in results.items() if role.kind is Kind.SAVED}
@@ -105,7 +104,7 @@ class StageBytes:
             kept,
             deferred,
             _bytes(inputs),
-            again=calls.again(stage),
+            again=calls.again(functions),
             generators=calls.generators,
             workspace=(forward, backward_input, backward_weight, backward),
         )
@@ -122,7 +121,7 @@ class StageBytes:
             for at in range(count)
             for memory, names in roles.items()
         ]
-        live = self._calls.of_call(self._stage, "backward_weight", adds=True, count=count)
+        live = self._calls.of_call(self._functions, "backward_weight", adds=True, count=count)
         return max(0, live.peak(released) - int(self.memory.workspace[2]))
 
     def _call(self, kind: ActionKind, arguments: _Memories) -> tuple[int, dict[Role, _Memory]]:
@@ -130,18 +129,18 @@ class StageBytes:
         fixed memory (see ``Band``), so only the workspace of adding them counts.
         """
         name = BACKWARDS.get(kind, "forward")
-        live = self._calls.of_call(self._stage, name)
+        live = self._calls.of_call(self._functions, name)
         if kind is ActionKind.BACKWARD and not live.input_roles.issuperset(arguments):
             # If I only passes its inputs on to W, B runs the graph of W.
-            passed = self._calls.of_call(self._stage, "backward_input").results
+            passed = self._calls.of_call(self._functions, "backward_input").results
             names = {result.memory: result.role for result in passed}
             arguments = {names.get(role, role): memory for role, memory in arguments.items()}
         roles: dict[_Memory, set[Role]] = defaultdict(set)
         for role, argument in arguments.items():
             roles[argument].add(role)
         dying = [(names, memory.bytes) for memory, names in roles.items()]
-        borrowed = self._stage.functions.dependence.borrowed
-        converted = self._calls.converted_sums(self._stage, name)
+        borrowed = self._functions.dependence.borrowed
+        converted = self._calls.converted_sums(self._functions, name)
         gradients: dict[_Memory | int, int] = {}
         results: dict[Role, _Memory] = {}
         new: dict[int, _Memory] = {}
@@ -162,8 +161,8 @@ class StageBytes:
         if converted:  # all of them are alive until the last is converted
             most = fresh = max(fresh, live.end(dying) - own_gradients)
         if gradients or converted:
-            adding = self._calls.of_call(self._stage, name, adds=True)
-            workspace = self._calls.addition_workspace(self._stage, name) if converted else 0
+            adding = self._calls.of_call(self._functions, name, adds=True)
+            workspace = self._calls.addition_workspace(self._functions, name) if converted else 0
             most = max(most, adding.peak(dying), adding.end(dying) + workspace)
         self.fresh[kind] = most - fresh
         return most, results
@@ -173,20 +172,31 @@ def _bytes(memories: _Memories) -> int:
     return sum(memory.bytes for memory in {*memories.values()})
 
 
-def received_bytes(stage: Stage, dataflow: StageDataflow, boundaries: Boundaries) -> dict[str, int]:
-    """Maps the name of each input that another stage sends to its bytes."""
-    sources = dataflow.sources(stage.index)
+def received_bytes(
+    functions: SplitFunctions, index: int, dataflow: StageDataflow, boundaries: Boundaries
+) -> dict[str, int]:
+    """Maps the name of each input of stage ``index`` that another stage sends to its bytes."""
+    sources = dataflow.sources(index)
     metas: dict[tuple[int | None, int], TensorMeta] = {
         (source, position): meta
         for source in sources
         for position, meta in enumerate(boundaries.outputs[source])
     }
-    names = stage.functions.capture.inputs  # after these come the targets, from the batch
+    names = functions.capture.inputs  # after these come the targets, from the batch
     keys: list[tuple[int | None, int]] = [*metas]
     if dataflow.wiring is not None:
-        keys = [(source.stage, source.position) for source in dataflow.wiring.inputs[stage.index]]
+        keys = [(source.stage, source.position) for source in dataflow.wiring.inputs[index]]
     pairs = zip(names, keys, strict=False)
     return {name: _size(metas[key]) for name, key in pairs if key in metas}
+
+
+def largest_boundaries(rows: Sequence[Boundaries]) -> Boundaries:
+    """Boundaries of which each tensor has the most bytes in any of these."""
+    outputs = {}
+    for stage in rows[0].outputs:
+        metas_by_output = zip(*(row.outputs[stage] for row in rows), strict=True)
+        outputs[stage] = tuple(max(metas, key=_size) for metas in metas_by_output)
+    return rows[0].of_other_sizes(outputs)
 
 
 def message_levels(
@@ -266,18 +276,23 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
 
     For a stage without graphs (1, 1), so that microbatches are counted instead of bytes.
     """
-    if not isinstance(stage, Stage):
-        return (1.0, 1.0)
-    kept = boundaries_of(stage.functions.graphs)
-    saved, deferred = (total_bytes(kept.get(kind, [])) for kind in (Kind.SAVED, Kind.DEFERRED))
-    return float(saved), float(deferred)
+    memory = stage_memory(stage)
+    return memory.saved, memory.deferred
 
 
 def stage_memory(stage: TrainableStage) -> StageMemory:
     """The ``footprint`` of a stage and the bytes of its inputs, as a ``StageMemory``."""
-    saved, deferred = footprint(stage)
-    if not isinstance(stage, Stage) or not stage.functions.has_backward:
-        return StageMemory(saved, deferred)
-    forward = stage.functions.graphs.forward
-    inputs = list(graph_inputs(forward.graph, Kind.INPUT).values())
-    return StageMemory(saved, deferred, float(distinct_bytes(inputs)))
+    return graph_memory(stage.functions) if isinstance(stage, Stage) else StageMemory(1.0, 1.0)
+
+
+def graph_memory(functions: SplitFunctions) -> StageMemory:
+    """As ``stage_memory``, for the functions of a stage at the sizes of a microbatch."""
+    graphs = functions.graphs
+    if graphs.backward_input is None:
+        return StageMemory(0.0, 0.0)
+    kept = [
+        [node for _, node in graph_outputs(graphs.forward.graph, Kind.SAVED)],
+        [node for _, node in graph_outputs(graphs.backward_input.graph, Kind.DEFERRED)],
+        [*graph_inputs(graphs.forward.graph, Kind.INPUT).values()],
+    ]
+    return StageMemory(*(float(distinct_bytes(nodes, functions.size)) for nodes in kept))

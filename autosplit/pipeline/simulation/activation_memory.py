@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import astuple, dataclass, field
+from typing import Any, NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.moves import WorstCaseMemory, find_moves, recomputed_microbatches
@@ -114,6 +114,18 @@ class StageMemory:
         )
         whole = self.saved + self.workspace[3]
         return max(self.saved + self.workspace[0], min(split, whole))
+
+
+def largest_memory(rows: Sequence[StageMemory]) -> StageMemory:
+    """The least ``StageMemory`` that is nowhere below any of these, for steps with several sizes of
+    microbatches.
+    """
+    *columns, workspaces = zip(*map(astuple, rows), strict=True)
+    saved, deferred, inputs, again, generators = map(max, columns)
+    workspace: Any = tuple(map(max, zip(*workspaces, strict=True)))
+    return StageMemory(
+        saved, deferred, inputs, again=again, generators=generators, workspace=workspace
+    )
 
 
 def levels_of(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[Iterator[float]]:

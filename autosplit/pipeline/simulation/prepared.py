@@ -40,6 +40,12 @@ class PreparedSchedule:
         """The moves of activations to the host or to a partner rank, of all ranks."""
         return find_moves(self.schedule)
 
+    @property
+    def partner_pairs(self) -> set[tuple[int, int]]:
+        """The pairs of ranks between which activations move, the lower rank first."""
+        pairs = ((move.rank, move.partner) for move in self.moves if move.partner is not None)
+        return {(min(pair), max(pair)) for pair in pairs}
+
     @cached_property
     def routes(self) -> Sequence[Routes]:
         """The messages that each rank sends and receives, in order."""

@@ -33,8 +33,8 @@ def test_copies_of_factors_count() -> None:
     run_to_weights()
     measured = peak_bytes(lambda: stage.backward_weight(*range(COUNT)))
     calls = CallMemory(torch.device("cpu"))
-    kept = calls.of_call(stage, "backward_weight", adds=True, count=COUNT)
+    kept = calls.of_call(stage.functions, "backward_weight", adds=True, count=COUNT)
     assert kept.peak([]) == measured  # peak_bytes does not see that earlier tensors are freed
     kinds = {ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT}
-    size = StageBytes(stage, calls, {}, kinds)
+    size = StageBytes(stage.functions, calls, {}, kinds)
     assert 0 < size.joined_weight(COUNT) + size.memory.workspace[2] <= measured
