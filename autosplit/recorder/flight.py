@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from autosplit.pipeline.engine.executor import BoundAction, Executor
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import SpanRecorder
-from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
@@ -114,25 +113,19 @@ class FlightRecorder:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def watch(self, waits: Collection[Action], bound: BoundAction) -> BoundAction:
-        """Return the action with calls that also record its input and its result.
-
-        Args:
-            waits: the actions before which the rank waits for others, and can compute digests.
-            bound: the action.
-        """
+    def watch(self, bound: BoundAction) -> BoundAction:
+        """Return the action with calls that also record its input and its result."""
         action, fetch, deliver = bound.action, bound.fetch, bound.deliver
-        has_wait, records_held = action in waits, self._options.digests == "all"
+        records_held = self._options.digests == "all"
         if fetch is None:
             return self._watch_held(bound) if records_held else bound
 
         def noted_fetch() -> list[Any]:
-            """Compute digests first, if the rank would wait."""
+            """Record first what may be recorded before the input arrives."""
             tape = self._tape
             if tape is None:  # no step is recorded while gradients are verified
                 return fetch()
-            if has_wait:
-                tape.compute_digests()
+            tape.note_state()
             if records_held:
                 tape.note_held(action)
             values = fetch()

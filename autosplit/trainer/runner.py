@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +40,6 @@ from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.audit_gaps import actions_after_waits
 from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.pipeline.simulation.simulate import Span, window_of
 from autosplit.ranks.first_error import Guard
@@ -454,8 +452,7 @@ class Runner:
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = watch = None
         if self.flight is not None and not plan.evaluates:
-            waits = actions_after_waits(schedule, groups.rank, self.dataflow.wiring)
-            watch = partial(self.flight.watch, waits)
+            watch = self.flight.watch
         if prepared.moves:
             moves = Moves(stages, prepared, groups, self._device, self._store)
         return Executor(

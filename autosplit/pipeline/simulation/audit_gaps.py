@@ -10,13 +10,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from autosplit.pipeline.schedule.routes import Wiring
-from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.simulation.simulate import Durations, simulate
 
 _MARGIN = 1.25
@@ -40,27 +38,6 @@ class AuditPlan(NamedTuple):
     late: list[Action]
     never: list[Action]
     late_interval: int = 1
-
-
-def actions_after_waits(
-    schedule: Schedule, rank: int, wiring: Wiring | None = None
-) -> frozenset[Action]:
-    """The actions before which a rank waits for other ranks if F, I and W take equal times; and its
-    first action.
-
-    Args:
-        schedule: the schedule.
-        rank: the rank.
-        wiring: the dataflow between stages; None: a chain.
-    """
-    timeline = simulate(
-        schedule, lambda action: 1.0 + (action.kind is ActionKind.BACKWARD), wiring=wiring
-    )
-    spans = [s for s in timeline.spans if s.rank == rank and s.action.kind.is_compute]
-    pairs = itertools.pairwise(spans)
-    return frozenset(
-        [*(s.action for s in spans[:1]), *(s.action for last, s in pairs if s.start > last.end)]
-    )
 
 
 def plan_audits(

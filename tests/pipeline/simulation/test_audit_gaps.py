@@ -6,7 +6,7 @@ import pytest
 
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
-from autosplit.pipeline.simulation.audit_gaps import actions_after_waits, plan_audits
+from autosplit.pipeline.simulation.audit_gaps import plan_audits
 from autosplit.pipeline.simulation.simulate import simulate
 
 
@@ -82,21 +82,3 @@ def test_audits_are_shorter_than_their_waits(name: str) -> None:
         for wait, actions in plan.waits.items():
             place = len(row) if wait is None else row.index(wait)
             assert all(row.index(action) < place for action in actions)
-
-
-@pytest.mark.parametrize(
-    ("name", "split", "expected"),
-    [
-        ("1f1b", False, ["0F0 0B0 0B3", "1F0"]),
-        ("1f1b", True, ["0F0 0I0", "1F0"]),
-        ("gpipe", False, ["0F0 0B0", "1F0"]),
-    ],
-)
-def test_a_ranks_first_action_and_its_waits_are_known_before_anything_is_measured(
-    name: str, split: bool, expected: list[str]
-) -> None:
-    schedule = build(name, 2, 4, split_backward=split)
-    for rank, text in enumerate(expected):
-        row = schedule.ranks[rank]
-        waits = actions_after_waits(schedule, rank)
-        assert texts([action for action in row if action in waits]) == text
