@@ -220,9 +220,11 @@ class RankStages:
         self, plan: StepPlan, inputs: Microbatches, targets: Microbatches
     ) -> list[dict[int, SplitFunctions]]:
         """For each of the largest microbatches of a plan with stages, by stage of this rank, the
-        stage's functions at its sizes; empty if a stage has no graphs. Collective if parameters are
-        sharded.
+        stage's functions at its sizes; empty if a stage has no graphs. For a plan's first call,
+        collective if parameters are sharded.
         """
+        if plan.largest_functions:
+            return plan.largest_functions
         stages, built = traced(plan.stages), self._sets[_set_key(plan)]
         if len(stages) < len(plan.stages):
             return []
@@ -234,6 +236,7 @@ class RankStages:
                     example.outputs |= plan.boundaries[number].outputs
                     stage.prepare(example.example_arguments(index, built, self._device, blank=True))
                     row[index] = stage.functions
+        plan.largest_functions = functions
         return functions
 
     def _expected(self, rows: Sequence[MicrobatchExample]) -> Sequence[Boundary]:

@@ -201,6 +201,7 @@ class Runner:
             source=source,
             has_graphs=self._rank_stages.has_graphs,
             check=self._orders.check_steps,
+            equal_counts=model.sharded.frees_after_actions,
         )
         self._grad_tensors: Mapping[BatchSlot, Sequence[Tensor]] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})

@@ -115,6 +115,9 @@ class ShardedStages:
             except BaseException:
                 self._restore.close()
                 raise
+        stage_groups = [group for stage in self._stages.values() for group in stage.groups]
+        frees = any(group.reshards_after_forward for group in stage_groups)
+        self.frees_after_actions = any(groups.everybody.gather(frees))
 
     def _connect(self) -> None:
         """Make FSDP use process groups of the trainer, and copy the first replica's values to all

@@ -87,6 +87,8 @@ class StepPlan:
         stages: this rank's stages, in training; empty before the plan's first step.
         functions: the stages' graphs, known after a step whose microbatches all have one size;
             empty if a stage has no graph.
+        largest_functions: for each of ``largest``, the graphs of this rank's stages at its sizes;
+            empty until they are known.
         schedule: the schedule of the step; valid once there is an executor.
         executor: runs the stages; None until the first such batch.
         loss_grads: by microbatch, the gradients of the last stage's outputs, in training.
@@ -107,6 +109,7 @@ class StepPlan:
     dtype: torch.dtype = torch.float32
     stages: Mapping[int, TrainableStage] = field(default_factory=dict)
     functions: Sequence[SplitFunctions] = ()
+    largest_functions: list[dict[int, SplitFunctions]] = field(default_factory=list)
     schedule: Schedule = field(init=False, repr=False)
     executor: Executor | None = None
     loss_grads: Sequence[list[Tensor | None]] = ()
@@ -153,6 +156,8 @@ class StepPlans:
         check: called with the training plans of pipelines; returns them if a schedule must be
             searched for them, else none. Raises BatchError, equally on all ranks, if one has no
             schedule.
+        equal_counts: whether all pipelines must run equally many microbatches, because their ranks
+            gather the parameters of sharded stages together for each.
     """
 
     def __init__(
@@ -167,11 +172,13 @@ class StepPlans:
         source: int,
         has_graphs: Callable[[StepPlan], bool],
         check: Callable[[Sequence[StepPlan]], Sequence[StepPlan]],
+        equal_counts: bool,
     ) -> None:
         self._splitter, self._seeds, self._groups = splitter, seeds, groups
         self._dataflow, self._modules = dataflow, modules
         self._count, self._source = microbatches, source
         self._has_graphs, self._check = has_graphs, check
+        self._equal_counts = equal_counts
         self._plans: dict[int, StepPlan] = {}  # by bit, the least recently used first
         # By signature, the bits of the plans that may run such a batch: other ranks decide between
         # them, as this rank may see only a part of the batch.
@@ -229,6 +236,7 @@ class StepPlans:
         elif all(counts) and len(counts) == len(agreed):
             if new is None or len(new.microbatches) != counts[self._groups.layout.index]:
                 self._refuse_late(batch)
+            self._check_counts(counts)
             bit = self._add(replace(new, pipeline_counts=counts, is_built=True))
         else:
             offered = refusal, length, weights_digest
@@ -347,6 +355,7 @@ class StepPlans:
             BatchError: no step may run one of the plans, or replicas have microbatches of different
                 kinds.
         """
+        self._check_counts([len(plan.microbatches) for plan in plans])
         if not plans[0].evaluates:
             plans[self._groups.layout.index].uncovered = self._check(plans)
         for plan in plans:
@@ -355,6 +364,21 @@ class StepPlans:
                     "replicas of the pipeline pass microbatches of different structures, dtypes or "
                     "numbers of dimensions: only sizes and values of numbers may differ"
                 )
+
+    def _check_counts(self, counts: Sequence[int]) -> None:
+        """Check that pipelines whose ranks gather parameters together run equally many
+        microbatches.
+
+        Raises:
+            BatchError: they do not.
+        """
+        if self._equal_counts and len({*counts}) > 1:
+            raise BatchError(
+                f"replicas of the pipeline pass {', '.join(map(str, counts))} microbatches, but "
+                "they gather the parameters of sharded stages together, for each microbatch. Pass "
+                "equally many, or keep the parameters gathered for the step: "
+                'StageOptions(sharding={"reshard_after_forward": False})'
+            )
 
     def _plan_of(self, agreed: AgreedBatch, is_weighted: bool, evaluates: bool) -> StepPlan:
         """Return a new plan for a pipeline's batch.

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+from autosplit.errors import BatchError
 from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.trainer import tuning
 from benchmarks.mesh.gathers import GatheredBytes
@@ -250,6 +251,26 @@ class NoNaN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         beyond = x.isnan().any() * WIDTH
         return x.index_select(-1, torch.arange(WIDTH) + beyond)
+
+
+@ranks(4)
+@pytest.mark.parametrize("sharding", [KEPT, FREED], ids=["kept", "freed"])
+def test_shares_of_other_numbers_of_microbatches(sharding: Any) -> None:
+    """Refused where ranks would gather parameters together for each microbatch, which never ends;
+    the next step may follow.
+    """
+    mesh = mesh_of(**MESH)
+    inputs, targets = share_of(mesh)
+    pairs = [*zip(inputs.chunk(4), targets.chunk(4), strict=True)]
+    with trainer(mesh, sharded(mesh, **sharding), 2) as engine:
+        engine.step(microbatches=pairs)
+        shorter = pairs[: 3 + number_of(mesh)]
+        if sharding == FREED:
+            with pytest.raises(BatchError, match="pass 3, 4 microbatches, but they gather"):
+                engine.step(microbatches=shorter)
+        else:
+            assert len(engine.step(microbatches=shorter)) == len(shorter)
+        assert len(engine.step(microbatches=pairs)) == len(pairs)
 
 
 @ranks(4)
