@@ -8,8 +8,8 @@ tensors.
     after the actions         gradients
 
 All but the first stage's rank wait for a message before their first action, so that the digests of
-their parameters cost the step no time. Digests of results that wait until a rank is idle would read
-them from memory, and keep memory from being used again: in a trial they cost 7 % of a step.
+their parameters cost the step no time. Results are not left for a later wait: their digests would
+then read them from memory instead of caches, and memory could not be used again meanwhile.
 """
 
 from __future__ import annotations
