@@ -229,7 +229,8 @@ class StepPlans:
         agreed = self._agreed_offers(numbers[2:])
         counts = [offer & (1 << _COUNT_BITS) - 1 for offer in agreed if offer is not None]
         if common:
-            check_weights(agreed, self._groups)
+            if None in agreed:
+                check_weights(agreed, self._groups)
             bit = common & -common
             if not fitting & bit:
                 self._refuse_late(batch)

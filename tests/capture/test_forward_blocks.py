@@ -120,10 +120,10 @@ def test_blocks_are_traced_once_for_each_kind(
 ) -> None:
     count = mock.Mock(wraps=forward_blocks.export)
     monkeypatch.setattr(forward_blocks, "export", count)
-    found = operations(capture_forward(model, (torch.randn(4, 8),), {}), model)
+    copied = operations(capture_forward(model, (torch.randn(4, 8),), {}), model)
     assert count.call_count == traces
     monkeypatch.setenv(SWITCH, "0")
-    assert found == operations(capture_forward(model, (torch.randn(4, 8),), {}), model)
+    assert copied == operations(capture_forward(model, (torch.randn(4, 8),), {}), model)
     assert count.call_count == traces
 
 
@@ -132,6 +132,6 @@ def test_blocks_that_cannot_be_copied_are_traced_with_their_model(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = of(kind(), kind())
-    found = operations(capture_forward(model, (torch.randn(4, 8),), {}), model)
+    copied = operations(capture_forward(model, (torch.randn(4, 8),), {}), model)
     monkeypatch.setenv(SWITCH, "0")
-    assert found == operations(capture_forward(model, (torch.randn(4, 8),), {}), model)
+    assert copied == operations(capture_forward(model, (torch.randn(4, 8),), {}), model)

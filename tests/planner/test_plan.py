@@ -163,8 +163,10 @@ def test_ranks_measure_together(on_ranks: Ranks) -> None:
 
 
 def test_the_first_rank_estimates_for_all(on_ranks: Ranks) -> None:
-    (cuts, step, *first), (*same, count, error) = on_ranks(estimated, 2, timeout=100.0)
-    assert same == [cuts, step]
+    (cuts, step, *first), (*of_the_second_rank, count, error) = on_ranks(
+        estimated, 2, timeout=100.0
+    )
+    assert of_the_second_rank == [cuts, step]
     assert first == [2, "no estimate"]
     assert (count, error) == (0, "no estimate")
 

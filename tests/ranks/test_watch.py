@@ -162,8 +162,8 @@ def test_last_words_say_more_than_the_exit(
     watch = ranks.watch(0)
     _end(child)
     place = ", last heard of in the code around the trainer"
-    rest = f" while rank 0 went on: {ALIKE}" if words == RETURNED else place
-    assert headline(watch.explain(CLOSED)) == f"rank 1 {words}{rest}"
+    ending = f" while rank 0 went on: {ALIKE}" if words == RETURNED else place
+    assert headline(watch.explain(CLOSED)) == f"rank 1 {words}{ending}"
 
 
 def test_a_rank_that_ends_while_others_ask_who_is_stuck(

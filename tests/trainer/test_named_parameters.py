@@ -87,8 +87,8 @@ def test_a_tied_parameter_has_its_first_name_on_all_ranks(whole: bool) -> None:
     def named_only(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         names.extend(name for name, _ in named)
         decayed = [parameter for name, parameter in named if name == first]
-        others = [parameter for name, parameter in named if name != first]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+        undecayed = [parameter for name, parameter in named if name != first]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed}]
         return torch.optim.SGD(groups, lr=0.1)
 
     options: dict[str, Any] = (

@@ -18,12 +18,12 @@ IDS = torch.randint(0, 32, (2, 8))
 def test_a_changed_attribute_changes_the_cache() -> None:
     model = llama(use_cache=True)
     split = autosplit.split(model)
-    before = split(input_ids=IDS).past_key_values
+    first = split(input_ids=IDS).past_key_values
     model.config.sliding_window = 4
-    after, expected = split(input_ids=IDS).past_key_values, model(input_ids=IDS).past_key_values
-    assert [type(layer) for layer in after.layers] == [type(layer) for layer in expected.layers]
-    assert type(after.layers[0]) is not type(before.layers[0])
-    torch.testing.assert_close(after.layers[0].keys, expected.layers[0].keys, rtol=0, atol=0)
+    second, expected = split(input_ids=IDS).past_key_values, model(input_ids=IDS).past_key_values
+    assert [type(layer) for layer in second.layers] == [type(layer) for layer in expected.layers]
+    assert type(second.layers[0]) is not type(first.layers[0])
+    torch.testing.assert_close(second.layers[0].keys, expected.layers[0].keys, rtol=0, atol=0)
 
 
 def test_the_function_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
