@@ -129,9 +129,25 @@ def test_a_gradient_that_the_trainer_drops_is_an_alarm(max_grad_norm: float | No
         stages.step(workers.data(8))
     assert bundles(home) == ["1"]
     (path,) = home.iterdir()
-    text = json.loads((path / "rank-1" / "record.json").read_text())["text"]
+    text = written_text(path, 1)
     assert text.startswith("the gradient of ")
     assert text.endswith("weight in stage 1 is not finite")
+
+
+def written_text(path: Path, rank: int) -> str:
+    """The alarm that a rank wrote into a bundle."""
+    facts: dict[str, Any] = json.loads((path / f"rank-{rank}" / "record.json").read_text())
+    text: str = facts["text"]
+    return text
+
+
+def step_with_a_flipped_bit(stages: PipelineTrainer) -> None:
+    """Two steps; between them, a bit of a parameter of rank 1's copy flips."""
+    stages.step(workers.data(8))
+    if dist.get_rank() == 1:
+        weight = next(stages.modules[1].parameters())
+        weight.detach().view(-1).view(torch.int32)[3] ^= 1
+    stages.step(workers.data(8))
 
 
 @ranks(2)
@@ -139,14 +155,10 @@ def test_parameters_of_replicas_that_differ_are_an_alarm() -> None:
     home = folder()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
     with trainer(home, mesh=mesh) as stages:
-        stages.step(workers.data(8))
-        if dist.get_rank() == 1:
-            weight = next(stages.modules[1].parameters())
-            weight.detach().view(-1).view(torch.int32)[3] ^= 1
-        stages.step(workers.data(8))
+        step_with_a_flipped_bit(stages)
     assert bundles(home) == ["2"]
     (path,) = home.iterdir()
-    text = json.loads((path / "rank-0" / "record.json").read_text())["text"]
+    text = written_text(path, 0)
     assert text == "parameters or gradients of replicas differ between the ranks [0, 1]"
     lines = CliRunner().invoke(main, ["replay", str(path)]).output.splitlines()
     assert lines[1] == "0.weight of stage 1 differs between the ranks [0] and [1]"
@@ -170,14 +182,10 @@ def test_parameters_that_differ_along_tp_are_an_alarm_and_a_replay_is_refused_at
             build, stage_factory=None, recorder=recorder, nonfinite="skip", mesh=mesh
         )
     with stages:
-        stages.step(workers.data(8))
-        if dist.get_rank() == 1:
-            weight = next(stages.modules[1].parameters())
-            weight.detach().view(-1).view(torch.int32)[3] ^= 1
-        stages.step(workers.data(8))
+        step_with_a_flipped_bit(stages)
     assert bundles(home) == ["2"]
     (path,) = home.iterdir()
-    text = json.loads((path / "rank-0" / "record.json").read_text())["text"]
+    text = written_text(path, 0)
     assert text == "parameters or gradients of ranks along 'tp' differ between the ranks [0, 1]"
 
 
