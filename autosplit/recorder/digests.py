@@ -58,12 +58,10 @@ class PendingDigests:
 
     def __init__(self, tensors: Iterable[Tensor | None] = ()) -> None:
         self._forms: list[tuple[torch.Size, torch.dtype, int, slice | None] | None] = []
-        self._count = 0  # of tensors that exist
         self._sums: list[Tensor] = []
         self._extremes: list[Tensor] = []
         self._numbers: list[list[int]] = []  # (bits, fingerprint) of each tensor
         self._bounds: list[float] = []
-        self._bound_count = 0
         self.queue(tensors)
 
     def queue(self, tensors: Iterable[Tensor | None], *, finite: bool = True) -> slice:
@@ -81,13 +79,12 @@ class PendingDigests:
             tensor = local_tensor(tensor)
             values, place = real_numbers(tensor), None
             if finite:
-                extremes, first = _extremes(values), self._bound_count
+                first, extremes = len(self._bounds) + len(self._extremes), _extremes(values)
                 self._extremes += extremes
-                self._bound_count += len(extremes)
-                place = slice(first, self._bound_count)
+                place = slice(first, first + len(extremes))
+            number = len(self._numbers) + len(self._sums)
             self._sums.append(_block_sums(values))
-            self._forms.append((tensor.shape, tensor.dtype, self._count, place))
-            self._count += 1
+            self._forms.append((tensor.shape, tensor.dtype, number, place))
         return slice(start, len(self._forms))
 
     def reduce(self) -> None:

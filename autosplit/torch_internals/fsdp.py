@@ -321,7 +321,6 @@ class ParameterGroup:
             had_gradient.append(had)
             if whole is not None and not had and parameter.sharded_param.requires_grad:
                 whole.grad = torch.zeros_like(whole)
-        self.accumulate()
         return had_gradient
 
     @property

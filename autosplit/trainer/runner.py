@@ -440,8 +440,8 @@ class Runner:
         """Connect the ranks between which the limited schedules move activations, together with all
         replicas, of which some may run orders without moves; collective over all ranks.
         """
-        for schedule in [limited_schedule.schedule for limited_schedule in limited.schedules]:
-            self._groups.connect(self._prepare(schedule).partner_pairs, LANE)
+        for entry in limited.schedules:
+            self._groups.connect(self._prepare(entry.schedule).partner_pairs, LANE)
 
     def _build_executor(
         self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]

@@ -64,6 +64,7 @@ class ShardedStages:
     Attributes:
         parameters: all sharded parameters.
         indices: the indices of the sharded stages of all ranks.
+        frees_after_actions: whether any rank gathers parameters for each microbatch.
         gathered_shardings: maps the ``id`` of a sharded parameter to (parameter, its sharding while
             it is gathered, or None if this rank then has the whole parameter).
 
@@ -109,15 +110,16 @@ class ShardedStages:
         self._restore = contextlib.ExitStack()
         indices = groups.everybody.gather([*self._stages])
         self.indices = frozenset(itertools.chain.from_iterable(indices))
+        self.frees_after_actions = False
         if self.indices:
             try:
                 self._connect()
             except BaseException:
                 self._restore.close()
                 raise
-        stage_groups = [group for stage in self._stages.values() for group in stage.groups]
-        frees = any(group.reshards_after_forward for group in stage_groups)
-        self.frees_after_actions = any(groups.everybody.gather(frees))
+            stage_groups = [group for stage in self._stages.values() for group in stage.groups]
+            frees = any(group.reshards_after_forward for group in stage_groups)
+            self.frees_after_actions = any(groups.everybody.gather(frees))
 
     def _connect(self) -> None:
         """Make FSDP use process groups of the trainer, and copy the first replica's values to all
@@ -189,8 +191,8 @@ class ShardedStages:
         if stage in self._had_gradient:
             return
         sharded = self._stages[stage]
-        sharded.accumulate()
         self._had_gradient[stage] = [had for g in sharded.groups for had in g.add_missing()]
+        sharded.accumulate()
         sharded.start_reduce()
 
     def check_reduction(self) -> None:

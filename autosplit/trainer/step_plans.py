@@ -222,9 +222,7 @@ class StepPlans:
         if new is not None:
             digest = digest_of((evaluates, weights_digest, new.metas))
             offer = digest << _COUNT_BITS | len(new.microbatches)
-        common, *numbers = self._common_plans(
-            fitting, offer, ~offer if fitting or offer else 0, evaluates=evaluates, waits=waits
-        )
+        common, *numbers = self._common_plans(fitting, offer, evaluates=evaluates, waits=waits)
         self._seeds.begin_step(*numbers[:2], evaluates=evaluates)
         agreed = self._agreed_offers(numbers[2:])
         counts = [offer & (1 << _COUNT_BITS) - 1 for offer in agreed if offer is not None]
@@ -278,9 +276,7 @@ class StepPlans:
             return None  # ranks agree on the refusal
         return plan if self._has_graphs(plan) else None
 
-    def _common_plans(
-        self, fitting: int, offer: int, complement: int, *, evaluates: bool, waits: bool
-    ) -> list[int]:
+    def _common_plans(self, fitting: int, offer: int, *, evaluates: bool, waits: bool) -> list[int]:
         """Agree with all ranks on the plans that fit the batch; collective.
 
         Args:
@@ -288,7 +284,6 @@ class StepPlans:
                 signature of its batch.
             offer: the digest and the number of microbatches of the new plan that this rank can
                 build without communication; of a known plan, the digest of the weights; else 0.
-            complement: the bits of ``offer`` that are zero; 0 without a plan.
             evaluates: whether the step is an evaluation.
             waits: whether to wait for all ranks. If False, the mask of the rank whose stage takes
                 the first input of the batch is used.
@@ -300,7 +295,8 @@ class StepPlans:
         """
         layout = self._groups.layout
         offers = [-1] * 2 * len(layout.pipelines)  # neutral to AND
-        offers[2 * layout.index : 2 * layout.index + 2] = offer, complement
+        has_plan = fitting or offer
+        offers[2 * layout.index : 2 * layout.index + 2] = offer, ~offer if has_plan else 0
         groups, seeds = self._groups, self._seeds.offer(evaluates=evaluates)
         numbers = fitting, *seeds, *offers
         if waits or len(layout.pipelines) > 1:

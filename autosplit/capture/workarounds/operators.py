@@ -146,11 +146,8 @@ def keep_output_tangents() -> Iterator[None]:
     def remove_duplicates(metadata: Any, kept: list[bool], places: list[int]) -> Any:
         """torch's result, with the tangents of the inputs that are kept and of all outputs."""
         result = original(metadata, kept, places)
-        of_inputs = [
-            is_kept
-            for info, is_kept in zip(metadata.input_info, kept, strict=True)
-            if info.mutates_data and info.requires_grad
-        ]
+        written = [(at, metadata.input_info[at]) for at in metadata.mutated_inp_runtime_indices]
+        of_inputs = [kept[at] for at, info in written if info.mutates_data and info.requires_grad]
         of_outputs = [True] * (len(metadata.traced_tangents) - len(of_inputs))
         fields = ("traced_tangents", "traced_tangents_descs", "subclass_tangent_meta")
         tangents: dict[str, Any] = {
