@@ -8,7 +8,7 @@ with gradients. The caller of the graph sets them on the modules again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -90,17 +90,23 @@ def _computed(output: Any) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def attribute_values(
-    module: nn.Module, guards: Guards, scope: dict[str, Any], places: Sequence[tuple[str, str]]
+    module: nn.Module,
+    guards: Guards,
+    scope: dict[str, Any],
+    places: Sequence[tuple[str, str]],
+    names: Container[str] | None,
 ) -> dict[tuple[str, str], AttributeValue]:
     """Map each place, (expression, attribute), to its value. Values that the next forward would
-    read are left out, as are attributes of objects that are not submodules.
+    read are left out, as are attributes of objects that are not submodules, and attributes that are
+    not in ``names``; None: any name.
     """
     paths = {id(part): path for path, part in module.named_modules()}
     values = {}
     for source, attribute in places:
         target = eval(source, scope)
         path = paths.get(id(target))
-        if path is not None and not guards.reads_constant(vars(target).get(attribute)):
+        is_named = names is None or attribute in names
+        if is_named and path is not None and not guards.reads_constant(vars(target).get(attribute)):
             values[source, attribute] = AttributeValue(path, attribute)
     return values
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import warnings
 from collections import ChainMap
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def export(
     kwargs: dict[str, Any],
     regions: RegionSession[Any] | None = None,
     *,
-    values: bool = False,
+    values: bool | Collection[str] = False,
 ) -> tuple[fx.GraphModule, Guards]:
     """Export a module by Dynamo as one full graph, with guards.
 
@@ -69,7 +70,7 @@ def export(
         kwargs: example keyword inputs.
         regions: session whose blocks Dynamo does not trace into.
         values: whether the graph returns the tensors that the forward sets as attributes of its
-            modules, see ``values_of``.
+            modules, see ``values_of``; or the names of the attributes that it returns.
 
     Raises:
         PythonStateError: the forward changes Python state, other than by setting tensors that
@@ -97,11 +98,11 @@ def _export(
     kwargs: dict[str, Any],
     regions: RegionSession[Any] | None,
     reads: BackwardReads,
-    returns_values: bool,
+    values: bool | Collection[str],
 ) -> tuple[fx.GraphModule, Guards]:
     opaque = contextlib.nullcontext if regions is None else regions.opaque
     returning: AbstractContextManager[list[tuple[str, str]]] = contextlib.nullcontext([])
-    if returns_values:
+    if values:
         returning = returned_values()
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(DYNAMO):
         warnings.simplefilter("always")  # issued after the trace: as errors they would end it
@@ -133,13 +134,14 @@ def _export(
             if regions is not None:
                 regions.forget_stand_ins(captured, scope)
             guards = Guards.of(module, args, kwargs, captured)
-            values = attribute_values(module, guards, scope, returned)
-            guards.setters = setters(module, captured, written, scope, values)
+            names = None if isinstance(values, bool) else values
+            labels = attribute_values(module, guards, scope, returned, names)
+            guards.setters = setters(module, captured, written, scope, labels)
         _return_something(module, captured)
         with detach_graph_attributes(module, captured.backend_input):
             examples = hold(args), hold(kwargs)
             exported = create_fx_graph_from_captured_output(captured, module, *examples)
-        label_values(exported, values.values())
+        label_values(exported, labels.values())
         inline_compile_regions(exported)
         return_tensors_once(exported)
         track_global_tensors(exported)

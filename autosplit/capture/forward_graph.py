@@ -11,7 +11,7 @@ gets the switches that it needs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from autosplit.capture.attribute_values import AttributeValue, values_of
 from autosplit.capture.diagnosis import user_errors
 from autosplit.capture.export import export
 from autosplit.capture.forward_blocks import ForwardRegion, export_around_blocks
@@ -267,6 +268,8 @@ class CapturedForward:
         leaves: leaves of the result: nodes, or values that are not tensors.
         spec: structure of the result.
         sizes: the symbolic sizes of the graph; None if no size was left open.
+        aux_losses: name of an attribute -> the nodes of the auxiliary losses that the forward
+            leaves in this attribute of its modules.
     """
 
     module: fx.GraphModule
@@ -278,6 +281,7 @@ class CapturedForward:
     leaves: tuple[Any, ...]
     spec: TreeSpec
     sizes: ForwardSizes | None = None
+    aux_losses: Mapping[str, Sequence[fx.Node]] = field(default_factory=dict)
 
     @cached_property
     def size_nodes(self) -> frozenset[fx.Node]:
@@ -298,18 +302,23 @@ class CapturedForward:
 
 
 def capture_forward(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    aux_losses: Collection[str] = (),
 ) -> CapturedForward:
     """Trace ``module(*args, **kwargs)`` without running it on real data. All inputs must be
-    different tensors. Sizes that ``leave_open`` has marked may become symbols.
+    different tensors. Sizes that ``leave_open`` has marked may become symbols. The forward may set
+    computed tensors as attributes of its modules only if their names are in ``aux_losses``.
 
     Raises:
-        CaptureError: the module cannot be traced into one graph; names the user's line.
+        CaptureError: the module cannot be traced into one graph; names the user's line. Or an
+            auxiliary loss is no scalar.
         ShardedError: FSDP manages the module or a part of it.
     """
     refuse_sharded(module)
     with user_errors(module), unobserved(), torch.enable_grad():
-        exported, tensors = _exported(module, args, kwargs)
+        exported, tensors = _exported(module, args, kwargs, aux_losses)
         refuse_traced_otherwise(exported)
         codegen: Any = exported.graph._codegen
         values = (*args, *kwargs.values())
@@ -320,8 +329,10 @@ def capture_forward(
                 tensors[node] = effects[node].value
         outputs: Any = exported.graph.output_node().args[0]
         results = [effects[n].value if isinstance(n, fx.Node) else n for n in outputs]
-        tree = hold(codegen.dynamo_bytecode_unflatten(results, values))
-        leaves, spec = tree_flatten(tree)
+        tree = codegen.dynamo_bytecode_unflatten(results, values)
+        labels = values_of(exported)
+        tree, *losses = tree if labels else (tree,)
+        leaves, spec = tree_flatten(hold(tree))
         result_nodes = {id(value): node for value, node in zip(results, outputs, strict=True)}
         _add_returned(
             module, exported, [x for x in leaves if id(x) not in result_nodes], tensors, effects
@@ -334,22 +345,47 @@ def capture_forward(
     nodes = {id(tensor): node for node, tensor in tensors.items()} | result_nodes
     result_leaves = tuple(nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     parameters = frozenset(name for name, _ in module.named_parameters())
-    forward = CapturedForward(exported, {}, {}, parameters, {}, effects, result_leaves, spec, sizes)
+    loss_nodes = _aux_losses(labels, losses, result_nodes)
+    forward = CapturedForward(
+        exported, {}, {}, parameters, {}, effects, result_leaves, spec, sizes, loss_nodes
+    )
     _name(forward, module, (args, kwargs), tensors)
     return forward
 
 
+def _aux_losses(
+    labels: Sequence[AttributeValue], losses: Sequence[Tensor], nodes: Mapping[int, fx.Node]
+) -> dict[str, list[fx.Node]]:
+    """The nodes of auxiliary losses, by the name of the attribute.
+
+    Raises:
+        CaptureError: a loss is no scalar.
+    """
+    by_name: dict[str, list[fx.Node]] = {}
+    for label, loss in zip(labels, losses, strict=True):
+        if loss.dim():
+            raise CaptureError(
+                f"the auxiliary loss {label.name} has shape {list(loss.shape)}, and must be a "
+                "scalar: reduce it, as by .mean(), before the forward sets it"
+            )
+        by_name.setdefault(label.attribute, []).append(nodes[id(loss)])
+    return by_name
+
+
 def _exported(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    aux_losses: Collection[str],
 ) -> tuple[fx.GraphModule, Inputs]:
     """Dynamo's graph of a module, and its inputs."""
     around_blocks = None
-    if not is_open(args, kwargs):
+    if not (aux_losses or is_open(args, kwargs)):
         capture = partial(export_around_blocks, module, args, kwargs)
         around_blocks = capture_around_blocks(module, ForwardRegion.of_block, capture)
     if around_blocks is not None:
         return around_blocks
-    exported, _ = export(module, args, kwargs)
+    exported, _ = export(module, args, kwargs, values=aux_losses)
     return exported, input_tensors(exported, args, kwargs)
 
 

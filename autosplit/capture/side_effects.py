@@ -178,7 +178,7 @@ def setters(
             f"{', '.join(dict.fromkeys(map(_readable, lasting)))}, which a graph cannot repeat on "
             "every call. Write a statistic into a buffer in place (self.buffer.copy_(x.detach()); "
             "a loss can be an nn.Module with buffers). Name a loss that is to be trained in "
-            "StageOptions(aux_losses=...) of a trainer with a list of stages. Or return the tensor "
+            "StageOptions(aux_losses=...) of a trainer. Or return the tensor "
             '(a trainer\'s loss_fn may return (loss, {"name": scalar})), or keep the state '
             "outside of the forward. If only the first call changes it, call the model once "
             "before you split it."

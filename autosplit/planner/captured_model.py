@@ -40,6 +40,7 @@ def _capture(
     kwargs: dict[str, Any],
     precision: MixedPrecision,
     device: torch.device | None = None,
+    aux_losses: Collection[str] = (),
 ) -> OperationSequence:
     """Capture the operations of ``model(*args, **kwargs)`` in the model's present mode.
 
@@ -50,6 +51,7 @@ def _capture(
         precision: the dtypes of parameters, inputs and outputs.
         device: the device of an earlier capture, from which parameters may have moved; None: the
             model's device.
+        aux_losses: names of attributes in which the forward leaves auxiliary losses.
     """
     tensors = named_tensors(model).values()
     has_values = not any(t.is_meta or precision.dtype_of(t) is not t.dtype for t in tensors)
@@ -57,7 +59,7 @@ def _capture(
     try:
         device = device or device_of(model, (args, kwargs))
         with precision.applied(model, device, moved=moved), collecting_new_objects_only():
-            forward = _captured(model, args, kwargs, has_values=has_values)
+            forward = _captured(model, args, kwargs, aux_losses, has_values=has_values)
     except CaptureError as error:
         raise CaptureError(
             f"{error}\nOnly a model that is captured whole can be cut, also with cut_at. "
@@ -78,18 +80,23 @@ def _capture(
 
 
 def _captured(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_values: bool
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    aux_losses: Collection[str],
+    *,
+    has_values: bool,
 ) -> CapturedForward:
     """The captured forward. If the first call changes Python state, call the model once and capture
     the second call; that needs parameters with values.
     """
     try:
-        return capture_forward(model, args, kwargs)
+        return capture_forward(model, args, kwargs, aux_losses)
     except PythonStateError:
         if not has_values:
             raise
     warm_up(model, args, kwargs)
-    return capture_forward(model, args, kwargs)
+    return capture_forward(model, args, kwargs, aux_losses)
 
 
 class WholeModel:
@@ -133,6 +140,7 @@ class WholeModel:
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
         precision: MixedPrecision = OWN_DTYPES,
+        aux_losses: Collection[str] = (),
     ) -> WholeModel:
         """Capture ``model(*args, **kwargs)`` in its present mode, without running it on real data.
         Only a model whose first call fills a cache or changes a setting is called once.
@@ -144,10 +152,12 @@ class WholeModel:
                 is passed as keyword inputs.
             kwargs: example keyword inputs.
             precision: the dtypes of parameters, inputs and outputs.
+            aux_losses: names of attributes in which the forward leaves auxiliary losses.
 
         Raises:
             CaptureError: the model cannot be captured in one graph; names the user's line.
-            PlanError: the model computes nothing, or the inputs are invalid.
+            PlanError: the model computes nothing, the inputs are invalid, or no module's forward
+                leaves an auxiliary loss.
             SplitError: the model is split or compiled already.
         """
         if not isinstance(model, nn.Module):
@@ -158,7 +168,12 @@ class WholeModel:
         refuse_split("a model to cut", model)
         args, named = _apart(_inputs(args, kwargs))
         with working(f"capturing {type(named_module(model)).__name__} whole"):
-            line = _capture(model, args, named, precision)
+            line = _capture(model, args, named, precision, aux_losses=aux_losses)
+        if missing := [name for name in aux_losses if name not in line.forward.aux_losses]:
+            raise PlanError(
+                f"aux_losses has {missing[0]!r}, which the forward of {type(model).__name__} sets "
+                "on no module: name attributes that modules set to computed tensors"
+            )
         return cls(model, args, named, line, training=model.training, precision=precision)
 
     def bound_to(self, model: nn.Module, wanted: Sequence[int] = ()) -> WholeModel:
@@ -249,7 +264,8 @@ class WholeModel:
         ):
             if self.model.training is not training:
                 self.model.train(training)
-            return _capture(self.model, args, kwargs, self.precision, device)
+            names = [*self.line.forward.aux_losses]
+            return _capture(self.model, args, kwargs, self.precision, device, names)
 
     def divided(self, cut_at: Sequence[str]) -> tuple[WholeModel, list[int]]:
         """Return (model with a block that starts at each named module, indices of these blocks).

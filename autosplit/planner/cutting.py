@@ -6,7 +6,7 @@ schedule, with the same result on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -194,6 +194,7 @@ class Partition:
             self.whole.line.repeated,
         )
         module.cuts, module.first_names = self.cuts, first_names
+        vars(module).update(dict.fromkeys(self.whole.line.forward.aux_losses))
         module.tied_elsewhere = tuple(
             name for names in self.shared for at, name in names if at == index
         )
@@ -296,6 +297,7 @@ def cut_model(
     cut_at: Sequence[str] | None = None,
     memory_limit: float | Sequence[float] = math.inf,
     precision: MixedPrecision = OWN_DTYPES,
+    aux_losses: Collection[str] = (),
 ) -> tuple[WholeModel, Solution]:
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
@@ -312,6 +314,7 @@ def cut_model(
         memory_limit: the most bytes of a rank: one number, or one for each rank. Ignored if no cuts
             keep it.
         precision: the dtypes of parameters, inputs and outputs.
+        aux_losses: names of attributes in which the forward leaves auxiliary losses.
 
     Returns:
         (captured model, best cuts with their schedule).
@@ -333,7 +336,7 @@ def cut_model(
     if isinstance(model, WholeModel):
         whole = model
     else:
-        whole = WholeModel.capture(model, args, kwargs, precision)
+        whole = WholeModel.capture(model, args, kwargs, precision, aux_losses)
     firsts: list[int] | None = None
     if cut_at is not None:
         whole, firsts = whole.divided(cut_at)

@@ -54,7 +54,7 @@ class OperationSequence:
         ]
         calls = _alive(calls, self)
         self.writers = _writers(calls, self)
-        self.replicated = _replicated(calls, self)
+        self.replicated = _replicated(calls, self) - self.aux_losses
         self.body = [node for node in calls if node not in self.replicated]
         self.position = {node: index for index, node in enumerate(self.body)}
         self.last_use = self._last_uses()
@@ -89,6 +89,11 @@ class OperationSequence:
     def results(self) -> list[fx.Node]:
         """Nodes that the model returns."""
         return [leaf for leaf in self.forward.leaves if isinstance(leaf, fx.Node)]
+
+    @property
+    def aux_losses(self) -> set[fx.Node]:
+        """Nodes of auxiliary losses, each of which stays in its stage."""
+        return {node for nodes in self.forward.aux_losses.values() for node in nodes}
 
     def part(self, first: int, last: int) -> tuple[list[fx.Node], list[fx.Node]]:
         """The operations of a stage with ``body[first:last]``, and the nodes that the stage reads.
@@ -159,7 +164,7 @@ def _alive(calls: list[fx.Node], line: OperationSequence) -> list[fx.Node]:
     """The operations that write, draw random numbers, or have a result that is used. Other
     operations are dropped, so that stages need not send the inputs of these operations.
     """
-    alive = set(line.results)
+    alive = line.aux_losses.union(line.results)
     for node in reversed(calls):
         effect = line.effects[node]
         lasting = effect.writes or effect.random or not _tensors(effect.value)

@@ -54,6 +54,8 @@ class StageGraph:
         structure: a function that rebuilds the model's result from the tensors of the last stage;
             None in other stages.
         device: the device of the capture.
+        aux_losses: the attribute of each auxiliary loss that the graph returns after its other
+            results.
     """
 
     graph: fx.GraphModule
@@ -65,6 +67,7 @@ class StageGraph:
     accepts: SizeFunction
     structure: Callable[[Sequence[Tensor]], Any] | None
     device: torch.device
+    aux_losses: tuple[str, ...] = ()
 
     def moved(self, device: torch.device) -> StageGraph:
         """The graph for another device. The capture's device is a constant in the graph, from uses
@@ -151,14 +154,16 @@ class StageLayout:
         inputs: Sequence[fx.Node | None] = self.received[index] if arguments is None else arguments
         last = index == len(self.places)
         returned = self.line.results if last else self.sent[index]
-        calls = [] if plain else block_calls(self.line, self.nodes[index], returned)
+        named = [] if plain else self._aux_losses(index)
+        losses = [node for _, node in named]
+        calls = [] if plain else block_calls(self.line, self.nodes[index], [*returned, *losses])
         writer = _GraphWriter(self.line, self.nodes[index], inputs, self.sizes_of(inputs), calls)
         writer.write_inputs(returned)
         writer.write_operations()
         if last:
-            writer.write_results(returned)
+            writer.write_results([*returned, *losses])
         else:
-            writer.write_messages(returned)
+            writer.write_messages(returned, losses)
         rule = self._size_rule(inputs)
         kinds = {call.kind: call for call in reversed(calls)}  # of each kind, the first call
         return StageGraph(
@@ -171,7 +176,15 @@ class StageLayout:
             rule.as_function(),  # now, because a trace of the stage reads it
             _structure(self.line) if last and not plain else None,
             self.line.device,
+            tuple(name for name, _ in named),
         )
+
+    def _aux_losses(self, index: int) -> list[tuple[str, fx.Node]]:
+        """(name of the attribute, node) of each auxiliary loss of a stage."""
+        losses = self.line.forward.aux_losses.items()
+        return [
+            (name, node) for name, nodes in losses for node in nodes if self._stage[node] == index
+        ]
 
     def _shapes(self, inputs: Sequence[fx.Node | None]) -> tuple[tuple[int, ...] | None, ...]:
         """The shapes of a stage's arguments in the capture."""
@@ -285,10 +298,13 @@ class _GraphWriter:
         """Return the results of the model."""
         self.graph.output(tuple(self._copies[node] for node in results))
 
-    def write_messages(self, sent: Iterable[fx.Node]) -> None:
-        """Return the tensors that the stage sends, in the order of dimensions of messages."""
+    def write_messages(self, sent: Iterable[fx.Node], losses: Iterable[fx.Node]) -> None:
+        """Return the tensors that the stage sends, in the order of dimensions of messages, and then
+        its auxiliary losses.
+        """
         copies, line = self._copies, self._line
-        self.graph.output(tuple(_permuted(self.graph, copies[n], line.layout(n)) for n in sent))
+        messages = [_permuted(self.graph, copies[n], line.layout(n)) for n in sent]
+        self.graph.output((*messages, *(copies[node] for node in losses)))
 
     def _copy(self, node: fx.Node) -> fx.Node:
         copy = self.graph.node_copy(node, self._copy_of)

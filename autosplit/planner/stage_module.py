@@ -134,7 +134,18 @@ class StageModule(nn.Module):
         program = self.check_inputs(inputs)
         names = (*program.state, *program.blocks)
         results = program.graph(*[_find(self, name) for name in names], *inputs)
+        if program.aux_losses:
+            results = self._leave_losses(program.aux_losses, results)
         return results if program.structure is None else program.structure(results)
+
+    def _leave_losses(self, names: Sequence[str], results: Sequence[Any]) -> Sequence[Any]:
+        """Set the sums of auxiliary losses as attributes; return the other results."""
+        count = len(results) - len(names)
+        for name in dict.fromkeys(names):
+            pairs = zip(names, results[count:], strict=True)
+            losses = [loss for attribute, loss in pairs if attribute == name]
+            setattr(self, name, torch.stack(losses).sum())
+        return results[:count]
 
     def _add_kinds(self, graphs: Iterable[StageGraph]) -> None:
         """Let blocks find the graphs that stage graphs call. Graphs of a name are equal; traces

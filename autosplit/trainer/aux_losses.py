@@ -129,8 +129,7 @@ def check_holders(stages: Sequence[WithAuxLosses], names: Iterable[str], ranks: 
         raise PipelineError(
             f"aux_losses has {missing[0]!r}, and no module of any stage has this attribute: set "
             f"self.{missing[0]} = None in the __init__ of the module whose forward sets it. "
-            "Stages that the trainer cuts from a model have graphs instead of modules: pass a list "
-            "of stages, or a function that builds stages"
+            "Stages of a plan have graphs instead of modules: pass the whole model to the trainer"
         )
 
 

@@ -64,10 +64,10 @@ def cut_whole_model(
         (source of the stages, schedule for which they were cut).
 
     Raises:
-        PipelineError: ``count`` or ``example`` is missing, an option of ``planning`` is unknown, or
-            there are auxiliary losses.
+        PipelineError: ``count`` or ``example`` is missing, or an option of ``planning`` is unknown.
         CaptureError: the model cannot be captured in one graph; names the user's line.
-        PlanError: the model cannot be cut into ``count`` stages.
+        PlanError: the model cannot be cut into ``count`` stages, or no forward leaves an auxiliary
+            loss.
         ShardedError: the mesh has a dimension for experts.
     """
     # Only whole models need the planner, which takes long to import.
@@ -85,12 +85,6 @@ def cut_whole_model(
                 right="PipelineTrainer(model, loss_fn, optimizer_fn, microbatches=4,\n"
                 "                stages=2, example=inputs[: len(inputs) // 4])",
             )
-        )
-    if options.stages.aux_losses:
-        raise PipelineError(
-            f"aux_losses={options.stages.aux_losses} names attributes of modules, and stages that "
-            "the trainer cuts from a whole model have graphs instead of modules: pass the stages "
-            "as a list, or a function that builds one stage"
         )
     if options.mesh_layout is not None and options.mesh_layout.experts:
         raise ShardedError(
@@ -118,6 +112,7 @@ def cut_whole_model(
         BlockOptions(split, options.stages.autocast),
         memory_limit=options.limits(len(first.ranks)) or math.inf,
         precision=MixedPrecision(sharding.get("mp_policy"), groups),
+        aux_losses=options.stages.aux_losses,
         **planning,
     )
     parts = Partition(whole, solution.firsts)

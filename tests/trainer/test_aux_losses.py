@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError, PythonStateError
+from autosplit.errors import CaptureError, PipelineError, PlanError, PythonStateError
 from autosplit.pipeline import PipelineTrainer, StageOptions
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
@@ -46,9 +46,12 @@ def left(model: nn.Module, name: str) -> Tensor:
     return torch.stack(values).sum()
 
 
-def reference(inputs: Tensor, targets: Tensor) -> tuple[nn.Sequential, dict[str, float]]:
+def reference(
+    inputs: Tensor, targets: Tensor, model: nn.Module | None = None
+) -> tuple[Any, dict[str, float]]:
     """The whole model with its gradients, and the means."""
-    model, sums = nn.Sequential(*map(stage, range(3))), dict.fromkeys(["loss", *WEIGHTS], 0.0)
+    model = model or nn.Sequential(*map(stage, range(3)))
+    sums = dict.fromkeys(["loss", *WEIGHTS], 0.0)
     for x, y in zip(inputs.chunk(COUNT), targets.chunk(COUNT), strict=True):
         loss = F.mse_loss(model(x), y)
         aux = {name: left(model, name) for name in WEIGHTS}
@@ -109,19 +112,69 @@ def test_names_that_no_module_has_are_refused(call: str) -> None:
         getattr(engine, call)(workers.data(ROWS))
 
 
-def test_a_whole_model_is_refused() -> None:
-    model, example = nn.Sequential(stage(0), stage(1)), torch.ones(2, workers.WIDTH)
-    with pytest.raises(PipelineError, match=r"aux_losses=.* pass the stages as a list"):
-        PipelineTrainer(
-            model,
-            F.mse_loss,
-            workers.sgd,
-            microbatches=COUNT,
-            stages=2,
-            example=example,
-            ranks=1,
-            stage_options=StageOptions(aux_losses=WEIGHTS),
-        )
+class Deep(nn.Module):
+    """Routers in both stages of a model that is cut: two equal ones in the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(workers.WIDTH, workers.WIDTH), Router("aux_loss"))
+        self.layers = nn.ModuleList([Router("aux_loss", declared=False), Router("z_loss")])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def cut_trainer(model: nn.Module, **options: Any) -> PipelineTrainer:
+    return PipelineTrainer(
+        model,
+        F.mse_loss,
+        workers.sgd,
+        microbatches=COUNT,
+        stages=2,
+        example=workers.data(ROWS)[0][: ROWS // COUNT],
+        ranks=1,
+        stage_options=StageOptions(
+            planning={"cut_at": ["layers.1"], "costs": "estimate"}, **options
+        ),
+    )
+
+
+def test_those_of_a_model_that_is_cut_are_trained_in_their_stages() -> None:
+    inputs, targets = workers.data(ROWS)
+    plain, means = reference(inputs, targets, Deep())
+    with cut_trainer(Deep(), aux_losses=WEIGHTS) as engine:
+        engine.evaluate((inputs, targets))
+        assert engine.evaluation == pytest.approx(means)
+        engine.forward_backward((inputs, targets))
+        assert {name: engine.metrics()[name] for name in means} == pytest.approx(means)
+        first, last = engine.gradients().values()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert {*last} == {"layers.1.gate.weight", "layers.1.gate.bias"}
+    for name, gradient in {**first, **last}.items():
+        torch.testing.assert_close(gradient, expected.pop(name))
+    assert not expected
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (
+            ["aux_loss", "z_loss", "other"],
+            PlanError,
+            "has 'other', which the forward of Deep sets on",
+        ),
+        (["aux_loss"], CaptureError, r"changes Python state, self\.layers\.1\.z_loss"),
+    ],
+)
+def test_a_model_that_is_cut_leaves_what_is_named(
+    names: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        cut_trainer(Deep(), aux_losses=dict.fromkeys(names, 1.0))
 
 
 def test_an_attribute_that_is_not_declared_is_refused() -> None:
