@@ -329,7 +329,7 @@ class SplitModule(ModuleProxy):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, called: bool = True
     ) -> SplitFunctions:
         functions = self._graphs.fitting(ModuleCall.of(args, kwargs), called=called)
-        functions.compile_calls()
+        functions.backward_graphs.compile_calls()
         return functions
 
     def report(self) -> str:

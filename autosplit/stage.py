@@ -550,7 +550,9 @@ class Stage:
         sums, last = self._weights.sums, self._weights.last
         parts = () if last is None else last[1].parts
         has_memory = sums.memory_for is not None
-        self.functions.compile_calls(calls, sums.dtype, overwrites=has_memory, parts=parts)
+        self.functions.backward_graphs.compile_calls(
+            calls, sums.dtype, overwrites=has_memory, parts=parts
+        )
 
     def publish(self) -> None:
         """Add ``gradients`` to the parameters' ``.grad``, drop the sums, and call the hooks of

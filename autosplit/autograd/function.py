@@ -128,7 +128,7 @@ def _is_sliced(anchor: WeightAnchor, functions: SplitFunctions) -> bool:
     several slices.
     """
     plain = anchor.sharded is None and not functions.capture.shardings and not checks_nan()
-    return plain and len(functions.sliced.parameters) > 1
+    return plain and len(functions.backward_graphs.sliced.parameters) > 1
 
 
 class _Call(NamedTuple):

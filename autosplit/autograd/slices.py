@@ -38,7 +38,7 @@ class BackwardSlices:
     """
 
     def __init__(self, functions: SplitFunctions, state: State) -> None:
-        self._names = functions.sliced.parameters
+        self._names = functions.backward_graphs.sliced.parameters
         self._inputs = functions.capture.inputs
         self.parameters = [[*map(state.__getitem__, names)] for names in self._names]
         with torch.no_grad():

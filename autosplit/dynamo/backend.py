@@ -248,7 +248,7 @@ def _functions(
 
     accumulation = Accumulation.named(options.accumulation)
     functions = checked(functions_class, call_plainly)(traced, graphs, backend, accumulation)
-    functions.compile_calls()
+    functions.backward_graphs.compile_calls()
     return functions
 
 

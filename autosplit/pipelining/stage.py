@@ -223,7 +223,7 @@ class SplitPipelineStage(RuntimeStage):
             refuse_dtensors(self._owner, self._module, functions)
             results.refuse_objects(self._owner)
         if functions.has_backward:
-            functions.compile_calls(self._step.calls(), self._options.grad_dtype)
+            functions.backward_graphs.compile_calls(self._step.calls(), self._options.grad_dtype)
         return results
 
     def forward_one_chunk(

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,12 +21,12 @@ from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.operator_cost import flops
 from autosplit.passes.analysis.operators import may_draw
 from autosplit.passes.errors import UnknownSizeError
-from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
+from autosplit.passes.graph import STATE, concrete, inputs, outputs
 from autosplit.passes.lowering.accumulate import written
 from autosplit.passes.lowering.buffers import donatable, lender_roles, private
 from autosplit.passes.lowering.forms import GraphForm
 from autosplit.passes.manager import When, run_graph_passes, with_graph_passes
-from autosplit.passes.subgraph import inline, inlined, inner_calls
+from autosplit.passes.subgraph import inlined, inner_calls
 from autosplit.runtime.call_cache import CallCache
 from autosplit.runtime.residuals import (
     BoundaryLayout,
@@ -41,11 +39,11 @@ from autosplit.runtime.residuals import (
 from autosplit.torch_internals.autograd import is_autocast, without_autocast, write_buffers
 
 from .accumulation import ACCUMULATION, Accumulation
-from .compiled_graph import Accumulators, GradientGraph, Parts, compile_graph, positions
+from .backward_graphs import BackwardGraphs, live_positions, state_roles
+from .compiled_graph import Accumulators, GradientGraph, compile_graph
 from .gradient_dependence import NONE_MISSING, GradientDependence, Missing
 from .input_overlap import refuse_state_overlap
 from .refusals import AutocastGuard
-from .sliced_backward import SlicedBackward
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
@@ -73,20 +71,6 @@ class ForwardResult(NamedTuple):
     outputs: list[Any]
     updates: list[Tensor]
     saved: Residuals
-
-
-class DeferredLayout(NamedTuple):
-    """The arguments of W that I leaves, and static facts about them.
-
-    Attributes:
-        roles: roles of W's arguments: deferred values, then state.
-        state_positions: positions of W's state in the state that the backward reads.
-        layout: static facts about the residuals.
-    """
-
-    roles: Sequence[Role]
-    state_positions: Sequence[int]
-    layout: BoundaryLayout
 
 
 class SplitFunctions:
@@ -157,7 +141,6 @@ class SplitFunctions:
         self._graphs = graphs
         self._backend = backend
         self._accumulation = accumulation
-        self._suffix = ""  # of graph names, in variants for missing gradients
         self._size: Callable[[Any], int] = concrete
         self._key: tuple[int, ...] = ()  # the open sizes
         self._resized = CallCache[tuple[int, ...], SplitFunctions]()
@@ -172,17 +155,28 @@ class SplitFunctions:
         self.late_parameters = [name for name in self.parameter_names if name not in early]
         backward = graphs.backward
         self.has_backward = backward is not None
-        # Parameters and buffers that the backward reads.
-        self._read = [] if backward is None else _state_of(backward)
-        self._backward_roles = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
-        self._backward_roles += self._read
-        self._read_state = [role.name for role in self._read]
+        state = [] if backward is None else state_roles(backward)
+        tangents = [Role(Kind.TANGENT, name) for name in self.tangent_specs]
+        self.backward_graphs = BackwardGraphs(
+            graphs,
+            traced,
+            [*tangents, *saved, *state],
+            state,
+            self._private_roles,
+            self.early_parameters,
+            self.late_parameters,
+            self.parameter_names,
+            backend,
+            accumulation,
+            self._graph_class,
+        )
+        self._read_state = [role.name for role in state]
         self._saves = BoundaryLayout(
-            tuple([role.name for role in (*saved, *self._read)]),
+            tuple([role.name for role in (*saved, *state)]),
             self._constants_of([] if backward is None else [backward]),
             self._exposed,
             self._donated,
-            live=_live(self._read),
+            live=live_positions(state),
         )
 
     def _compile_forward(self) -> list[Role]:
@@ -295,11 +289,8 @@ class SplitFunctions:
         variant._graphs, variant._resized, variant._specialized = graphs, CallCache(), {}
         variant.dependence = GradientDependence(graphs, self.capture.inputs, self._tangents)
         variant._tangents = [(name, at) for name, at in self._tangents if name not in missing]
-        absent = {Role(Kind.TANGENT, name) for name in missing}
-        variant._backward_roles = [role for role in self._backward_roles if role not in absent]
-        variant._suffix = f"_without_{len(self._specialized) + 1}"
-        # Compute the cached graphs now, so that copies for other sizes share them.
-        variant._input, variant._weight, variant._fused  # noqa: B018
+        suffix = f"_without_{len(self._specialized) + 1}"
+        variant.backward_graphs = self.backward_graphs.without(missing, graphs, suffix)
         return variant
 
     @cached_property
@@ -315,7 +306,7 @@ class SplitFunctions:
         """Names of the tensors that I or W writes: buffers, and tensors that are attributes of
         parameters.
         """
-        return [role.name for role in self._read if role.kind is Kind.WRITTEN]
+        return [role.name for role in self.backward_graphs.state if role.kind is Kind.WRITTEN]
 
     @property
     def specialized(self) -> Sequence[frozenset[str]]:
@@ -366,166 +357,27 @@ class SplitFunctions:
         """Maps the name of each graph compiled so far to the source that the backend generated."""
         return self._backend.generated
 
-    def compile_calls(
-        self,
-        calls: Iterable[str] = ("backward_input", "backward_weight"),
-        dtype: torch.dtype | None = None,
-        *,
-        overwrites: bool = False,
-        parts: Parts = (),
-    ) -> None:
-        """Compile the graphs of these calls now, instead of at their first run.
-
-        Args:
-            calls: names of methods in the order of a step. The first call that computes a
-                parameter's gradient returns a new tensor, and a later call adds to it: repeat a
-                name to compile both forms. If ``accumulation`` joins products, neighbouring calls
-                of ``"backward_weight"`` run as one. ``"forward"`` is compiled already.
-            dtype: dtype of the accumulators; None for the dtype of each gradient.
-            overwrites: whether the first call writes into accumulators that are not initialized.
-            parts: sets of parameters whose completion the last call of a step reports.
-
-        Raises:
-            SplitError: an unknown call.
-            BackendError: the backend cannot compile a graph.
-        """
-        parameters_of = {  # I comes before W, because it decides the strides of W's arguments
-            "backward_input": self.early_parameters,
-            "backward_weight": self.late_parameters,
-            "backward": self.parameter_names,
-        }
-        order, with_gradient = [*parameters_of], set[str]()
-        needed: set[tuple[int, bool, int, Parts]] = set()
-        runs = [*self._joined_calls(calls, dtype)]
-        for number, (call, count) in enumerate(runs, 1):
-            if call not in parameters_of:
-                names = ", ".join(map(repr, ("forward", *parameters_of)))
-                raise SplitError(f"unknown call {call!r}; expected one of {names}")
-            parameters = parameters_of[call]
-            adds = bool(parameters) and with_gradient.issuperset(parameters)
-            reported = parts if number == len(runs) else ()
-            needed.add((order.index(call), adds, count, reported))
-            with_gradient.update(parameters)
-        for index, adds, count, reported in sorted(needed) if self.has_backward else ():
-            self._graph_of(order[index]).compile_form(
-                dtype, adds=adds, overwrites=overwrites, count=count, parts=reported
-            )
-
-    def _joined_calls(
-        self, calls: Iterable[str], dtype: torch.dtype | None
-    ) -> Iterator[tuple[str, int]]:
-        """Yield (call, number of microbatches that it runs) for each call except ``"forward"``."""
-        for call, run in groupby(calls):
-            left = len([*run]) if call != "forward" else 0
-            most = self.most_joined(dtype) if call == "backward_weight" else 1
-            while left:
-                yield call, min(left, most)
-                left -= min(left, most)
-
     def source(
         self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False, count: int = 1
     ) -> fx.GraphModule:
-        """The FX graph of a backward call, as the backend gets it.
+        """The FX graph of a call, as the backend gets it.
 
         Args:
-            call: ``"backward_input"``, ``"backward_weight"`` or ``"backward"``.
-            dtype: dtype of the accumulators; None for the dtype of each gradient.
-            adds: whether it is the form that adds into accumulators.
-            count: the number of microbatches of a joined W.
+            call: ``"forward"``, ``"backward_input"``, ``"backward_weight"`` or ``"backward"``.
+            dtype: see ``BackwardGraphs.source``.
+            adds: see ``BackwardGraphs.source``.
+            count: see ``BackwardGraphs.source``.
         """
         if call == "forward":
             return self.graphs.forward
-        return inline(self._graph_of(call).source(dtype, adds=adds, count=count))
-
-    @cached_property
-    def completion_order(self) -> list[str]:
-        """Names of the parameters, in the order in which I and W complete their gradients."""
-        if not self.has_backward:
-            return []
-        return [*self._input.completion_order(), *self._weight.completion_order()]
-
-    def _graph_of(self, call: str) -> GradientGraph:
-        if call == "backward_input":
-            return self._input
-        weights = call == "backward_weight" or self._defers_whole_backward
-        return self._weight if weights else self._fused
-
-    @cached_property
-    def _deferred_layout(self) -> DeferredLayout:
-        """The boundary between I and W."""
-        weight = self._module("backward_weight")
-        graph = self._module("backward_input").graph
-        deferred = outputs(graph, Kind.DEFERRED)
-        private_roles = private(graph, Kind.DEFERRED, self._private_roles)
-        read = _state_of(weight)
-        roles = [*(role for role, _ in deferred), *read]
-        names = tuple([role.name for role in roles])
-        exposed = [at for at, (role, _) in enumerate(deferred) if role not in private_roles]
-        constants = self._constants_of([weight])
-        layout = BoundaryLayout(names, constants, exposed, before_weight=True, live=_live(read))
-        return DeferredLayout(roles, positions(read, self._read), layout)
-
-    @cached_property
-    def _input(self) -> GradientGraph:
-        """The graphs of I: from saved tensors, state and tangents to input gradients, deferred
-        values and gradients of early parameters.
-        """
-        roles, state_positions, _ = self._deferred_layout
-        deferred = roles[: len(roles) - len(state_positions)]
-        results = [*self._input_grad_roles, *deferred]
-        names = self.early_parameters
-        graph = self._graph("backward_input", self._backward_roles, names, results)
-        if self._backend.compiles:
-            graph.follower = self._weight
-        return graph
-
-    @cached_property
-    def _defers_whole_backward(self) -> bool:
-        """Whether I computes no operator, so that W is the whole backward.
-
-        True if no input needs a gradient, and either ``Memory.defer_whole_backward`` is set, or the
-        chain of derivatives has only one product.
-        """
-        return not (self.early_parameters or any(calls(self._module("backward_input").graph)))
-
-    @cached_property
-    def _weight(self) -> GradientGraph:
-        """The graphs of W: from deferred values and state to gradients of late parameters."""
-        return self._graph("backward_weight", self._deferred_layout.roles, self.late_parameters)
-
-    @cached_property
-    def _fused(self) -> GradientGraph:
-        """The graphs of B: from the arguments of I to gradients of inputs and of all parameters."""
-        return self._graph(
-            "backward", self._backward_roles, self.parameter_names, self._input_grad_roles
-        )
-
-    def _graph(self, *graph: Any) -> GradientGraph:
-        """Create a ``GradientGraph`` from its name, arguments, parameters and other results."""
-        options: dict[str, Any] = {"suffix": self._suffix, "backend": self._backend}
-        options["accumulation"] = self._accumulation
-        return self._graph_class(self._graphs, *graph, **options)
+        return self.backward_graphs.source(call, dtype, adds=adds, count=count)
 
     @property
     def _graph_class(self) -> Callable[..., GradientGraph]:
         return GradientGraph
 
-    @property
-    def _input_grad_roles(self) -> list[Role]:
-        return [Role(Kind.INPUT_GRAD, name) for name in self.capture.inputs]
-
     def _constants_of(self, modules: Iterable[fx.GraphModule]) -> Constants:
         return Constants.of(modules, self.capture.guards.constant_path)
-
-    def _module(self, name: str) -> fx.GraphModule:
-        module = self._graphs.graphs().get(name)
-        if module is None:
-            raise SplitError(
-                "the module was captured without gradients, so it has no backward: capture it with "
-                "an "
-                "input or a parameter that requires a gradient"
-            )
-        return module
 
     @cached_property
     def forward_constants(self) -> Constants:
@@ -568,7 +420,7 @@ class SplitFunctions:
         if not lenders:
             return []
         places = {name: at for at, name in enumerate(self.capture.inputs)}
-        roles = enumerate(self._deferred_layout.roles)
+        roles = enumerate(self.backward_graphs.deferred_layout.roles)
         borrowed = [(at, lenders[role]) for at, role in roles if role in lenders]
         return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in borrowed]
 
@@ -578,7 +430,8 @@ class SplitFunctions:
         gradient.
         """
         inputs = {at for at, place in self.caller_memory if place is not None}
-        return [at for at in self._deferred_layout.layout.exposed if at not in inputs]
+        exposed = self.backward_graphs.deferred_layout.layout.exposed
+        return [at for at in exposed if at not in inputs]
 
     @cached_property
     def borrowed(self) -> list[bool]:
@@ -652,9 +505,9 @@ class SplitFunctions:
             SplitError: a gradient does not fit its output, or a saved tensor was written
                 in place since the forward.
         """
-        state, (_, state_positions, layout) = saved.state, self._deferred_layout
+        state, (_, state_positions, layout) = saved.state, self.backward_graphs.deferred_layout
         pool = self._backward_pool(saved.take_arguments(), output_grads)
-        results, early = self._input.run(pool, gradients, dtype)
+        results, early = self.backward_graphs.input.run(pool, gradients, dtype)
         count = len(self.capture.inputs)
         weight_state = tuple(map(state.__getitem__, state_positions))
         deferred = self.residuals(layout, results[count:], weight_state)
@@ -682,7 +535,7 @@ class SplitFunctions:
             SplitError: a deferred tensor was written in place since I.
         """
         with own_writes(deferred.live) if deferred.live else _NOTHING:
-            return self._weight.run(deferred.take_arguments(), gradients, dtype)[1]
+            return self.backward_graphs.weight.run(deferred.take_arguments(), gradients, dtype)[1]
 
     def most_joined(self, dtype: torch.dtype | None = None) -> int:
         """The largest number of microbatches that one call of ``joined_weight`` may run; 1 if
@@ -691,7 +544,7 @@ class SplitFunctions:
         Args:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
         """
-        return self._weight.most_joined(dtype) if self.has_backward else 1
+        return self.backward_graphs.most_joined(dtype)
 
     def joined_weight(
         self,
@@ -716,7 +569,7 @@ class SplitFunctions:
             state = residuals.state
             del pool[len(pool) - len(state) :]  # parameters and buffers come once, at the end
             pool += residuals.take_arguments()
-        return self._weight.run(pool, gradients, dtype, len(deferred))[1]
+        return self.backward_graphs.weight.run(pool, gradients, dtype, len(deferred))[1]
 
     @cached_property
     def sums_microbatches(self) -> bool:
@@ -757,17 +610,17 @@ class SplitFunctions:
         Raises:
             SplitError: as for ``backward_input``.
         """
-        if self._defers_whole_backward:
+        if self.backward_graphs.defers_whole_backward:
             grads, deferred, _ = self.backward_input(saved, output_grads)
             return grads, self.backward_weight(deferred, gradients, dtype)
         with own_writes(saved.live) if saved.live else _NOTHING:
             pool = self._backward_pool(saved.take_arguments(), output_grads)
-            return self._fused.run(pool, gradients, dtype)
+            return self.backward_graphs.fused.run(pool, gradients, dtype)
 
     def backward_slices(
         self, saved: Residuals, output_grads: list[Tensor | None]
     ) -> Iterator[dict[Role, Any]]:
-        """B in slices: the iterator runs one slice of ``sliced`` for each item.
+        """B in slices: the iterator runs one slice for each item, see ``BackwardGraphs.sliced``.
 
         Arguments and errors are those of ``backward_input``.
 
@@ -776,18 +629,8 @@ class SplitFunctions:
             gradients that the slice completes.
         """
         pool = self._backward_pool(saved.take_arguments(), output_grads)
-        return self.sliced.run(dict(zip(self._backward_roles, pool, strict=True)))
-
-    @cached_property
-    def sliced(self) -> SlicedBackward:
-        """B in slices that complete at least a MiB of weight gradients each."""
-        parameters = self.dependence.gradient_specs.values()
-        size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in parameters)
-        most = _COMPILED_SLICES if self._backend.compiles else _SLICES
-        form = GraphForm("backward", count=max(1, min(most, size // _SLICE_BYTES)))
-        program = with_graph_passes(When.WRITING, self._graphs, form)
-        modules = run_graph_passes(When.SLICING, program, form)
-        return SlicedBackward([*modules.values()], self._backend)
+        graphs = self.backward_graphs
+        return graphs.sliced.run(dict(zip(graphs.arguments, pool, strict=True)))
 
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
         """The arguments of I or B in one list. The list has the only references to them, so that
@@ -823,16 +666,6 @@ class SplitFunctions:
                 f"got {grad.dtype} {list(grad.shape)}; pass a gradient like the output"
             )
         return spec.conform(grad)
-
-
-def _state_of(module: fx.GraphModule) -> list[Role]:
-    """Roles of the parameters and buffers that a backward graph reads or writes."""
-    return [*dict.fromkeys([*inputs(module.graph, *STATE), *written(module.graph)])]
-
-
-def _live(state: Sequence[Role]) -> frozenset[int]:
-    """Positions in ``state`` of the buffers that backward graphs write."""
-    return frozenset([at for at, role in enumerate(state) if role.kind is Kind.WRITTEN])
 
 
 def _parameters(module: fx.GraphModule | None) -> list[str]:

@@ -133,7 +133,10 @@ class RankModel:
             stages: this rank's stages with graphs.
             schedule: the schedule of the step.
         """
-        names = {index: stage.functions.completion_order for index, stage in stages.items()}
+        names = {
+            index: stage.functions.backward_graphs.completion_order
+            for index, stage in stages.items()
+        }
         for part in reversed(self._groups.everybody.gather(names)):  # the first rank decides
             names |= {index: part[index] for index in names.keys() & part.keys()}
         order = [

@@ -113,7 +113,7 @@ def test_operators_of_each_accumulation(
     accumulation: str | int, count: int, products: dict[str, int]
 ) -> None:
     stage = blocks_stage(accumulation=accumulation)
-    graph = stage.functions._weight.source(None, adds=True, count=count).graph
+    graph = stage.functions.backward_graphs.weight.source(None, adds=True, count=count).graph
     operators = Counter(str(node.target).split(".")[1] for node in inner_calls(graph))
     assert {name: operators[name] for name in products} == products
 
@@ -129,7 +129,7 @@ def test_small_gradients_of_few_products_are_added_together(
     most = nn.Sequential(nn.Flatten(), nn.Linear(768, 2), nn.Linear(2, 2))
     called = {}
     for name, model in {"few": few, "most": most}.items():
-        weight = Stage(model, [x], accumulation="auto").functions._weight
+        weight = Stage(model, [x], accumulation="auto").functions.backward_graphs.weight
         graph = weight.source(None, adds=True).graph
         products = graph.find_nodes(op="call_function", target=torch.ops.aten.addmm_.default)
         called[name] = weight.most_joined(None), len(products)
@@ -169,7 +169,7 @@ def test_convolutions_of_open_sizes_are_joined() -> None:
     plain.zero_grad()
     model = autosplit.split(plain, accumulation="joined", max_pending=math.inf)
     assert_close(gradients_after(model), expected)
-    assert any(graph._weight.most_joined(None) > 1 for graph in model.functions)
+    assert any(graph.backward_graphs.weight.most_joined(None) > 1 for graph in model.functions)
 
 
 @pytest.mark.parametrize("accumulation", ["fused", "joined"])

@@ -169,7 +169,7 @@ LARGEST = 1_000_000
 
 
 def calls_of(row: Iterable[Action], stage: int) -> list[str]:
-    """For each action of a row, the call of the stage, as ``SplitFunctions.compile_calls`` expects
+    """For each action of a row, the call of the stage, as ``BackwardGraphs.compile_calls`` expects
     it: the method's name for the stage's I, W and B, and ``"forward"`` for every other action.
     """
     return [BACKWARDS.get(a.kind, "forward") if a.stage == stage else "forward" for a in row]
