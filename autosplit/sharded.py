@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Writes = Sequence[int]
 """The version counter of each sharded parameter."""
+BlockGathers = list[list[int]]
+"""For each call that gathers, in order, the numbers of the parameter groups that it gathers."""
 
 
 class ShardedModule:
@@ -354,11 +356,14 @@ class Gathering:
     Attributes:
         order: the expected order of calls, which several modules may share; None: nothing is
             gathered ahead.
+        agree: a function that is called with the gathers of a graph before it runs. If it returns
+            False, all groups are gathered for the whole graph. None: no function is called.
     """
 
     def __init__(self, sharded: ShardedModule) -> None:
         self._sharded = sharded
         self.order: GatherOrder | None = None
+        self.agree: Callable[[BlockGathers], bool] | None = None
         self._gathered_by_forward: set[ParameterGroup] = set()
 
     def graph(self, name: str, module: fx.GraphModule, call: Boxed) -> Boxed:
@@ -369,7 +374,9 @@ class Gathering:
             module: the graph.
             call: the compiled graph, which needs gathered parameters.
         """
-        readers_of_inputs = [_blocks(node) for node in placeholders(module.graph)]
+        nodes = placeholders(module.graph)
+        readers_of_inputs = [_blocks(node) for node in nodes]
+        inputs_of_calls = _inputs_of_blocks(module.graph, nodes)
 
         def run(args: list[Any]) -> list[Any]:
             blocks: dict[ParameterGroup, set[fx.Node | None]] = defaultdict(set)
@@ -377,9 +384,37 @@ class Gathering:
                 for group in self._groups((value,)):
                     blocks[group] |= readers
             whole = [group for group, users in blocks.items() if len(users) > 1 or None in users]
+            if self.agree is not None:
+                calls = [self._groups([args[at] for at in places]) for places in inputs_of_calls]
+                if not self.agree(self._numbers(whole, calls)):
+                    whole = self._freed_groups
             return self._run_gathered(name, whole, call, args)
 
         return run
+
+    def gather_all(self, *, is_forward: bool) -> None:
+        """Gather all groups and free them, as ranks do that run a graph meanwhile.
+
+        Args:
+            is_forward: whether the graph is a forward.
+        """
+        name = "forward" if is_forward else "backward"
+        self._run_gathered(name, self._freed_groups, list, [])
+
+    @property
+    def _freed_groups(self) -> list[ParameterGroup]:
+        return [group for group in self._sharded.groups if group.reshards_after_forward]
+
+    def _numbers(
+        self, whole: Sequence[ParameterGroup], calls: Iterable[Sequence[ParameterGroup]]
+    ) -> BlockGathers:
+        """The gathers of a graph: groups for the whole graph, then other groups by call."""
+        numbers = {group: number for number, group in enumerate(self._sharded.groups)}
+        freed = {*self._freed_groups}
+        gathers = [[numbers[group] for group in whole if group in freed]]
+        freed.difference_update(whole)
+        gathers += [[numbers[group] for group in groups if group in freed] for groups in calls]
+        return [*filter(None, gathers)]
 
     def block(self, name: str, call: Boxed) -> Boxed:
         """Return a function that gathers the parameters of a repeated block's graph and runs the
@@ -457,3 +492,15 @@ def _blocks(node: fx.Node) -> set[fx.Node | None]:
     operator reads the input.
     """
     return {user if SUBGRAPH in user.meta else None for user in node.users}
+
+
+def _inputs_of_blocks(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[list[int]]:
+    """For each call of a repeated block, the places of those of its arguments that are inputs of
+    the graph.
+    """
+    places = {node: place for place, node in enumerate(inputs)}
+    return [
+        [places[node] for node in call.all_input_nodes if node in places]
+        for call in graph.nodes
+        if SUBGRAPH in call.meta
+    ]

@@ -222,6 +222,16 @@ class Groups(Control):
         groups = [(self._new(ranks, backend), ranks) for ranks in sets]
         return next((group for group, ranks in groups if self._world_rank in ranks), None)
 
+    def control_of_sets(self, sets: Sequence[Sequence[int]]) -> Control:
+        """Control of the ranks in that set which has this rank; collective over all ranks.
+
+        Args:
+            sets: as for ``new_group_of_sets``; one of them has this rank.
+        """
+        group = self.new_group_of_sets(sets, "gloo")
+        ranks = next(ranks for ranks in sets if self._world_rank in ranks)
+        return Control(ranks, self._world_rank, group, self._as_lost_peer, self._current_call)
+
     def root_and_group(self, sets: Sequence[Sequence[int]]) -> tuple[int, dist.ProcessGroup | None]:
         """Return (first rank, process group) of the set that has this rank; collective.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -195,9 +196,11 @@ class RankStages:
             if is_new or built.boundaries_of(sizes) is None
         }
         largest_first = sorted(rows.values(), key=lambda row: -row.sizes.elements)
+        # Ranks gather parameters together, whether or not a rank builds a stage again.
+        gathered = self._model.sharded.all_gathered() if is_new else nullcontext()
         try:
             if largest_first:
-                with self._groups.activity.during("building its stages", announced=True):
+                with self._groups.activity.during("building its stages", announced=True), gathered:
                     build_stages(
                         built,
                         modules,
@@ -288,16 +291,14 @@ class RankStages:
         ]
         stages = self._evaluation_stages.get((key, plan.listed))
         if stages is None:
-            # A stage of a whole model calls no module inside, whose hooks would gather its
-            # parameters.
-            gathered = partial(self._model.sharded.gathered, frees_all=False)
+            gathering = self._model.sharded.gathered_without_hooks
             communicates = self._shares_tensors or bool(self._model.sharded.indices)
             stages = self._evaluation_stages[key, plan.listed] = {
                 index: ModuleStage(
                     module,
                     index,
                     self._dataflow.shared_places(index),
-                    **({"gathering": partial(gathered, index)} if self._is_cut else {}),
+                    partial(gathering, index),
                     refuses=plan.listed and not communicates,
                 )
                 for index, module in modules.items()
@@ -386,19 +387,18 @@ class RankStages:
         be valid for these sizes.
         """
         stage = self._reusable_stages.get(module)
-        with self._model.sharded.gathered(index):
-            if stage is not None and stage.accepts(args):
-                stage.prepare(args, varying) if isinstance(stage, Stage) else stage.prepare(args)
-                return cast(TrainableStage, stage)
-            options = {"varying": varying} if isinstance(self._factory, SplitStage) else {}
-            try:
-                with generators_kept():
-                    new_stage = self._factory(module, args, index=index, **options)
-            except CaptureError:
-                # The module is not called to explain the error if it has collectives: the ranks
-                # that share its tensors would have to call it, too.
-                explain_failed_capture(index, module, args, called=not self._shares_tensors)
-                raise
+        if stage is not None and stage.accepts(args):
+            stage.prepare(args, varying) if isinstance(stage, Stage) else stage.prepare(args)
+            return cast(TrainableStage, stage)
+        options = {"varying": varying} if isinstance(self._factory, SplitStage) else {}
+        try:
+            with generators_kept():
+                new_stage = self._factory(module, args, index=index, **options)
+        except CaptureError:
+            # The module is not called to explain the error if it has collectives: the ranks
+            # that share its tensors would have to call it, too.
+            explain_failed_capture(index, module, args, called=not self._shares_tensors)
+            raise
         if isinstance(new_stage, Stage):
             self._check_buffers(index, module, new_stage.functions.updated_state)
             new_stage.seed = partial(self._seeds.seed, index)

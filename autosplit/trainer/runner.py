@@ -151,7 +151,9 @@ class Runner:
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule.stages, source)
-        self._orders = StepOrders(options, schedule, self._limited)
+        sharded = model.sharded
+        one_order = sharded.frees_after_actions or len(sharded.indices) > len(schedule.ranks)
+        self._orders = StepOrders(options, schedule, self._limited, one_order=one_order)
         self._scales = options.run.scales
         self.losses = LossGradients(groups, schedule, device, options.run.scaler)
         self._last = self.schedule.stages - 1
@@ -201,7 +203,7 @@ class Runner:
             source=source,
             has_graphs=self._rank_stages.has_graphs,
             check=self._orders.check_steps,
-            equal_counts=model.sharded.frees_after_actions,
+            equal_counts=sharded.frees_after_actions,
         )
         self._grad_tensors: Mapping[BatchSlot, Sequence[Tensor]] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})

@@ -3,8 +3,8 @@ and reduce their gradients.
 
 UNSHARD        starts the all-gather of parameters that a forward leaves gathered
 F, I, W, B     the first of the stage waits for it; parameters with ``reshard_after_forward`` are
-               gathered for the call of each block, two calls ahead; gradients are accumulated
-               unreduced
+               gathered for the call of each block, two calls ahead, if ranks agree on the
+               blocks; gradients are accumulated unreduced
 RESHARD        frees what is gathered
 REDUCE_GRAD    starts one reduce-scatter for each parameter group, into ``.grad`` of the shards
 end of a step  waits for the reduce-scatters
@@ -13,10 +13,9 @@ end of a step  waits for the reduce-scatters
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,10 @@ from autosplit.pipeline.schedule.schedule import SHARDING, Action, ActionKind, S
 from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.ranks.groups import Groups
 from autosplit.sharded import GatherOrder, ShardedModule
+from autosplit.stage import Stage
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.trainer.copy_checks import is_expert
+from autosplit.trainer.gather_agreement import GatherAgreement
 from autosplit.trainer.gradient_buckets import Wait
 from autosplit.trainer.replicated_parameters import broadcast_from
 
@@ -88,8 +89,6 @@ class ShardedStages:
             for index, module in modules.items()
             if fsdp_part(module) is not None
         }
-        for stage in self._stages.values():
-            self.connect(stage)
         parameter_groups = [group for stage in self._stages.values() for group in stage.groups]
         self.parameters = [p for group in parameter_groups for p in group.sharded_parameters]
         self.gathered_shardings = {
@@ -108,18 +107,17 @@ class ShardedStages:
         # For each stage whose reduction has started: whether each parameter has a gradient here.
         self._had_gradient: dict[int, list[bool]] = {}
         self._restore = contextlib.ExitStack()
-        indices = groups.everybody.gather([*self._stages])
-        self.indices = frozenset(itertools.chain.from_iterable(indices))
-        self.frees_after_actions = False
+        frees = any(group.reshards_after_forward for group in parameter_groups)
+        rows = groups.everybody.gather(([*self._stages], frees))
+        self.indices = frozenset(index for indices, _ in rows for index in indices)
+        self.frees_after_actions = any(frees for _, frees in rows)
+        self._agreement: GatherAgreement | None = None
         if self.indices:
             try:
                 self._connect()
             except BaseException:
                 self._restore.close()
                 raise
-            stage_groups = [group for stage in self._stages.values() for group in stage.groups]
-            frees = any(group.reshards_after_forward for group in stage_groups)
-            self.frees_after_actions = any(groups.everybody.gather(frees))
 
     def _connect(self) -> None:
         """Make FSDP use process groups of the trainer, and copy the first replica's values to all
@@ -131,6 +129,11 @@ class ShardedStages:
             for experts in ((False, True) if layout.experts else (False,))
         }
         self._shard_group = shard_groups[False]
+        if self.frees_after_actions:
+            peers = self._groups.control_of_sets(layout.shard_groups())
+            self._agreement = GatherAgreement(peers)
+        for stage in self._stages.values():
+            self.connect(stage)
         first, replicas = self._groups.root_and_group(layout.copies)
         self._reducing_groups = [group for group in (self._shard_group, replicas) if group]
         for group in [group for stage in self._stages.values() for group in stage.groups]:
@@ -150,6 +153,19 @@ class ShardedStages:
         sharding.waiting = partial(self._groups.as_lost_peer, _SHARD_PEERS)
         if sharding.gathering is not None:
             sharding.gathering.order = self._order
+            if self._agreement is not None:
+                self._agreement.connect(sharding.gathering)
+
+    def agreeing(
+        self, action: Action, stage: Stage, compute: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return a function that runs an action of a stage, and agrees with other ranks on the
+        parameters that it gathers.
+        """
+        gathering = stage.sharding.gathering
+        if self._agreement is None or gathering is None:
+            return compute
+        return self._agreement.around(action, gathering, compute)
 
     def restore_process_groups(self) -> None:
         """Restore the process groups that the modules had before the trainer."""
@@ -219,6 +235,19 @@ class ShardedStages:
         self._order.begin_order()
 
     @contextlib.contextmanager
+    def gathered_without_hooks(self, stage: int) -> Iterator[None]:
+        """Context in which a stage's module can be called. At its end, it frees the parameters of
+        groups that reshard after a forward.
+
+        FSDP's hooks are removed: they would gather the parameters of a block only on ranks that
+        call the block.
+        """
+        sharded = self._stages.get(stage)
+        plain = contextlib.nullcontext() if sharded is None else sharded.plain()
+        with self.gathered(stage, frees_all=False), plain:
+            yield
+
+    @contextlib.contextmanager
     def gathered(self, stage: int, *, frees_all: bool = True) -> Iterator[None]:
         """Context in which a stage's parameters are gathered. At its end, it frees all parameters,
         or only those of groups that reshard after a forward.
@@ -234,6 +263,14 @@ class ShardedStages:
             for group in sharded.groups:
                 if frees_all or group.reshards_after_forward:
                     group.reshard()
+
+    @contextlib.contextmanager
+    def all_gathered(self) -> Iterator[None]:
+        """Context in which the parameters of all stages of this rank are gathered."""
+        with contextlib.ExitStack() as stack:
+            for stage in self._stages:
+                stack.enter_context(self.gathered(stage))
+            yield
 
     def levels(self, schedule: Schedule) -> list[int]:
         """Return the most bytes of gathered parameters and unreduced gradients during each action

@@ -22,17 +22,25 @@ class StepOrders:
         options: the trainer's options.
         schedule: the schedule for M microbatches.
         limited: the schedules within the memory limit; None without a limit.
+        one_order: whether all pipelines must run their actions in one order, as their ranks gather
+            parameters of several stages, or of blocks, together.
 
     Attributes:
-        lists: finds the schedules of lists; None without ``"auto"``.
+        lists: finds the schedules of lists; None without ``"auto"``, or with ``one_order``.
     """
 
     def __init__(
-        self, options: TrainerOptions, schedule: Schedule, limited: LimitedSchedules | None
+        self,
+        options: TrainerOptions,
+        schedule: Schedule,
+        limited: LimitedSchedules | None,
+        *,
+        one_order: bool,
     ) -> None:
         self._options, self._schedule, self._limited = options, schedule, limited
         self._by_count: dict[tuple[int, int], Schedule] = {}
-        self.lists = ListOrders(schedule) if options.schedule.searches else None
+        finds_orders = options.schedule.searches and not one_order
+        self.lists = ListOrders(schedule) if finds_orders else None
 
     @property
     def schedule(self) -> Schedule:

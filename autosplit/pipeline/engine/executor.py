@@ -282,9 +282,12 @@ class Executor:
         if action.stage in self._gathering:
             self._gathering.remove(action.stage)
             waits.append(partial(self._finish_gather, action.stage))
-        bound = self._bind_compute(action)
-        if self._seeds is not None and not isinstance(self._stages[action.stage], Stage):
-            bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
+        bound, stage = self._bind_compute(action), self._stages[action.stage]
+        if not isinstance(stage, Stage):
+            if self._seeds is not None:
+                bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
+        elif self._sharding is not None:
+            bound = bound._replace(compute=self._sharding.agreeing(action, stage, bound.compute))
         return bound._replace(waits=tuple(waits), recorded=(action,))
 
     def _joined(self, row: Iterable[BoundAction]) -> list[BoundAction]:

@@ -4,7 +4,7 @@ makes a stage from a module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.boundaries import NamedLoss
+from autosplit.pipeline.schedule.schedule import Action
+from autosplit.stage import Stage
 
 
 class ForwardStage(Protocol):
@@ -65,6 +67,13 @@ class StageSharding(Protocol):
 
     def __contains__(self, stage: int) -> bool:
         """Whether a stage is sharded."""
+
+    def agreeing(
+        self, action: Action, stage: Stage, compute: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return a function that runs an action of a stage, and agrees with other ranks on the
+        parameters that it gathers.
+        """
 
     def start_gather(self, stage: int) -> None:
         """Start the all-gather of the stage's parameters."""
