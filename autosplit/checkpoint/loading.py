@@ -51,7 +51,9 @@ def read_progress(path: str | Path) -> tuple[int | None, dict[str, Any]]:
     return run.get("step"), run.get("extra", {})
 
 
-def read_planning(path: str | Path, stages: int | None = None) -> dict[str, Any] | None:
+def read_planning(
+    path: str | Path | Checkpoint, stages: int | None = None
+) -> dict[str, Any] | None:
     """Read how the trainer of a checkpoint cut its model, for ``StageOptions(planning=...)``: the
     measured costs of its blocks, and the cuts.
 
@@ -75,7 +77,7 @@ def read_planning(path: str | Path, stages: int | None = None) -> dict[str, Any]
 
 def load_checkpoint(
     trainer: PipelineTrainer,
-    path: str | Path,
+    path: str | Path | Checkpoint,
     *,
     names: Names | None = None,
     strict: bool = True,
@@ -122,7 +124,7 @@ def load_checkpoint(
     ranks = Ranks(trainer, "loading a checkpoint")
     naming = Naming.of_ranks(ranks, names)
     checkpoint = ranks.do(lambda: open_checkpoint(path))
-    _check_one(ranks.gather(checkpoint.identity), path)
+    _check_one(ranks.gather(checkpoint.identity), checkpoint.path)
     missing, unexpected = ranks.do(lambda: naming.compare(checkpoint, strict=strict))
     sources = [(tensor, entry.checkpoint_name(checkpoint.model)) for tensor, entry in naming.local]
     model = [(tensor, checkpoint.model[name]) for tensor, name in sources if name is not None]
@@ -161,7 +163,7 @@ def _run(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: checkpoint.read(key) for name, key in checkpoint.under("autosplit.").items()}
 
 
-def _check_one(identities: list[str], path: str | Path) -> None:
+def _check_one(identities: list[str], path: Path) -> None:
     different = [str(rank) for rank, identity in enumerate(identities) if identity != identities[0]]
     if different:
         raise CheckpointError(

@@ -14,7 +14,7 @@ from autosplit.errors import CheckpointError
 from .loading import Loaded, load_checkpoint, read_planning, read_progress
 from .naming import Names
 from .ranks import Ranks
-from .reading import METADATA, SAVED
+from .reading import METADATA, SAVED, Checkpoint, open_checkpoint
 from .saving import PendingSave, save_checkpoint
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class CheckpointManager:
             )
         self._folder, self._names = Path(folder), names
         self._keep, self._keep_best, self._sign = keep, keep_best, 1 if best == "min" else -1
+        self._open: Checkpoint | None = None  # between ``planning`` and the load
 
     @property
     def steps(self) -> list[int]:
@@ -151,7 +152,9 @@ class CheckpointManager:
             )
         if latest is None:
             return None
-        return load_checkpoint(trainer, latest, names=self._names, scheduler=scheduler)
+        opened, self._open = self._open, None
+        source = opened if opened is not None and opened.path == latest else latest
+        return load_checkpoint(trainer, source, names=self._names, scheduler=scheduler)
 
     def planning(self, stages: int | None = None) -> dict[str, Any] | None:
         """Read how the latest checkpoint's trainer cut its model, for
@@ -162,7 +165,8 @@ class CheckpointManager:
             stages: as for ``read_planning``.
         """
         latest = self.latest
-        return None if latest is None else read_planning(latest, stages)
+        self._open = None if latest is None else open_checkpoint(latest)
+        return None if self._open is None else read_planning(self._open, stages)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"

@@ -43,6 +43,8 @@ SAVED = "save-" + "[0-9a-f]" * 16
 _INDEX = "*.index.json"
 _WRAPPERS = ("model", "state_dict")
 
+_SMALL = 4096  # bytes of an entry that is kept in memory
+
 _REMEDY = ". Load another checkpoint, or copy this one again"
 
 
@@ -167,12 +169,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     return {name: checkpoint.read(key) for name, key in checkpoint.model.items()}
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint at ``path``, in any format of ``read_checkpoint``.
+def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
+    """Open the checkpoint at ``path``, in any format of ``read_checkpoint``. An open checkpoint is
+    returned as it is.
 
     Raises:
         CheckpointError: there is no checkpoint at ``path``, or it has another format.
     """
+    if isinstance(path, Checkpoint):
+        return path
     path = Path(path)
     with reading(path):
         if (path / METADATA).exists():
@@ -301,10 +306,14 @@ def _distributed(path: Path) -> Checkpoint:
     content = (path / METADATA).read_bytes() if (path / METADATA).is_file() else b""
     metadata = read_metadata(content, path / METADATA)
     sound: set[MetadataIndex] = set()
+    values: dict[str, Any] = {}  # by SHA-256: each parameter has the options of its group
 
     def load(index: MetadataIndex) -> Any:
         """Read one entry, and verify its checksum the first time."""
         info = metadata.storage_data[index]
+        digest = getattr(info, "sha256", None)
+        if index in sound and digest in values:
+            return values[digest]
         file = path / info.relative_path
         subject = f"{index.fqn} in {file}"
         with reading(file), file.open("rb") as stream:
@@ -313,9 +322,14 @@ def _distributed(path: Path) -> Checkpoint:
             stream.seek(info.offset)
             content = stream.read(info.length)
         if index not in sound:
-            _check_sum(content, getattr(info, "sha256", None), subject)
+            _check_sum(content, digest, subject)
             sound.add(index)
-        return load_plain(content, subject)
+        if digest in values:
+            return values[digest]
+        value = load_plain(content, subject)
+        if digest and len(content) <= _SMALL and not isinstance(value, list | dict):
+            values[digest] = value
+        return value
 
     return Checkpoint(path, hashlib.sha256(content).hexdigest(), metadata, load)
 

@@ -60,9 +60,12 @@ def _names(whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> Names:
         readers.setdefault(state[read], {}).setdefault(len(nodes) - 1, set())
     placements = {}
     for first, names in aliases.items():
-        like = max(readers, key=partial(_likeness, first), default=first)
-        alone = {min(readers.get(like, [0])): set[str]()}
-        placements[first] = _placed(names, readers.get(first, alone))
+        if first in readers:
+            holders: dict[int, set[str]] = readers[first]
+        else:
+            like = max(readers, key=partial(_likeness, first), default=first)
+            holders = {min(readers.get(like, [0])): set()}
+        placements[first] = _placed(names, holders)
     return placements
 
 
