@@ -321,8 +321,10 @@ class Runner:
 
     def _tune(self, plan: StepPlan) -> None:
         """Pass the step's measurements to the tuner, and use the schedules that it decides on."""
-        tuner, elements = self._tuner, [sizes.elements for sizes in plan.microbatches]
-        if tuner is None or not tuner.record_step(self.spans, elements):
+        tuner = self._tuner
+        if tuner is None:
+            return
+        if not tuner.record_step(self.spans, [sizes.elements for sizes in plan.microbatches]):
             return
         self._tuner = None
         if self._limited is None:
