@@ -4,12 +4,14 @@ tensors.
 ::
 
     before the first action   parameters and buffers; buffers that F writes are copied
-    each F, I and B           what it took and gave, while caches have it; what it took is kept
-    after the actions         gradients
+    each F, I and B           what it took and gave is noted; what it took is kept
+    every few actions         digests of what was noted, while caches have it
+    after the actions         digests of the rest, and of gradients
 
 All but the first stage's rank wait for a message before their first action, so that the digests of
-their parameters cost the step no time. Results are not left for a later wait: their digests would
-then read them from memory instead of caches, and memory could not be used again meanwhile.
+their parameters cost the step no time. After the kernels of an action, the code of a digest is in
+no cache, and the first digest takes ten times as long as the next: therefore digests are computed
+for several actions together.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from autosplit.recorder.digests import PendingDigests
 from autosplit.runtime.residuals import is_plain, storage_of
 from autosplit.stage import Stage
 from autosplit.torch_internals.state import versions
+
+_NOTED = 4 << 20
+"""The most bytes of tensors that wait for their digests. Caches of the last level have more."""
 
 Record: TypeAlias = "dict[str, Any]"
 """The record of a step, as JSON has it; digests are lists."""
@@ -84,6 +89,8 @@ class StepTape:
         self._device = device
         self._batch = {storage_of(tensor) for tensor in batch if tensor is not None}
         self._digests = PendingDigests()
+        self._notes: list[tuple[Action, str, list[Tensor | None]]] = []
+        self._noted_bytes = 0
         self._places: dict[Action, dict[str, slice]] = {}
         self.kept: dict[Action, list[Tensor | None]] = {}
         self._functions: dict[Action, Any] = {}
@@ -99,8 +106,8 @@ class StepTape:
 
     def note_arguments(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the arguments of an action, before it runs."""
-        self._places[action] = {"took": self._digests.queue(tensors, finite=False)}
-        self.kept[action] = [*map(self._keep, tensors)]
+        self._places[action] = {}
+        self._note(action, "took", tensors)
 
     def note_held(self, action: Action) -> None:
         """Record the tensors that the stage holds of the action's microbatch, before or after
@@ -114,10 +121,27 @@ class StepTape:
 
     def note_results(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the results of an action."""
-        self._places[action]["gave"] = self._digests.queue(tensors)
+        self._note(action, "gave", tensors)
         if action.kind is ActionKind.FORWARD:
             functions = getattr(self._stages[action.stage], "functions", None)
             self._functions[action] = functions
+
+    def _note(self, action: Action, part: str, tensors: Sequence[Tensor | None]) -> None:
+        self._notes.append((action, part, [*tensors]))
+        for tensor in tensors:
+            if tensor is not None:
+                self._noted_bytes += tensor.nbytes
+        if self._noted_bytes > min(_NOTED, self._left):
+            self._compute_digests()
+
+    def _compute_digests(self) -> None:
+        """Compute the digests of noted tensors, and keep arguments."""
+        for action, part, tensors in self._notes:
+            self._places[action][part] = self._digests.queue(tensors, finite=part == "gave")
+            if part == "took":
+                self.kept[action] = [*map(self._keep, tensors)]
+        self._notes.clear()
+        self._noted_bytes = 0
 
     def note_state(self) -> None:
         """Record parameters and buffers, if no action has run yet."""
@@ -161,6 +185,7 @@ class StepTape:
         """
         self._spans = spans
         self.note_state()
+        self._compute_digests()
         for index, state in self.state.items():
             gradients = {name: t.grad for name, t in state.items() if t.grad is not None}
             self._gradients[index] = self._queue(gradients, finite=not are_finite)

@@ -5,6 +5,7 @@ They run in turns.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +20,20 @@ from torch import nn
 from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions
 
 MICROBATCHES, ROWS = 8, 64
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep freed memory, as the allocators of GPUs do.
+
+    By default it returns much of it to the system in some steps, and page faults then cost more
+    than what is measured.
+    """
+    library = ctypes.CDLL(None)
+    library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+    library.mallopt(_M_MMAP_MAX, 0)
 
 
 def _block(width: int) -> nn.Module:

@@ -97,13 +97,14 @@ SHARE = Target("over neither", at_most=1.01)
 _COST = """\
 Steps of two blocks a rank: with neither, with `RunOptions(recorder=Recorder(...))`, with
 `Recorder(digests="all")` and with `RunOptions(audit=True)`, in turns; medians. Waits and actions
-are measured by the trainer. The period is in steps. Medians do not show the few steps with an audit
-that no wait hides, by which the plan lengthens the mean step by at most 1%."""
+are measured by the trainer. The C library keeps freed memory, so that page faults, which come by
+chance, do not hide what is measured. The period is in steps. Medians do not show the few steps with
+an audit that no wait hides, by which the plan lengthens the mean step by at most 1%."""
 
 
 def measure_cost(settings: Settings) -> Iterator[dict[str, Any]]:
     """The rows of ``cost.measure``."""
-    launched = KeptRanks()
+    launched = KeptRanks(prepare=cost.keep_freed_memory)
     try:
         yield from cost.measure(launched, settings.width, settings.rounds)
     finally:

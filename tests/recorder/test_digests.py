@@ -1,9 +1,14 @@
 """Digests differ for any changed bit, and are equal for equal bits."""
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.recorder.digests import PendingDigests, digest
+from autosplit.recorder.tape import StepTape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool)
 
@@ -68,3 +73,17 @@ def test_digests_do_not_depend_on_the_tensors_beside_them():
     assert digests[:2] == [digest(tensors[0]), digest(tensors[1])]
     expected = [t if t is None else digest(t)._replace(finite=None) for t in tensors[2:]]
     assert digests[places] == expected
+
+
+def test_few_tensors_wait_for_their_digests():
+    flags = {"reduces": False, "scales": False}
+    tape = StepTape(1, {}, {}, (), 1 << 30, mock.Mock(), torch.device("cpu"), **flags)
+    backward, taken, given = Action.parse("0B0"), torch.ones(3), torch.zeros(5 << 18)
+    tape.note_arguments(backward, [taken])
+    alive, expected = weakref.ref(given), digest(given)
+    tape.note_results(backward, [given, None])
+    del given
+    assert alive() is None
+    tape.end([])
+    row = tape.record()["actions"]["0B0"]
+    assert row == {"took": [digest(taken)._replace(finite=None)], "gave": [expected, None]}
