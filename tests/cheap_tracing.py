@@ -27,6 +27,9 @@ def trace_cheaply() -> None:
     if guards := _imported("torch._dynamo.guards", "profile_guard_manager"):
         # Times every guard behind a flush of the processor's caches, 20 ms a capture, for a log.
         guards.profile_guard_manager = lambda *args: 0.0
+    if frames := _imported("torch._dynamo.symbolic_convert", "get_funcname"):
+        # Parses every traced file once a process, for a log of each line.
+        frames.get_funcname = lambda *args: None
     if utils := _imported("torch._dynamo.utils", "_get_dynamo_config_for_logging"):
         # All settings of Dynamo and Inductor as text, for a log of each compilation.
         utils._get_dynamo_config_for_logging = utils._scrubbed_inductor_config_for_logging = _none

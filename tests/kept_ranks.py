@@ -23,20 +23,22 @@ from tests.interpreters import collect_rarely, rank_processes
 
 
 def measure_cheaply() -> None:
-    """Estimates ask for this machine's rates, which take 0.2 s of large matrices, and stages are
-    timed for many rounds. Does nothing before they are imported.
+    """Estimates ask for this machine's rates, which take 0.2 s of large matrices, stages are timed
+    for many rounds, and links to offload targets with 8 MiB. Does nothing before they are imported.
     """
     if speed := sys.modules.get("autosplit.mesh.costs"):
         speed._SIDE, speed._COPIED = 128, 2**20  # type: ignore[attr-defined]
     if timing := sys.modules.get("autosplit.planner.costs"):
         timing._MOST = 5  # type: ignore[attr-defined]
+    if links := sys.modules.get("autosplit.pipeline.engine.offload_target"):
+        links._PIECE, links._SWEPT = 2**14, 2**16  # type: ignore[attr-defined]
 
 
 def search_cheaply() -> None:
     """Searches within a limit try as much as their time allows, for seconds each, also of the
     smallest pipelines.
     """
-    within_memory._WORK = 8_000
+    within_memory._WORK = 1_500
 
 
 def forget_meshes() -> None:

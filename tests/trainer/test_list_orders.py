@@ -18,7 +18,7 @@ from autosplit.ranks.control import Control
 from autosplit.trainer.list_orders import ListOrders
 from autosplit.trainer.tuning import MEASURED, ListBudget, first_schedule
 from tests.kept_ranks import ranks
-from tests.trainer.test_microbatch_lists import assert_parameters, listed, trainer
+from tests.trainer.test_microbatch_lists import Plain, assert_parameters, listed, trainer
 
 FORWARD, BACKWARD_WEIGHT = ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT
 SIZES = [900, 64, 350, 1200, 130, 64, 700]
@@ -84,11 +84,10 @@ def test_stages_of_a_rank_keep_their_placement() -> None:
 @pytest.mark.parametrize("options", [{}, {"memory_limit": 2**20}])
 @ranks(2)
 def test_auto_finds_an_order_for_each_list_without_a_message(options: dict[str, Any]) -> None:
-    """With the bits of one process that runs the microbatches in this order."""
-    gather, schedules = Control.gather, []
+    """With the bits of plain autograd that runs the microbatches in this order."""
+    gather, schedules, plain = Control.gather, [], Plain()
     with (
         trainer(schedule="auto", **options) as engine,
-        trainer(ranks=1) as alone,
         mock.patch.object(Control, "gather", autospec=True, side_effect=gather) as gathers,
     ):
         lists: Any = engine._runner._orders.lists
@@ -106,9 +105,9 @@ def test_auto_finds_an_order_for_each_list_without_a_message(options: dict[str, 
             order = order_of(schedule, FORWARD)
             assert order == order_of(schedule, BACKWARD_WEIGHT)
             assert step > 0 or order != sorted(order)
-            expected = alone.step(microbatches=[pairs[microbatch] for microbatch in order])
+            expected = plain.step([pairs[microbatch] for microbatch in order])
             assert torch.equal(losses[order], expected)
-            assert_parameters(engine, alone.modules)
+            assert_parameters(engine, plain.modules)
             schedules.append(schedule)
         assert schedules[-1] is schedules[-2]
         assert engine.step(microbatches=listed([9, 4])).shape == (2,)

@@ -59,13 +59,14 @@ def test_a_store_that_is_no_folder(store: object) -> None:
 def test_lists_with_more_and_larger_microbatches_than_the_first_keep_the_limit(
     schedule: str,
 ) -> None:
-    """With the bits of one process; what does not fit is refused, and the trainer lives on."""
+    """With the bits of plain autograd. A list that does not fit is refused, and the trainer lives
+    on.
+    """
     options = {"schedule": schedule, "memory_limit": 45_000}
     steps = [[8, 8]] * 3 + [[30, 5, 13], [8] * 6, [120, 3], [5, 30, 3], [13, 5]]
-    gather = Control.gather
+    gather, plain = Control.gather, lists.Plain()
     with (
         lists.trainer(microbatches=2, **options) as engine,
-        lists.trainer(ranks=1) as alone,
         mock.patch.object(Control, "gather", autospec=True, side_effect=gather) as gathers,
     ):
         for step, lengths in enumerate(steps):
@@ -84,34 +85,34 @@ def test_lists_with_more_and_larger_microbatches_than_the_first_keep_the_limit(
             assert engine.memory().limit_kept
             forwards = (a for a in engine.schedule.ranks[0] if a.kind is ActionKind.FORWARD)
             order = [a.microbatch for a in forwards] if step > 2 else [*range(len(pairs))]
-            expected = alone.step(microbatches=[pairs[microbatch] for microbatch in order])
+            expected = plain.step([pairs[microbatch] for microbatch in order])
             assert torch.equal(losses[order], expected)
-            lists.assert_parameters(engine, alone.modules)
+            lists.assert_parameters(engine, plain.modules)
 
 
 @ranks(2)
 def test_a_batch_of_more_rows_than_the_first_keeps_the_limit() -> None:
     """Also if the trainer cuts the model; the last microbatch is smaller."""
     x, y = (cut.tokens(32, 6, seed) for seed in range(2))
-    with (
-        cut.trainer(memory_limit=60_000) as engine,
-        cut.trainer(ranks=1) as alone,
-    ):
+    plain = cut.Plain()
+    with cut.trainer(memory_limit=60_000) as engine:
         for rows in (4, 4, 4, 11, 3):
             engine.record = "memory"
-            assert torch.equal(engine.step((x[:rows], y[:rows])), alone.step((x[:rows], y[:rows])))
+            pairs = [*zip(x[:rows].chunk(4), y[:rows].chunk(4), strict=True)]
+            assert torch.equal(engine.step((x[:rows], y[:rows])), plain.step(pairs))
             assert engine.memory().limit_kept
         for _ in range(2):
             with pytest.raises(BatchError, match=r"memory_limit: .* of the sizes \(80, 24\),"):
                 engine.step((x.repeat(10, 4), y.repeat(10, 4)))
-        assert torch.equal(engine.step((x[:8], y[:8])), alone.step((x[:8], y[:8])))
+        pairs = [*zip(x[:8].chunk(4), y[:8].chunk(4), strict=True)]
+        assert torch.equal(engine.step((x[:8], y[:8])), plain.step(pairs))
 
 
 @ranks(4)
 def test_replicas_find_one_schedule_for_lists_of_different_sizes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
-    mine = dist.get_rank() // 2
-    with lists.trainer(mesh=mesh, memory_limit=60_000) as engine, lists.trainer(ranks=1) as alone:
+    mine, plain = dist.get_rank() // 2, lists.Plain()
+    with lists.trainer(mesh=mesh, memory_limit=60_000) as engine:
         for step in range(6):
             rows = [lists.listed([5, 9 + 4 * step][: 2 - step % 2], step), lists.listed([3] * 5)]
             if step == 4:
@@ -122,7 +123,7 @@ def test_replicas_find_one_schedule_for_lists_of_different_sizes() -> None:
             engine.record = "memory"
             engine.step(microbatches=rows[mine])
             assert engine.memory().limit_kept
-            alone.step(microbatches=[*rows[0], *rows[1]])
+            plain.step([*rows[0], *rows[1]])
             for index, module in engine.modules.items():
                 for name, parameter in module.named_parameters():
-                    torch.testing.assert_close(parameter, alone.modules[index].get_parameter(name))
+                    torch.testing.assert_close(parameter, plain.modules[index].get_parameter(name))

@@ -90,26 +90,37 @@ def captures(engine: PipelineTrainer) -> list[int]:
     return [len(stage.captured) for stage in stages]
 
 
+class Plain:
+    """The model, trained by plain autograd in this process."""
+
+    def __init__(self) -> None:
+        self.whole = model()
+        self._optimizer = torch.optim.SGD(self.whole.parameters(), lr=0.05)
+
+    def step(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        losses = losses_of(self.whole, pairs)
+        for loss in losses:
+            (loss / len(pairs)).backward(retain_graph=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return losses.detach()
+
+
 def losses_of(whole: nn.Module, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([loss_fn(whole(x), y) for x, y in pairs])
 
 
 @ranks(2)
 def test_lists_of_other_lengths_have_the_bits_of_plain_autograd() -> None:
-    whole = model()
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05)
+    plain = Plain()
     with trainer() as engine:
         for step, lengths in enumerate(LENGTHS):
             pairs = listed(lengths, step)
-            losses = losses_of(whole, pairs)
-            for loss in losses:
-                (loss / len(pairs)).backward(retain_graph=True)
+            losses = plain.step(pairs)
             if step % 2:
-                assert torch.equal(engine.evaluate(microbatches=pairs), losses.detach())
-            assert torch.equal(engine.step(microbatches=pairs), losses.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-            assert_parameters(engine, whole)
+                assert torch.equal(engine.evaluate(microbatches=pairs), losses)
+            assert torch.equal(engine.step(microbatches=pairs), losses)
+            assert_parameters(engine, plain.whole)
         # For the example's length, for short texts, and for those on which the model branches.
         assert captures(engine) == [3]
 
