@@ -14,9 +14,9 @@ from torch import Tensor
 from autosplit.errors import CaptureError, PipelineError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import TensorSpec
-from autosplit.torch_internals.autograd import without_autocast
+from autosplit.torch_internals.autograd import direct_apply, without_autocast
 from autosplit.torch_internals.pipelining_stage import StageShapeError, StridedTensorMeta
-from autosplit.torch_internals.pytree import TreeSpec
+from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
 T = TypeVar("T")
 
@@ -48,6 +48,9 @@ class Results:
             StridedTensorMeta(spec.shape, spec.stride, spec.dtype, at in self.differentiable)
             for at, spec in zip(self._tensors, self._specs, strict=True)
         ]
+        self._is_tensor = self.spec.is_leaf()
+        # For each tensor, its position if it needs a gradient.
+        self._gradients = [at if at in self.differentiable else None for at in self._tensors]
 
     @property
     def structure(self) -> TreeSpec | None:
@@ -116,28 +119,32 @@ class Results:
         pairs = zip(self._tensors, self._specs, strict=True)
         return tuple([spec.conform(outputs[at].detach()) for at, spec in pairs])
 
-    def filled(self, outputs: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-        """The leaves of a result, with ``tensors`` in place of its tensors."""
-        if len(tensors) == len(outputs):
-            return list(tensors)
+    def filled(self, outputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+        """A result with ``tensors`` in place of its tensors."""
         leaves = list(outputs)
         for at, tensor in zip(self._tensors, tensors, strict=True):
             leaves[at] = tensor
-        return leaves
+        return self.value(leaves)
+
+    def value(self, leaves: Sequence[Any]) -> Any:
+        """A result with these leaves."""
+        return leaves[0] if self._is_tensor else tree_unflatten(leaves, self.spec)
 
     def arrived(self, grads: Sequence[T | None]) -> list[T | None]:
         """The received gradients in the order of the graph's outputs: result leaves, then changed
         inputs. None for an output without a gradient.
         """
         gradients: list[T | None] = [None] * len(self._functions.output_names)
-        for at, grad in zip(self._tensors, grads, strict=False):
-            if at in self.differentiable:
+        for at, grad in zip(self._gradients, grads, strict=False):
+            if at is not None:
                 gradients[at] = grad
         return gradients
 
 
 def as_received(grad: Tensor | None, meta: Any, device: torch.device) -> Tensor:
     """A gradient with the strides of the tensor that was sent; zeros if ``grad`` is None."""
+    if grad is not None and grad.stride() == meta.stride:
+        return grad
     spec = TensorSpec(meta.shape, meta.stride, meta.dtype, device)
     return spec.zeros() if grad is None else spec.conform(grad)
 
@@ -173,16 +180,16 @@ class LossBoundary:
     Args:
         outputs: the outputs of the last stage.
         differentiable: positions of the outputs that need a gradient.
+        leaf: a scalar that needs a gradient, and gets none.
     """
 
-    def __init__(self, outputs: Sequence[Any], differentiable: Sequence[int]) -> None:
+    def __init__(self, outputs: Sequence[Any], differentiable: Sequence[int], leaf: Tensor) -> None:
         self._places = differentiable
         self._grads: list[Tensor | None] = []
         self.outputs = list(outputs)
         with torch.enable_grad():
-            leaf = torch.zeros((), requires_grad=True)
             inputs = [outputs[at] for at in differentiable]
-            results = _StoreGradients.apply(self._grads, leaf, *inputs) if inputs else ()  # type: ignore[no-untyped-call]
+            results = _store_gradients(self._grads, leaf, *inputs) if inputs else ()
         for at, output in zip(differentiable, results, strict=True):
             self.outputs[at] = output
 
@@ -228,3 +235,6 @@ class _StoreGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.grads[:] = grads
         return (None, None, *(None for _ in grads))
+
+
+_store_gradients = direct_apply(_StoreGradients)

@@ -33,7 +33,6 @@ from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_schedules import called_by_compile_check
 from autosplit.torch_internals.pipelining_stage import RuntimeStage, StridedTensorMeta
-from autosplit.torch_internals.pytree import tree_unflatten
 
 from .refusals import (
     check_group,
@@ -131,6 +130,7 @@ class SplitPipelineStage(RuntimeStage):
         super().__init__(*place, *torch_args, **torch_options)
         self._examples = (input_args,) if isinstance(input_args, Tensor) else input_args
         self._results = CallCache[SplitFunctions, Results]()
+        self._leaf = torch.zeros((), requires_grad=True)
         self._step = StageStep(self)
         self._drop_in_flight()
 
@@ -217,7 +217,8 @@ class SplitPipelineStage(RuntimeStage):
         if first:
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
         self.sharding.find_groups()
-        functions = self._graphs_for(self._call_with(args, kwargs))
+        call = ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
+        functions = self._graphs_for(call)
         results = self._results_of(functions)
         if not self.is_last:
             refuse_dtensors(self._owner, self._module, functions)
@@ -235,7 +236,7 @@ class SplitPipelineStage(RuntimeStage):
     ) -> Any:
         """Run F of a microbatch; returns its result."""
         chunk, args, kwargs = fwd_chunk_id, self.arguments(fwd_chunk_id, args), kwargs or {}
-        call = self._call_with(args, kwargs)
+        call = ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
         leaves = call.leaves
         gathered = self.sharding.unshard()
         functions, state = self._step_graphs(call)
@@ -247,11 +248,12 @@ class SplitPipelineStage(RuntimeStage):
             refuse_overlap(functions, leaves, state)
         kept = self._keep_roots(chunk, functions, leaves, kwargs)
         with torch.no_grad():
-            result = self._call_graph("F", chunk, functions.run, state, leaves)
-            written = result.outputs[len(result.outputs) - len(functions.updated_inputs) :]
-            for name, value in zip(functions.updated_inputs, written, strict=True):
-                if name in kept:
-                    kept[name].copy_(value)
+            result = self._call_graph("F", [chunk], functions.run, state, leaves)
+            if kept:
+                written = result.outputs[len(result.outputs) - len(functions.updated_inputs) :]
+                for name, value in zip(functions.updated_inputs, written, strict=True):
+                    if name in kept:
+                        kept[name].copy_(value)
         outputs = result.outputs[: results.count]
         if self.has_backward:
             self._saved[chunk] = MicrobatchState(functions, result.saved, state)
@@ -260,11 +262,11 @@ class SplitPipelineStage(RuntimeStage):
         if not self.is_last:
             sent = results.sent(outputs)
             self.keep_for_send(chunk, sent)
-            return tree_unflatten(results.filled(outputs, sent), results.spec)
+            return results.filled(outputs, sent)
         if functions.has_backward:
-            boundary = self._losses[chunk] = LossBoundary(outputs, results.differentiable)
-            outputs = boundary.outputs
-        output = tree_unflatten(outputs, results.spec)
+            boundary = LossBoundary(outputs, results.differentiable, self._leaf)
+            self._losses[chunk], outputs = boundary, boundary.outputs
+        output = results.value(outputs)
         if save_forward_output:
             self.output_chunks.append(output)
         return output
@@ -293,13 +295,14 @@ class SplitPipelineStage(RuntimeStage):
             with torch.no_grad(), without_autocast():
                 if full_backward:
                     input_grads = self._call_graph(
-                        "B", chunk, self._weights.backward, chunk, flight, arrived
+                        "B", [chunk], self._weights.backward, chunk, flight, arrived
                     )
                 else:
                     input_grads = self._call_graph(
-                        "I", chunk, self._weights.backward_input, chunk, flight, arrived
+                        "I", [chunk], self._weights.backward_input, chunk, flight, arrived
                     )
-            self._publish_other_dtypes()
+            if self.sharding.groups:
+                self._publish_other_dtypes()
             self._backward_roots(chunk, input_grads)
         elif not full_backward:
             self._weights.in_flight[chunk] = flight
@@ -321,16 +324,16 @@ class SplitPipelineStage(RuntimeStage):
         chunks, self._weights_to_run = self._weights_to_run, []
         self.sharding.unshard()
         with torch.no_grad(), without_autocast():
-            numbers = ", ".join(map(str, chunks))
-            self._call_graph("W", numbers, self._weights.backward_weight, *chunks)
-        self._publish_other_dtypes()
+            self._call_graph("W", chunks, self._weights.backward_weight, *chunks)
+        if self.sharding.groups:
+            self._publish_other_dtypes()
         for chunk in chunks:
             self._after_weights(chunk, last_backward and chunk == bwd_chunk_id)
 
     def _is_followed_by_weight(self, chunk: int) -> bool:
-        if self.sharding.groups or self.functions.most_joined(self._options.grad_dtype) == 1:
+        if self.sharding.groups or chunk not in self._step.weights_that_wait():
             return False
-        return chunk in self._step.weights_that_wait()
+        return self.functions.most_joined(self._options.grad_dtype) > 1
 
     def _after_weights(self, chunk: int, last: bool) -> None:
         """After W of microbatch ``chunk``, run torch's ``dw_runner``. After the last W, end the
@@ -393,12 +396,13 @@ class SplitPipelineStage(RuntimeStage):
         """Divide the gradients that this step has added to ``.grad``."""
         self._step.scale(grad_scale_factor)
 
-    def _call_graph(self, kind: str, chunk: int | str, run: Callable[..., T], *args: Any) -> T:
-        """Run a graph. Its errors name the call of the graph, the microbatch and the stage."""
+    def _call_graph(self, kind: str, chunks: Sequence[int], run: Callable[..., T], *args: Any) -> T:
+        """Run a graph. Its errors name the call of the graph, its microbatches and the stage."""
         try:
             return run(*args)
         except Exception as error:
-            failed = failed_call(f"{kind} of microbatch {chunk} of {self._owner}", error)
+            numbers = ", ".join(map(str, chunks))
+            failed = failed_call(f"{kind} of microbatch {numbers} of {self._owner}", error)
         raise failed
 
     def _queue_gradients(
@@ -438,22 +442,16 @@ class SplitPipelineStage(RuntimeStage):
         if not self.is_first and not kwargs:
             return {}
         received = 0 if self.is_first else len(leaves) - self._count_by_keyword(kwargs)
-        named = enumerate(zip(functions.capture.inputs, leaves, strict=True))
-        own_inputs = [(at, name, leaf) for at, (name, leaf) in named if at >= received]
+        own_inputs = [*enumerate(leaves)][received:]
         if functions.has_backward:
-            wanted = [
-                (at, t) for at, _, t in own_inputs if isinstance(t, Tensor) and t.requires_grad
-            ]
+            wanted = [(at, t) for at, t in own_inputs if isinstance(t, Tensor) and t.requires_grad]
             if wanted:
                 self._roots[chunk] = wanted
-        written = functions.updated_inputs
-        return {name: leaf for _, name, leaf in own_inputs if name in written} if written else {}
+        names, written = functions.capture.inputs, functions.updated_inputs
+        return {names[at]: leaf for at, leaf in own_inputs if names[at] in written}
 
     def _count_by_keyword(self, kwargs: dict[str, Any]) -> int:
         return len(ModuleCall.of((), kwargs).leaves) if kwargs else 0
-
-    def _call_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
-        return ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
 
     def _step_graphs(self, call: ModuleCall) -> BoundGraphs:
         """The graphs for a microbatch, and the state with which they run.
@@ -486,6 +484,5 @@ class SplitPipelineStage(RuntimeStage):
         raise refused_capture(self._owner, call.leaves, refused)
 
     def _results_of(self, functions: SplitFunctions) -> Results:
-        if functions not in self._results:
-            self._results.remember(functions, Results(functions))
-        return self._results[functions]
+        results = self._results.get(functions)
+        return results or self._results.remember(functions, Results(functions))

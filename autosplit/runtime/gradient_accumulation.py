@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
@@ -18,6 +20,22 @@ from autosplit.torch_internals.autograd import (
 from autosplit.torch_internals.dtensor import local_tensor
 
 from .compiled_graph import Accumulators
+
+
+class _BoundSums(NamedTuple):
+    """The sums of parameters without hooks, as ``GradientSums.into`` returned them.
+
+    Attributes:
+        names: the names of the parameters.
+        state: the parameters and buffers by name.
+        accumulators: the sums.
+        hooks: the number of hooks that the process had registered.
+    """
+
+    names: Sequence[str]
+    state: Mapping[str, Tensor]
+    accumulators: Accumulators
+    hooks: int
 
 
 class GradientSums:
@@ -40,6 +58,7 @@ class GradientSums:
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
+        self._bound: dict[int, _BoundSums] = {}  # by the id of the names
         self._leaves = UncachedLeaves()
         self.memory_for: Callable[[Tensor, torch.dtype], Tensor | None] | None = None
 
@@ -61,13 +80,23 @@ class GradientSums:
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.
         """
+        bound = self._bound.get(id(names))
+        if (
+            bound is not None
+            and bound.state is state
+            and bound.hooks == RemovableHandle.next_id
+            and not skipped
+        ):
+            return bound.accumulators
         parameters = [*map(state.__getitem__, names)]
         if not all(map(is_, map(self._parameters.get, names), parameters)):
             self.set_parameters(names, parameters)
         if skipped or has_tensor_hooks(parameters):
             return None
         if all(map(self.tensors.__contains__, names)):
-            return Accumulators([*map(self.tensors.__getitem__, names)])
+            sums = Accumulators([*map(self.tensors.__getitem__, names)])
+            self._bound[id(names)] = _BoundSums(names, state, sums, RemovableHandle.next_id)
+            return sums
         if self.memory_for is None or not self.tensors.keys().isdisjoint(names):
             return None
         new = [self.memory_for(p, self.dtype or p.dtype) for p in parameters]
@@ -141,13 +170,17 @@ class GradientSums:
             the parameters that have hooks of ``register_post_accumulate_grad_hook`` or on their
             AccumulateGrad nodes. The caller must call these hooks when the gradients are complete.
         """
-        published = [self._parameters[name] for name in self.tensors]
-        for name in [*self.tensors]:
-            total, parameter = self.tensors.pop(name), self._parameters[name]
-            if parameter.grad is None:
-                parameter.grad = self._as_grad(parameter, total)
-            else:
+        published = [*map(self._parameters.__getitem__, self.tensors)]
+        self._bound.clear()
+        for parameter, name in zip(published, [*self.tensors], strict=True):
+            total = self.tensors.pop(name)
+            if parameter.grad is not None:
                 parameter.grad.add_(total)
+                continue
+            dtype = parameter.grad_dtype or total.dtype
+            if total.dtype is not dtype:
+                total = self._converted(total, dtype, parameter)
+            parameter.grad = total
         self.clear()
         if not self._leaves.among(published).has_hooks():
             return []
@@ -155,13 +188,10 @@ class GradientSums:
 
     def clear(self) -> None:
         """Drop the sums."""
-        self.tensors, self._parameters = {}, {}
+        self.tensors, self._parameters, self._bound = {}, {}, {}
 
-    def _as_grad(self, parameter: Tensor, total: Tensor) -> Tensor:
-        """A sum in the dtype of the parameter's ``.grad``."""
-        dtype = parameter.grad_dtype or total.dtype
-        if total.dtype is dtype:
-            return total
+    def _converted(self, total: Tensor, dtype: torch.dtype, parameter: Tensor) -> Tensor:
+        """A parameter's sum in the dtype of its ``.grad``."""
         memory = None if self.memory_for is None else self.memory_for(parameter, dtype)
         return total.to(dtype) if memory is None else memory.copy_(total)
 

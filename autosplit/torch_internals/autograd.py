@@ -344,9 +344,6 @@ def add_gradients(
 add_together: Callable[..., None] = torch._foreach_add_
 """Add each gradient to its sum, all in one call of torch; at least one."""
 
-divide_together: Callable[..., None] = torch._foreach_div_
-"""Divide all sums by a number, in one call of torch; at least one."""
-
 zero_together: Callable[..., None] = torch._foreach_zero_
 """Set all sums to zero in one call of torch; at least one."""
 
@@ -354,6 +351,21 @@ zero_together: Callable[..., None] = torch._foreach_zero_
 def norms_of(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """The 2-norm of each tensor, computed by torch's operator for lists of tensors."""
     return [*torch._foreach_norm(tensors, 2, dtype=dtype)] if tensors else []
+
+
+_DTYPE = attrgetter("dtype")
+_EXACT = ({torch.float32}, {torch.float64})
+
+
+def divide_together(sums: Sequence[Tensor], divisor: int) -> None:
+    """Divide all sums by a number, in one call of torch; at least one.
+
+    On a CPU, division by a tensor of the sums' dtype takes a quarter of the time.
+    """
+    by: Any = divisor
+    if {*map(_DTYPE, sums)} in _EXACT and sums[0].is_cpu:
+        by = torch.tensor(divisor, dtype=sums[0].dtype, device="cpu")
+    torch._foreach_div_(list(sums), by)
 
 
 def scale_together(sums: Sequence[Tensor], factor: float) -> None:

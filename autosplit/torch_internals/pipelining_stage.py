@@ -180,7 +180,8 @@ class RuntimeStage(PipelineStage):
         return self._send(self.bwd_cache.pop(bwd_chunk_id), self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        tensors, _ = tree_flatten(prev_stage_outputs)
+        is_tensor = isinstance(prev_stage_outputs, Tensor)  # flattening one takes ten times as long
+        tensors = [prev_stage_outputs] if is_tensor else tree_flatten(prev_stage_outputs)[0]
         self._inputs[mb_index] = [tensor.detach() for tensor in tensors]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
