@@ -10,6 +10,9 @@ The exact form writes the gradient, reads it again, and reads and writes the acc
 form reads and writes the accumulator only, and allocates nothing. An embedding gains more: its
 gradient is as large as its table, and the rows that are added to the table are few.
 
+The first microbatch of a step may write its gradient into memory that is not initialized. Then the
+product is written there: ``accumulator.addmm_(a, b, beta=0)``.
+
 A product is found through transposes between it and its accumulator, which are applied to the
 accumulator instead. A sum of several products, as of a tied weight, is taken apart: each product is
 added to the accumulator separately. Fused additions round differently from the addition of whole
@@ -48,17 +51,20 @@ def fuse(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> bool:
     for called in subgraphs(module.graph):
         changed |= fuse(called.module, wanted)
     accumulators = {*inputs(module.graph, Kind.ACCUMULATOR).values()}
-    for node in module.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+    for node in (n for t in _WRITES for n in module.graph.find_nodes(op="call_function", target=t)):
         accumulator, gradient = node.args
         if accumulator not in accumulators:  # state that a user's backward adds to
             continue
-        terms = [*_terms(gradient)]
+        terms, is_first = [*_terms(gradient)], node.target is aten.copy_.default
         fused = [_is_fusible(term, accumulator) and wanted(term) for term, _ in terms]
-        if not any(fused):
+        is_product = len(terms) == 1 and terms[0][0].target in _PRODUCTS
+        if not any(fused) or (is_first and not is_product):
             continue
         module.graph.erase_node(node)
         for (term, permutations), adds_itself in zip(terms, fused, strict=True):
             write = _WRITERS[term.target] if adds_itself else _add
+            if is_first:
+                write = _write_product
             _write(module.graph, accumulator, term, permutations, write)
         changed = True
     if changed:
@@ -148,9 +154,13 @@ def _add(call: Callable[..., fx.Node], total: fx.Node, term: fx.Node) -> None:
     call(aten.add_.Tensor, total, term)
 
 
-def _add_product(call: Callable[..., fx.Node], total: fx.Node, term: fx.Node) -> None:
-    is_batched = term.target is aten.bmm.default
-    call(aten.baddbmm_.default if is_batched else aten.addmm_.default, total, *term.args)
+def _add_product(
+    call: Callable[..., fx.Node], total: fx.Node, term: fx.Node, **factors: int
+) -> None:
+    call(_PRODUCTS[term.target], total, *term.args, **factors)
+
+
+_write_product = partial(_add_product, beta=0)
 
 
 def _add_rows(call: Callable[..., fx.Node], total: fx.Node, term: fx.Node) -> None:
@@ -170,6 +180,11 @@ def _add_rows(call: Callable[..., fx.Node], total: fx.Node, term: fx.Node) -> No
         call(aten.index_add_.default, total, 0, indices, rows)
 
 
+_WRITES = aten.add_.Tensor, aten.copy_.default
+_PRODUCTS: Mapping[Any, Any] = {
+    aten.mm.default: aten.addmm_.default,
+    aten.bmm.default: aten.baddbmm_.default,
+}
 _WRITERS: Mapping[Any, Write] = {
     aten.mm.default: _add_product,
     aten.bmm.default: _add_product,

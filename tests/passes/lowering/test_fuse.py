@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.passes import Kind
 from tests.passes.graphs import ops
 from tests.zoo import CASES, Made, RepeatedLayer
 
-from .weights import adding, assert_same_sums, one_by_one, values_of, weight_graph
+from .weights import adding, assert_same_sums, one_by_one, run, values_of, weight_graph
 
 
 def operators_of_fused(model: nn.Module, *args: Tensor) -> Counter[str]:
@@ -42,6 +43,20 @@ def test_batched_products_of_permuted_weights() -> None:
     )
     counts = operators_of_fused(experts, batch(3, 2, 4))
     assert (counts["baddbmm_"], counts["add_"]) == (2, 0)
+
+
+def test_products_of_the_first_microbatch_are_written_into_memory_that_is_not_initialized() -> None:
+    case = CASES["transformer"]
+    weight = weight_graph(case.build().double(), case.batch().double())
+    values = values_of(weight)
+    for role in values:
+        if role.kind is Kind.ACCUMULATOR:
+            values[role] = torch.full_like(values[role], torch.nan)
+    fused, exact = (adding(weight, f, writes_first=True) for f in ("all", "none"))
+    assert_same_sums(run(fused, values), run(exact, values))
+    counts = ops(fused)
+    assert (counts["addmm_"], counts["mm"]) == (5, 0)
+    assert counts["copy_"] == ops(exact)["copy_"] - 5
 
 
 def test_products_of_one_parameter_are_added_one_by_one() -> None:

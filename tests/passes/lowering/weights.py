@@ -71,10 +71,15 @@ def assert_same_sums(actual: dict[Role, Tensor], expected: dict[Role, Tensor]) -
 
 
 def adding(
-    weight: fx.GraphModule, fuses: Fuses = "none", dtype: torch.dtype | None = None
+    weight: fx.GraphModule,
+    fuses: Fuses = "none",
+    dtype: torch.dtype | None = None,
+    *,
+    writes_first: bool = False,
 ) -> fx.GraphModule:
     """The graph in the form that adds into accumulators."""
-    return _run_pass(When.ACCUMULATING, weight, fuses=fuses, dtype=dtype)
+    form: dict[str, Any] = {"fuses": fuses, "dtype": dtype, "writes_first": writes_first}
+    return _run_pass(When.ACCUMULATING, weight, **form)
 
 
 def joined(weight: fx.GraphModule, rows: int) -> fx.GraphModule:
