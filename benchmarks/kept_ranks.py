@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import pickle
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -87,6 +90,8 @@ class KeptRanks:
         found = _outcomes(ranks, time.monotonic() + timeout)
         failures = [each for each in found.values() if isinstance(each, Failure)]
         if failures or len(found) < nprocs:
+            if not failures:
+                _abort(rank.process for rank in ranks if rank.number not in found)
             self.end()
             if failures:
                 raise PipelineError(first_cause(failures).report)
@@ -123,8 +128,16 @@ def _outcomes(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
     return found
 
 
+def _abort(processes: Iterable[BaseProcess]) -> None:
+    """End processes that hang; each first writes where its threads are, see ``_serve``."""
+    for process in processes:
+        os.kill(process.pid or 0, signal.SIGABRT)
+        process.join(_GRACE)
+
+
 def _serve(number: int, pipe: Connection, prepare: Callable[[], None]) -> None:
     """Run one call after another, until the pipe closes."""
+    faulthandler.enable()
     while True:
         try:
             job = pipe.recv()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..page import Page, Part
-from . import pipeline, weights
+from . import by_hand, pipeline, weights
 from .settings import Settings
 
 TEMPLATE = """\
@@ -29,6 +29,16 @@ exact ones, relative to their largest element, over all ways."""
 
 PARTS: dict[str, Part[Settings]] = {
     "layers": Part("A linear layer", _COLUMNS, weights.measure_layers, weights.render),
+    "hand": Part(
+        "Beside torch's operators by hand",
+        """\
+*Exact by hand*: `total.add_(grad.t() @ x)` for each microbatch. *Joined by hand*:
+`total.addmm_(torch.cat(grads).t(), torch.cat(xs))`, once. A stage calls the same operators, and
+writes the first gradient of a step instead of adding it. What joining saves is what reading and
+writing the gradient costs beside the products, on one machine more than on another.""",
+        by_hand.measure,
+        by_hand.render,
+    ),
     "small": Part(
         "Small gradients, and embeddings",
         f"""\

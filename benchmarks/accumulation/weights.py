@@ -115,15 +115,15 @@ def _measure(subject: Subject, count: int, settings: Settings) -> dict[str, Any]
         way: autosplit.Stage(subject.module, [x], accumulation=accumulation)
         for way, accumulation in WAYS.items()
     }
-    turns = {way: partial(_seconds, stage, subject, count) for way, stage in stages.items()}
+    turns = {way: partial(seconds_of, stage, subject, count) for way, stage in stages.items()}
     gradients, peaks = {}, {}
     for way, stage in stages.items():
-        _seconds(stage, subject, count)
+        seconds_of(stage, subject, count)
         peaks[way], gradients[way] = _peak_and_gradients(stage, subject, count)
     gc.collect()
     gc.disable()
     try:
-        seconds = take_turns(turns, _rounds(turns, settings), WARM_UP)
+        seconds = take_turns(turns, rounds_of(turns, settings), WARM_UP)
     finally:
         gc.enable()
     return {
@@ -133,7 +133,7 @@ def _measure(subject: Subject, count: int, settings: Settings) -> dict[str, Any]
     }
 
 
-def _rounds(turns: Mapping[str, Callable[[], float]], settings: Settings) -> int:
+def rounds_of(turns: Mapping[str, Callable[[], float]], settings: Settings) -> int:
     """The number of rounds that take ``settings.seconds``, or ``settings.rounds`` if more."""
     start = time.perf_counter()
     for turn in turns.values():
@@ -148,7 +148,7 @@ def _run_to_weights(stage: autosplit.Stage, subject: Subject, count: int) -> Non
         stage.backward_input(at, [subject.grad.clone()])
 
 
-def _seconds(stage: autosplit.Stage, subject: Subject, count: int) -> float:
+def seconds_of(stage: autosplit.Stage, subject: Subject, count: int) -> float:
     """CPU time of the thread, which other processes of the machine disturb less."""
     _run_to_weights(stage, subject, count)
     start = time.thread_time()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.accumulation import weights
+from benchmarks.accumulation import by_hand, weights
 from benchmarks.accumulation.page import PAGE
 from benchmarks.accumulation.settings import Settings
 from benchmarks.results import Results
@@ -22,3 +22,10 @@ def test_layers_make_a_page(tmp_path: Path) -> None:
     results.update("layers", rows, "command", "environment")
     text = PAGE.render(results)
     assert "| 3 x 4 rows, width 16   |" in text
+
+
+def test_ways_of_a_stage_stand_beside_those_by_hand() -> None:
+    rows = [*by_hand.measure(SMALLEST)]
+    assert by_hand.render(rows).count("3 x 4 rows, width 16") == 1
+    for row in rows:
+        assert {*row["seconds"]} == {"exact", "joined", "exact by hand", "joined by hand"}
