@@ -30,7 +30,13 @@ from autosplit.capture.input_sizes import InputSizes, is_open
 from autosplit.capture.module_paths import name_modules
 from autosplit.capture.parameter_attributes import attribute_names, named_attributes
 from autosplit.capture.region import BlockRegion, expand, tracing_calls
-from autosplit.capture.region_calls import SplitBlock, bind, capture_region, without_blocks
+from autosplit.capture.region_calls import (
+    SplitBlock,
+    bind,
+    capture_region,
+    rebind,
+    without_blocks,
+)
 from autosplit.capture.region_session import RegionSession, capture_around_blocks
 from autosplit.capture.roles import ModuleRoles, canonical_names, shardings, with_roles
 from autosplit.capture.workarounds.operators import (
@@ -102,6 +108,7 @@ def trace_joint(
     if results.copied:
         with tracing(context):
             joint = export_joint(exported, *inputs, decompositions)
+    results.remove()
     sharding_by_desc = shardings(joint, module, tree_flatten(inputs)[0])
     spec = results.spec or joint.out_spec
     return TracedJoint(joint.graph_module, results.names, spec, sharding_by_desc)
@@ -223,14 +230,19 @@ class _Results:
     """
 
     def __init__(self, exported: Any, detached: Collection[str]) -> None:
-        codegen = exported.graph._codegen  # AOTAutograd interprets the graph and calls this codegen
-        self._original = codegen.dynamo_bytecode_unflatten  # the original runs untraced
+        # AOTAutograd interprets the graph and calls this codegen; the original runs untraced.
+        self._codegen = codegen = exported.graph._codegen
+        self._original = codegen.dynamo_bytecode_unflatten
         self._values = values_of(exported)
         self._detached = detached
         self.names: tuple[str, ...] = ()
         self.spec: TreeSpec | None = None
         self.copied: set[int] = set()
         codegen.dynamo_bytecode_unflatten = self
+
+    def remove(self) -> None:
+        """Let the exported module be traced again."""
+        self._codegen.dynamo_bytecode_unflatten = self._original
 
     def __call__(self, leaves: Any, inputs: Any) -> Any:
         original = self._original
@@ -347,12 +359,15 @@ def _around_regions(
         if not calls:
             return None
         _prepare(module, exported)
-        guards.blocks = [call.guards for call in calls]
-        names = {id(tensor): name for name, tensor in _state(module)}
-        with without_blocks(session, exported, calls), tracing_calls(calls):
-            result = _traced(module, exported, guards, (args, kwargs), decompositions)
+        while True:
+            guards.blocks = [call.guards for call in calls]
+            with without_blocks(session, exported, calls), tracing_calls(calls):
+                result = _traced(module, exported, guards, (args, kwargs), decompositions)
+            if not (again := rebind(session, exported)):
+                break
+            calls = again
         if not session.is_outdated:
-            expand(result.joint, calls, names)
+            expand(result.joint, calls, {id(tensor): name for name, tensor in _state(module)})
         return result
 
     return capture_around_blocks(module, partial(capture_region, split), captured)

@@ -181,9 +181,11 @@ class RegionSession(Generic[R]):
             Sessions of one model share it, so that a later one captures no kind of block again.
 
     Attributes:
+        detached: as passed.
         blocks: the blocks that Dynamo does not trace into, by name.
-        is_outdated: whether the session has added to ``refused`` or ``detached``, so that its
-            result is dropped.
+        is_outdated: whether the session has added to ``refused``, or to ``detached`` a result that
+            the graph reads, so that its result is dropped.
+        has_detached: whether the session has added to ``detached`` since blocks were bound.
     """
 
     def __init__(
@@ -199,8 +201,8 @@ class RegionSession(Generic[R]):
         self._modes = _modes()
         self._capture_block = capture_block
         self.refused = refused
-        self.is_outdated = False
-        self._detached = detached
+        self.is_outdated = self.has_detached = False
+        self.detached = detached
         self._regions = regions
         self._symbols = object()  # part of a signature whose sizes are symbols of this trace
         # The key is the first tensor that a call returns.
@@ -296,9 +298,17 @@ class RegionSession(Generic[R]):
         self.refused |= {n: reason for n, b in self.blocks.items() if look_of(b) == look}
 
     def detach(self, name: str, path: str) -> None:
-        """Let later sessions capture a block without the gradient of a result."""
-        self.is_outdated = True
-        self._detached[name] = self._detached.get(name, frozenset()) | {path}
+        """Let later captures of a block leave out the gradient of a result."""
+        self.has_detached = True
+        self.detached[name] = self.detached.get(name, frozenset()) | {path}
+
+    def match_detached(self, name: str, region: R) -> tuple[R, BlockGuards]:
+        """Return (region, the block's guards) for a call of a block that an earlier region fitted,
+        without the gradients that nothing needs.
+        """
+        leaves, spec = tree_flatten((region.args, region.kwargs))
+        with self.opaque():
+            return self._match(name, self.blocks[name], leaves, spec)
 
     def _match(
         self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
@@ -306,7 +316,7 @@ class RegionSession(Generic[R]):
         """Return (region, the block's guards) for a block's call. The region is an existing one if
         its guards hold for the block, else a new one.
         """
-        signature: Hashable = _signature(block, leaves, spec), self._detached.get(name)
+        signature: Hashable = _signature(block, leaves, spec), self.detached.get(name)
         if _has_symbols(leaves):  # another trace may give these names to other sizes
             signature = signature, self._symbols
         stand_in = vars(self.blocks[name]).pop("forward")
@@ -329,7 +339,7 @@ class RegionSession(Generic[R]):
     ) -> tuple[R, BlockGuards]:
         args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
         kind = f"{type(self.blocks[name]).__name__}_{len(self.regions)}"
-        detached = self._detached.get(name, frozenset())
+        detached = self.detached.get(name, frozenset())
         region = self._capture_block(kind, block, args, kwargs, leaves, detached)
         self._regions.setdefault(signature, []).append(region)
         return region, BlockGuards(region.guards, block, args, kwargs)

@@ -50,8 +50,6 @@ def block_calls(
         nodes: the operations of the stage, in order.
         returned: the operations whose values the stage returns.
     """
-    if line.forward.sizes is not None:  # a block cannot receive a symbolic size
-        return []
     calls = [*_calls(line, nodes, {*returned})]
     counts = Counter(call.kind for call in calls)
     return [call for call in calls if counts[call.kind] > 1]
@@ -90,7 +88,8 @@ def _call(
     members = {*nodes}
     state_names = line.forward.state
     read = dict.fromkeys(needed for node in nodes for needed in node.all_input_nodes)
-    outside = [node for node in read if node not in members]  # in the order of the block
+    # In the order of the block, which reads sizes from its own inputs.
+    outside = [n for n in read if n not in members and n not in line.forward.size_nodes]
     state = [node for node in outside if node in state_names]
     constants = [n for n in outside if n in line.forward.constants or n.op == "get_attr"]
     inputs = [node for node in outside if node not in state and node not in constants]

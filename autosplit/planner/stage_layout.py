@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import operator
@@ -157,6 +158,8 @@ class StageLayout:
         named = [] if plain else self._aux_losses(index)
         losses = [node for _, node in named]
         calls = [] if plain else block_calls(self.line, self.nodes[index], [*returned, *losses])
+        kinds = _block_graphs(self.line, calls)
+        calls = [call for call in calls if call.kind in kinds]
         writer = _GraphWriter(self.line, self.nodes[index], inputs, self.sizes_of(inputs), calls)
         writer.write_inputs(returned)
         writer.write_operations()
@@ -165,12 +168,11 @@ class StageLayout:
         else:
             writer.write_messages(returned, losses)
         rule = self._size_rule(inputs)
-        kinds = {call.kind: call for call in reversed(calls)}  # of each kind, the first call
         return StageGraph(
             fx.GraphModule(writer.root, writer.graph, "StageGraph"),
             writer.state,
             tuple(call.name for call in calls),
-            {kind: _block_graph(self.line, call) for kind, call in kinds.items()},
+            kinds,
             self._shapes(inputs),
             rule.conditions,
             rule.as_function(),  # now, because a trace of the stage reads it
@@ -292,7 +294,9 @@ class _GraphWriter:
             call_block, (self._blocks[call.name], call.kind, *inputs)
         )
         for at, node in enumerate(call.results):
-            self._copies[node] = self.graph.call_function(operator.getitem, (results, at))
+            copy = self._copies[node] = self.graph.call_function(operator.getitem, (results, at))
+            if self._sizes is not None:
+                self._sizes.use_computed(copy, self._line.value(node))
 
     def write_results(self, results: Iterable[fx.Node]) -> None:
         """Return the results of the model."""
@@ -343,9 +347,27 @@ def call_block(block: Any, kind: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     return result
 
 
+def _block_graphs(line: OperationSequence, calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
+    """The graph of each kind of block, without kinds that read a size which follows from no
+    input.
+    """
+    graphs: dict[str, BlockGraph] = {}
+    for kind, call in {call.kind: call for call in reversed(calls)}.items():
+        with contextlib.suppress(PlanError):
+            graphs[kind] = _block_graph(line, call)
+    return graphs
+
+
 def _block_graph(line: OperationSequence, call: BlockCall) -> BlockGraph:
-    """The graph of a block's call."""
-    writer = _GraphWriter(line, call.nodes, call.inputs)
+    """The graph of a block's call.
+
+    Raises:
+        PlanError: the block reads a size that follows from none of its inputs.
+    """
+    inputs = {at: line.value(node) for at, node in enumerate(call.inputs)}
+    sizes = line.forward.sizes
+    arguments = None if sizes is None else sizes.of_arguments(inputs)
+    writer = _GraphWriter(line, call.nodes, call.inputs, arguments)
     writer.write_inputs(call.results, messages=False)
     writer.write_operations()
     writer.write_results(call.results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,8 +67,34 @@ class Chosen(nn.Module):
         return y.index_add(0, positive, y[positive].tanh())
 
 
+class CubedByNumpy(torch.autograd.Function):
+    """Forward and backward call functions, methods and operators of NumPy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        values = x.detach().numpy()
+        return torch.from_numpy(np.square(values) * values.copy())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.from_numpy(3 * np.square(x.numpy()))
+
+
+class Cubed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = CubedByNumpy.apply(self.layer(x))
+        return result
+
+
 @pytest.mark.parametrize(
-    ("block", "one"), [(Scaled, 1.0), (Scaled, 1), (ScaledInCheckpoint, 1.0), (Chosen, 1.0)]
+    ("block", "one"),
+    [(Scaled, 1.0), (Scaled, 1), (ScaledInCheckpoint, 1.0), (Chosen, 1.0), (Cubed, 1.0)],
 )
 def test_split_stages_find_numbers_when_they_run(block: type[nn.Module], one: Any) -> None:
     Scaler.scale = one

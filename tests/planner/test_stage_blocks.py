@@ -17,7 +17,7 @@ from autosplit.stage import Stage
 
 
 class Layer(nn.Module):
-    """Random numbers, an input from outside of the layers, and a buffer that is written."""
+    """Random numbers, an input from outside of the layers, a buffer that is written, and a size."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Layer(nn.Module):
         shifts = torch.arange(8, device=x.device)
         with torch.autocast(x.device.type, torch.bfloat16):
             y = self.linear(self.norm(x))
-        return x + self.dropout(y * scale + shifts).float()
+        return x + self.dropout(y * scale + shifts).float() / len(x)
 
 
 class Layers(nn.Module):
@@ -80,6 +80,31 @@ def test_blocks_are_traced_once_and_compute_the_same_bits() -> None:
     for name, buffer in plain.named_buffers():
         assert torch.equal(module.get_buffer(name), buffer)
     assert blocks_of(module)[1] == 1  # also in evaluation mode
+
+
+def test_blocks_for_open_sizes_are_traced_once_for_all_sizes() -> None:
+    torch.manual_seed(0)
+    module = stage_of(Layers(*[0.2] * 4))
+    for rows in (6, 9):
+        module.take_sizes([[(rows, 8)]], training=True)
+    graph = module.check_inputs([torch.randn(9, 8)])
+    assert (len(graph.blocks), len(graph.kinds)) == (4, 1)
+    plain, stage = copy.deepcopy(module), Stage(module, [torch.randn(4, 8)])
+    traces = mock.Mock(wraps=joint_graph.trace_joint)
+    with mock.patch.object(joint_graph, "trace_joint", traces):
+        for rows in (6, 9, 5):
+            batch = torch.randn(rows, 8)
+            torch.manual_seed(rows)
+            expected = plain(batch)
+            grads = [torch.randn_like(output) for output in expected]
+            torch.autograd.backward(expected, grads)
+            torch.manual_seed(rows)
+            stage.prepare([batch.clone()])
+            assert all(map(torch.equal, stage.forward(0, [batch.clone()]), expected))
+            stage.backward(0, [*grads])
+    assert traces.call_count == 2  # of the stage, and of a layer
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(stage.gradients[name], parameter.grad)
 
 
 def read_elsewhere(model: Any) -> None:

@@ -6,18 +6,24 @@ Dynamo records such a function as a higher-order operator with a forward and a b
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import CodeType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.utils import (
+    numpy_method_wrapper,
+    numpy_operator_wrapper,
+    numpy_to_tensor_wrapper,
+)
 from torch.autograd.function import FunctionCtx
 
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import source_line
 from autosplit.torch_internals.dynamo import all_nodes, source_name, traced_value
 
+_NUMPY = numpy_to_tensor_wrapper, numpy_method_wrapper, numpy_operator_wrapper
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _UNMATERIALISED = FunctionCtx.set_materialize_grads.__code__
 
@@ -131,16 +137,31 @@ _SUPPORTED_KWARGS = {"non_differentiable_idx", "saved_for_backward_idx"}
 
 
 def make_traceable(module: fx.GraphModule) -> None:
-    """Give nodes that apply custom autograd functions a target that Dynamo can capture again,
-    including nodes in checkpointed regions.
+    """Give nodes that apply custom functions or call NumPy a target that Dynamo can capture
+    again, including nodes in checkpointed regions and in custom functions.
 
-    Dynamo (2.13) records such a function as a higher-order operator, which it cannot trace. It can
-    trace a function that runs the operator's forward and backward graphs.
+    Dynamo (2.13) records a custom function as a higher-order operator, which it cannot trace. It
+    can trace a function that runs the operator's forward and backward graphs. It records a call of
+    NumPy as an object of its own, into which it does not trace.
     """
+    for node in all_nodes(module):
+        if isinstance(node.target, _NUMPY):
+            node.target = _as_operator(node.target)
+            cast("fx.GraphModule", node.graph.owning_module).recompile()
     for node in _calls(module):
         if node.kwargs.keys() <= _SUPPORTED_KWARGS:
             node.target = _apply
             cast("fx.GraphModule", node.graph.owning_module).recompile()
+
+
+def _as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as an operator for Dynamo."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    operator: Callable[..., Any] = torch._dynamo.allow_in_graph(call)
+    return operator
 
 
 def _apply(
