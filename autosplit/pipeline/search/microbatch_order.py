@@ -3,7 +3,8 @@ order.
 
     orders of the microbatches   short ones at both ends, long ones between, and a few others
     actions of each rank         list scheduling in time: of the F and I that can start, the one
-                                 with the most work after it; a W where the rank would wait
+                                 with the most work after it; a W where the rank would wait; or the
+                                 rank waits for an F or I that soon can start, if that has more
     the shortest step            then with one microbatch at another place, while that helps
     named schedules              in the order of the list, and sorted by length
 
@@ -39,8 +40,11 @@ _FORWARD = 0.5  # the weight of the work after an F, beside that after an I
 _WORK = 5_000  # actions to place; the last order is placed whole
 _CLOSE = 1.005  # a step up to this much above the work of the slowest rank is not improved
 _SKIPPED = ("naive", "zb-h1")  # never the shortest; another form of 1f1b
-_ENDS = [(0.7, 0.2), (0.5, 0.06)]
+_ENDS = [(0.5, 0.06), (0.7, 0.2), (0.85, 0.06), (1.0, 0.0)]
 """Shares of the microbatches, the shortest ones, that run first and last."""
+_TRIALS = [(0, math.inf), (1, math.inf), (2, 1.0), (3, 0.5), (0, 3.0), (1, 3.0)]
+"""(index in ``_ENDS``, patience) of the orders that are constructed first. With a patience of p, a
+rank waits up to a second to start an action p seconds earlier."""
 
 Rows = Sequence[Sequence[int]]
 
@@ -53,6 +57,7 @@ class _Step(NamedTuple):
     seconds: float
     order: Sequence[int]
     rows: Rows
+    patience: float = math.inf
 
 
 def _column(costs: Costs) -> tuple[list[float], list[float], list[float]]:
@@ -197,19 +202,22 @@ class _OrderSearch:
         Raises:
             ScheduleError: no order keeps the caps.
         """
-        orders = [*_orders([sum(seconds) for seconds, *_ in self._columns])]
-        for order in reversed(orders):
-            self._construct(order)
-        for order, rows in product(orders[:2], named):
+        given, *orders = _orders([sum(seconds) for seconds, *_ in self._columns])
+        for number, patience in _TRIALS:
+            if self._work > 0 and self._is_long:
+                self._construct(orders[number], patience)
+        for order, rows in product((given, orders[-1]), named):
             if self._is_long:
                 self._replay(order, rows)
+        if not self._best.rows:
+            self._construct(given, math.inf)
         if not self._best.rows:
             raise self._refusal()
         draw, count = random.Random(0).randrange, len(self._columns)
         while self._work > 0 and self._is_long:
             order = [*self._best.order]
             order.insert(draw(count), order.pop(draw(count)))
-            self._construct(order)
+            self._construct(order, self._best.patience)
         return self._best
 
     @property
@@ -224,7 +232,7 @@ class _OrderSearch:
             "into smaller ones, raise the limit, or use more ranks"
         )
 
-    def _construct(self, order: Sequence[int]) -> None:
+    def _construct(self, order: Sequence[int], patience: float) -> None:
         """Place the actions of an order in time; stop when its step can no longer be the
         shortest.
         """
@@ -235,22 +243,47 @@ class _OrderSearch:
         scheduler = ListScheduler(self._graph, seconds, len(caps))
         ready, ends = scheduler.ready, scheduler.ends
 
+        def shorter(rank: int, now: float, latest: float) -> int:
+            """The action with the most work after it of those that would end in time; -1 if there
+            is none.
+            """
+            chosen, most = -1, -2.0
+            room = caps[rank] - kept[rank]
+            for task in chain(*self._queues[rank]):
+                number = task * count + progress[task]
+                if (
+                    progress[task] < count
+                    and change[number] <= room
+                    and remaining[number] > most
+                    and now + seconds[number] <= latest
+                    and ready(number) <= now
+                ):
+                    chosen, most = number, remaining[number]
+            return chosen
+
         def choose(rank: int, now: float) -> int | None:
             """The F or I with the most work after it, else a W; None to wait."""
-            chosen, most = -1, -2.0
+            room, chosen, most = caps[rank] - kept[rank], -1, -2.0
+            arrival, urgent = math.inf, -2.0
             for tasks in self._queues[rank]:
                 for task in tasks:
                     number = task * count + progress[task]
-                    if (
-                        progress[task] < count
-                        and ready(number) <= now
-                        and kept[rank] + change[number] <= caps[rank]
-                    ):
+                    if progress[task] == count or change[number] > room:
+                        continue
+                    start = ready(number)
+                    if start <= now:
                         if remaining[number] > most:
                             chosen, most = number, remaining[number]
                         break
+                    if start < math.inf and remaining[number] > urgent:
+                        arrival, urgent = start, remaining[number]
             if chosen < 0 or not spare:
                 return None
+            latest = arrival + patience * (arrival - now)
+            if urgent > most and now + seconds[chosen] > latest:
+                chosen = shorter(rank, now, latest)
+                if chosen < 0:
+                    return None
             spare[rank] -= now - ends[rank]
             if spare[rank] < 0.0:
                 spare.clear()  # a rank has waited for too long
@@ -262,7 +295,7 @@ class _OrderSearch:
         scheduler.run(choose)
         self._work -= sum(progress)
         if sum(progress) == len(seconds) and max(ends) < self._best.seconds:
-            self._best = _Step(max(ends), order, scheduler.rows)
+            self._best = _Step(max(ends), order, scheduler.rows, patience)
 
     def _replay(self, order: Sequence[int], rows: Rows) -> None:
         """Run the rows of a named schedule on an order, if they keep the caps."""
@@ -282,10 +315,11 @@ class _OrderSearch:
 
 
 def _orders(lengths: Sequence[float]) -> Iterator[list[int]]:
-    """Yield orders of microbatches: as in the list, sorted, and with the longest in the middle."""
+    """Yield orders of microbatches: as in the list, and those of ``_ENDS``, of which the last is
+    sorted.
+    """
     ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
     yield [*range(len(lengths))]
-    yield ascending
     for first, last in _ENDS:
         begin, end = round(first * len(lengths)), round((first + last) * len(lengths))
         middle = ascending[end:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -186,6 +187,16 @@ def test_a_list_in_a_bad_order_takes_less_than_with_any_named_schedule() -> None
     named = named_schedules([(1.0, 1.0, 1.0)] * 4, len(lengths), 4)
     steps = [step_of(s, costs) for s in named if max(peaks_of(s, costs)) <= 24.0]
     assert step_of(schedule, costs) < 0.9 * min(steps)
+
+
+def test_ranks_wait_for_long_microbatches() -> None:
+    """Ranks that always start what they can take 0.98 of the time of a sorted list."""
+    source = random.Random(14)
+    lengths = sorted(round(source.lognormvariate(3.0, 1.0)) for _ in range(24))
+    costs = costs_by_length(lengths, 8)
+    step = step_of(orders_on(range(8)).find(costs), costs)
+    steps = [step_of(s, costs) for s in named_schedules([(1.0, 1.0, 1.0)] * 8, 24, 8)]
+    assert step < 0.96 * min(steps)
 
 
 def test_bad_lists_are_refused() -> None:
