@@ -42,6 +42,7 @@ from autosplit.capture.workarounds.dynamo import (
     skip_guard_timing,
     trace_quantizers,
 )
+from autosplit.capture.workarounds.key_value_cache import drop_initial_contents
 from autosplit.capture.workarounds.operators import allow_grouped_products
 from autosplit.errors import CaptureError
 from autosplit.torch_internals import TORCH
@@ -131,8 +132,6 @@ def _export(
             output = captured.graph_capture_output
             function, positional = traced_call(module, args)
             scope = ForwardScope(function).of(positional, kwargs) | {"G": output.f_globals}
-            if regions is not None:
-                regions.forget_stand_ins(captured, scope)
             guards = Guards.of(module, args, kwargs, captured)
             names = None if isinstance(values, bool) else values
             labels = attribute_values(module, guards, scope, returned, names)
@@ -142,6 +141,8 @@ def _export(
             examples = hold(args), hold(kwargs)
             exported = create_fx_graph_from_captured_output(captured, module, *examples)
         label_values(exported, labels.values())
+        if regions is not None:
+            drop_initial_contents(exported)
         inline_compile_regions(exported)
         return_tensors_once(exported)
         track_global_tensors(exported)

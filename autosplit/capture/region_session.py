@@ -20,8 +20,9 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
-from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import UnspecializedNNModuleVariable, VariableTracker
+from torch._dynamo.variables.nn_module import record_nn_module_stack
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autosplit.capture.guards import BlockGuards, Guards
@@ -32,6 +33,7 @@ from autosplit.device import accelerator_kind
 from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes.graph import concrete
 from autosplit.torch_internals.dynamo import traced_value
+from autosplit.torch_internals.patches import patched
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 SWITCH = "AUTOSPLIT_REGIONS"
@@ -50,7 +52,6 @@ def is_plain(spec: Any) -> bool:
 
 
 _HOOKS = re.compile(r"(_global)?_(forward|backward)(_pre)?_hooks")
-_FORWARD_OF = re.compile(r"(L\[.*?)\.forward(?!\w)")  # not another attribute
 _TABLES = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_TABLES, nn.Sequential)
 
@@ -213,7 +214,8 @@ class RegionSession(Generic[R]):
             for n, b in repeated_blocks(model).items()
             if n not in refused and has_plain_forward(b)
         }
-        self._stand_ins = {name: self._stand_in(name, block) for name, block in self.blocks.items()}
+        # The key is the ``id`` of a block whose calls are not traced at present.
+        self._stand_ins = {id(b): self._stand_in(n, b) for n, b in self.blocks.items()}
 
     def __bool__(self) -> bool:
         return bool(self.blocks)
@@ -226,13 +228,20 @@ class RegionSession(Generic[R]):
     @contextlib.contextmanager
     def opaque(self) -> Iterator[None]:
         """Context in which calls of the blocks are operators that Dynamo does not trace into."""
-        for name, block in self.blocks.items():
-            vars(block)["forward"] = self._stand_ins[name]
-        try:
+        original: Any = UnspecializedNNModuleVariable.call_function
+
+        def call_function(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            """Trace the call of a module; a block's stand-in is called without ``__call__``."""
+            stand_in = self._stand_ins.get(id(module.value))
+            # Another thread may trace a module of the model meanwhile.
+            if stand_in is None or not module.source or threading.get_ident() != self._thread:
+                return original(module, tx, args, kwargs)
+            key, source = str(id(module.value)), module.get_nn_module_stack_source()
+            with record_nn_module_stack(key, source, tx, module.value):
+                return VariableTracker.build(tx, stand_in).call_function(tx, args, kwargs)
+
+        with patched(UnspecializedNNModuleVariable, "call_function", call_function):
             yield
-        finally:
-            for block in self.blocks.values():
-                vars(block).pop("forward", None)
 
     def _stand_in(self, name: str, block: nn.Module) -> Callable[..., Any]:
         plain = self._operator(name, block)
@@ -246,13 +255,9 @@ class RegionSession(Generic[R]):
         the model, because nodes of the graph keep the function alive.
         """
         session, block_ref = weakref.proxy(self), weakref.ref(block)
-        thread = self._thread
 
         def call_block(*args: Any, **kwargs: Any) -> Any:
-            block: Any = block_ref()
-            if threading.get_ident() != thread:  # another thread calls the model meanwhile
-                return type(block).forward(block, *args, **kwargs)
-            return session._call_block(name, block, args, kwargs)
+            return session._call_block(name, block_ref(), args, kwargs)
 
         self._block_by_operator[call_block] = name, block
         operator: Callable[..., Any] = torch._dynamo.allow_in_graph(call_block)
@@ -319,7 +324,8 @@ class RegionSession(Generic[R]):
         signature: Hashable = _signature(block, leaves, spec), self.detached.get(name)
         if _has_symbols(leaves):  # another trace may give these names to other sizes
             signature = signature, self._symbols
-        stand_in = vars(self.blocks[name]).pop("forward")
+        traced = id(self.blocks[name])
+        stand_in = self._stand_ins.pop(traced)
         try:
             for region in self._regions.get(signature, ()):
                 guards = BlockGuards(region.guards, block, region.args, region.kwargs)
@@ -327,7 +333,7 @@ class RegionSession(Generic[R]):
                     return region, guards
             return self._new(name, block, signature, leaves, spec)
         finally:
-            vars(self.blocks[name])["forward"] = stand_in
+            self._stand_ins[traced] = stand_in
 
     def _new(
         self,
@@ -343,15 +349,6 @@ class RegionSession(Generic[R]):
         region = self._capture_block(kind, block, args, kwargs, leaves, detached)
         self._regions.setdefault(signature, []).append(region)
         return region, BlockGuards(region.guards, block, args, kwargs)
-
-    def forget_stand_ins(self, captured: CaptureOutput, scope: dict[str, Any]) -> None:
-        """Drop guards on the functions that replaced the blocks' forwards during the capture."""
-        guards = captured.graph_capture_output.output_graph.guards.inner
-        blocks = set(map(id, self.blocks.values()))
-        for guard in list(guards):
-            match = _FORWARD_OF.match(guard.name)
-            if match and id(eval(match[1], scope)) in blocks:
-                guards.remove(guard)
 
     def called_blocks(
         self, exported: fx.GraphModule

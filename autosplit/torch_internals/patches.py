@@ -85,6 +85,11 @@ STATE = (
     ),
     GlobalState("SideEffects.remove_hook", _DYNAMO, "forgets such a hook that is removed again"),
     GlobalState(
+        "UnspecializedNNModuleVariable.call_function",
+        "autosplit/capture/region_session.py",
+        "calls an operator in place of a block, while the block's model is captured",
+    ),
+    GlobalState(
         "UserFunctionVariable.call_function",
         "autosplit/capture/workarounds/cache_layers.py",
         "reads a configuration once for all layers of a key-value cache",
@@ -297,11 +302,6 @@ ON_OBJECTS = (
         "setattr(traced, attribute, root._buffers[buffer])",
         "autosplit/capture/parameter_attributes.py",
         "attributes of a parameter, on the tensor that is traced in its place",
-    ),
-    GlobalState(
-        'vars(block)["forward"]',
-        "autosplit/capture/region_session.py",
-        "an operator in place of a block's forward, while its model is captured",
     ),
     GlobalState(
         "parameter.__dict__[self._mark]",

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 _ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
@@ -103,6 +104,15 @@ def caching(
         return plain(*args, **kwargs)
 
     return forward
+
+
+def drop_initial_contents(captured: fx.GraphModule) -> None:
+    """Erase from a captured graph the empty tensors that the entries of a cache start with, which
+    no operator reads: each costs a trace of the graph as much as two calls of blocks.
+    """
+    for node in captured.graph.find_nodes(op="call_function", target=torch.tensor):
+        if not node.users:
+            captured.graph.erase_node(node)
 
 
 def _with_cache(
