@@ -241,22 +241,22 @@ class RegionCall:
         the gradient contiguous if the block was traced for a contiguous gradient of a result that
         is not contiguous: operators were decomposed after the layout of the gradient was fixed.
         """
-        # A new tensor, because values of the block's trace do not belong to this trace.
-        expected = self.region.empty(traced)
+        strides = tuple(map(self.region.within, traced.stride()))
         result = self.region.result_nodes[path].meta["val"]
         if gradient is None:
             self.detach(path)
-        elif gradient.stride() == expected.stride():
+        elif gradient.stride() == strides:
             return gradient
         elif gradient.is_contiguous() and traced.is_contiguous():
-            return gradient.as_strided(expected.shape, expected.stride())
+            return gradient.as_strided(gradient.shape, strides)
         elif traced.is_contiguous() and not result.is_contiguous():
             return gradient.contiguous()
         else:
             self.refuse(
                 "the gradient of one of its results has another memory layout than the result"
             )
-        return expected
+        # A new tensor, because values of the block's trace do not belong to this trace.
+        return self.region.empty(traced)
 
 
 class _RegionFunction(torch.autograd.Function):

@@ -20,6 +20,7 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import UnspecializedNNModuleVariable, VariableTracker
 from torch._dynamo.variables.nn_module import record_nn_module_stack
@@ -236,6 +237,8 @@ class RegionSession(Generic[R]):
             # Another thread may trace a module of the model meanwhile.
             if stand_in is None or not module.source or threading.get_ident() != self._thread:
                 return original(module, tx, args, kwargs)
+            # The block's own guards check this object, whatever has its place in the model.
+            install_guard(module.source.make_guard(GuardBuilder.ID_MATCH))
             key, source = str(id(module.value)), module.get_nn_module_stack_source()
             with record_nn_module_stack(key, source, tx, module.value):
                 return VariableTracker.build(tx, stand_in).call_function(tx, args, kwargs)

@@ -226,6 +226,14 @@ BECOMES: dict[str, Callable[[Any], object]] = {
 }
 
 
+def test_a_block_in_the_place_of_another_is_noticed() -> None:
+    model = Stack(Scaled)
+    x = torch.randn(5, WIDTH)
+    split = assert_equals_autograd(model, [(x,)])
+    model.layers[1] = Scaled(ODD)
+    assert torch.equal(split(x), model(x))
+
+
 def test_a_block_that_becomes_another_is_noticed() -> None:
     model = Stack(lambda index: nn.Sequential(Scaled(0), nn.Dropout(0.5)))
     x = torch.randn(5, WIDTH, requires_grad=True)
