@@ -44,8 +44,7 @@ class RankActivity:
         action = self.action
         return self.phase if action is None else str(action)
 
-    @contextlib.contextmanager
-    def during(self, phase: str, *, announced: bool = False) -> Iterator[None]:
+    def during(self, phase: str, *, announced: bool = False) -> Phase:
         """Context that sets the phase. After an error that ends the run, the phase stays set, for
         the report.
 
@@ -54,14 +53,7 @@ class RankActivity:
             announced: whether other ranks learn of the phase's begin and end at once, at the price
                 of two messages, instead of at the next heartbeat.
         """
-        previous = self.phase
-        self.enter(phase, announced=announced)
-        try:
-            yield
-        except BatchError:
-            self.enter(previous, announced=announced)
-            raise
-        self.enter(previous, announced=announced)
+        return Phase(self, phase, announced)
 
     def enter(self, phase: str, *, announced: bool = False) -> None:
         """Set the phase. Other ranks learn of it at the next heartbeat, or at once if
@@ -88,6 +80,32 @@ class RankActivity:
             yield
         finally:
             self.set_action(previous[0], waiting=previous[1])
+
+
+class Phase:
+    """The context of ``during``. It is a class, because every step enters several.
+
+    Args:
+        activity: the present activity of this rank.
+        phase: the phase in words.
+        announced: whether other ranks learn of it at once.
+        guard: ends the run after an error inside; None: errors are only passed on.
+    """
+
+    def __init__(
+        self, activity: RankActivity, phase: str, announced: bool, guard: Guard | None = None
+    ) -> None:
+        self._activity, self._phase, self._announced = activity, phase, announced
+        self._guard, self._previous = guard, activity.phase
+
+    def __enter__(self) -> None:
+        self._activity.enter(self._phase, announced=self._announced)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, BatchError):
+            self._activity.enter(self._previous, announced=self._announced)
+        elif self._guard is not None:
+            self._guard.end_after(error)
 
 
 # Messages of Gloo about a closed connection, and of NCCL about one that the watch has aborted.
@@ -159,8 +177,7 @@ class Guard:
         self._ended: Fault | None = None
         self._closed = False
 
-    @contextlib.contextmanager
-    def during(self, phase: str, *, announced: bool = False) -> Iterator[None]:
+    def during(self, phase: str, *, announced: bool = False) -> Phase:
         """Context that guards a phase of the work: an error inside ends the run on all ranks.
 
         Args:
@@ -181,22 +198,21 @@ class Guard:
             )
         if self._closed:
             raise PipelineError("this trainer was closed: build a new one")
-        try:
-            with self._activity.during(phase, announced=announced):
-                yield
-        except BatchError:
-            raise
-        except LostPeerError as error:
-            self._end_lost(error)
-        except RankError as error:
-            if self._ended is None:  # else an inner guard has ended the run
+        return Phase(self._activity, phase, announced, self)
+
+    def end_after(self, error: BaseException) -> None:
+        """End the run after an error inside a phase, and raise the error that all ranks report.
+
+        Return after a RankError of an inner guard, which has ended the run.
+        """
+        if isinstance(error, RankError):
+            if self._ended is None:
                 self._end_failed(error)
-            raise
-        except BaseException as error:
-            lost = _lost_inside(error)
-            if lost is not None:
-                self._end_lost(lost)
-            self._end_failed(error)
+            return
+        lost = error if isinstance(error, LostPeerError) else _lost_inside(error)
+        if lost is not None:
+            self._end_lost(lost)
+        self._end_failed(error)
 
     def close(self) -> None:
         """Close the guard: entering another phase raises."""
@@ -260,9 +276,8 @@ class Guard:
         cause, trace, activity = error, error.__traceback__, self._activity.phase
         if isinstance(error, ActionError) and error.__cause__ is not None:
             activity, cause = str(error.action), error.__cause__
-            trace = cause.__traceback__
-        # The first frame is the guard's or the executor's own.
-        fault = Fault.of(self._rank, activity, cause, trace and trace.tb_next)
+            trace = cause.__traceback__ and cause.__traceback__.tb_next  # after the executor's own
+        fault = Fault.of(self._rank, activity, cause, trace)
         self._end(fault)
         if not isinstance(cause, Exception) or (
             cause is error and isinstance(cause, AutosplitError)

@@ -348,6 +348,10 @@ zero_together: Callable[..., None] = torch._foreach_zero_
 """Set all sums to zero in one call of torch; at least one."""
 
 
+flatten_together: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
+"""Copy dense tensors into one of one dimension."""
+
+
 def norms_of(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """The 2-norm of each tensor, computed by torch's operator for lists of tensors."""
     return [*torch._foreach_norm(tensors, 2, dtype=dtype)] if tensors else []
@@ -363,7 +367,7 @@ def divide_together(sums: Sequence[Tensor], divisor: int) -> None:
     On a CPU, division by a tensor of the sums' dtype takes a quarter of the time.
     """
     by: Any = divisor
-    if {*map(_DTYPE, sums)} in _EXACT and sums[0].is_cpu:
+    if sums[0].is_cpu and {*map(_DTYPE, sums)} in _EXACT:
         by = torch.tensor(divisor, dtype=sums[0].dtype, device="cpu")
     torch._foreach_div_(list(sums), by)
 

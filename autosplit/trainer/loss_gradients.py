@@ -134,14 +134,13 @@ class LossGradients:
             total = self._groups.everybody.start_sum(numbers)().item() / len(layout.pipelines)
         return [weight / total for weight in weights]
 
-    def update_scale(self, *, finite: bool) -> None:
+    def update_scale(self, scaler: torch.amp.GradScaler, *, finite: bool) -> None:
         """Let the scale grow, or shrink after gradients that are not finite.
 
         Args:
+            scaler: the scaler of the losses.
             finite: whether all gradients of the step are finite, on all ranks.
         """
-        if self._scaler is None:
-            return
         self._sentinel.grad = torch.full_like(self._sentinel, 0.0 if finite else math.inf)
-        self._scaler.unscale_(self._observed)
-        self._scaler.update()
+        scaler.unscale_(self._observed)
+        scaler.update()

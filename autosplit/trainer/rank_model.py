@@ -19,7 +19,7 @@ from autosplit.torch_internals.autograd import scale_together
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistribute_gradient
 from autosplit.torch_internals.state import StateReader
 from autosplit.trainer.gradient_buckets import GradientBuckets, Wait
-from autosplit.trainer.gradient_norms import GradientNorms
+from autosplit.trainer.gradient_norms import GradientNorms, are_small
 from autosplit.trainer.replicated_parameters import ReplicatedParameters
 from autosplit.trainer.sharded_stages import ShardedStages
 from autosplit.trainer.stage_modules import Holder, StageSource
@@ -118,6 +118,7 @@ class RankModel:
             *([lambda: [self._sum_tied_shards]] if copies.tied_shards else []),
         ]
         self.parameters = _trainable(modules.values())
+        self._has_small_gradients = are_small(self.parameters)
         self._has_dtensors = any(map(is_dtensor, self.parameters))
         self.reduces = bool(self._reductions) or self._has_dtensors
         self._counted = [p for p in self.parameters if copies.is_counted(p)]
@@ -274,7 +275,8 @@ class RankModel:
             squares: whether to compute the sum of squares, which counts each parameter of the model
                 on one rank only. Without it, all parameters of this rank are included.
         """
-        return GradientNorms(self._counted if squares else self.parameters, squares=squares)
+        counted = self._counted if squares else self.parameters
+        return GradientNorms(counted, squares=squares, small=self._has_small_gradients)
 
     def nonfinite_stage(self, norms: GradientNorms) -> int | None:
         """Return the last of this rank's stages with a gradient that is not finite; None if all are
@@ -291,8 +293,12 @@ class RankModel:
 
         Gradients outside of the optimizer would grow with every step, and count in the norm.
         """
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        optimizer = self.optimizer
+        if (
+            optimizer is not None
+            and type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
+        ):
+            optimizer.zero_grad(set_to_none=True)  # it may do more
         for parameter in self.parameters:
             parameter.grad = None
 

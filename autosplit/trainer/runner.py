@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +35,7 @@ from autosplit.pipeline.engine.partial_stage import AutogradStage
 from autosplit.pipeline.engine.stage_builder import compile_stages, traced
 from autosplit.pipeline.engine.stage_protocols import ForwardStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
-from autosplit.pipeline.engine.timing import SpanRecorder, recorder_on
+from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.routes import StageDataflow
@@ -258,10 +258,11 @@ class Runner:
         if self.record == MEMORY:
             memory.set_step(plan, self._largest_of(plan, inputs, targets))
             recording = memory.recording(plan, _tensors(microbatches), self._recorder)
-        with self._seeds.restoring(), recording as recorder:
-            losses, hooked = self._run_actions(
-                plan, executor, self.stages, inputs, targets, loss_grads, recorder
-            )
+        publishing = self._publishing(plan, self.stages)
+        with self._seeds.restoring(), recording as recorder, publishing as hooked:
+            losses = executor.run(inputs, targets, plan.boundaries, recorder, loss_grads)
+            if recorder is not None and memory.recorder is not None:
+                memory.recorder.finish(itertools.chain(*losses.values()))
         if hooked:
             call_accumulate_hooks(hooked)
         needs_norms = self.clips or self._checks_finite
@@ -287,21 +288,12 @@ class Runner:
             flight.checks_of_ranks = reduction.checks
         return reduction
 
-    def _run_actions(
-        self,
-        plan: StepPlan,
-        executor: Executor,
-        stages: Mapping[int, Any],
-        inputs: Microbatches,
-        targets: Microbatches,
-        loss_grads: Sequence[list[Any]],
-        recorder: SpanRecorder | None = None,
-    ) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
-        """Run the actions of a step, and add their gradients, reduced over copies, to ``.grad``.
+    @contextlib.contextmanager
+    def _publishing(self, plan: StepPlan, stages: Mapping[int, Any]) -> Iterator[list[Tensor]]:
+        """Context around the actions of a step, which adds their gradients, reduced over copies, to
+        ``.grad`` at its end.
 
-        Returns:
-            (losses by microbatch, parameters whose hooks must be called when their gradients are
-            complete).
+        Its value is a list of the parameters whose hooks must be called then.
         """
         model, scale, hooked = self._model, self.losses.scale, list[Tensor]()
         reduces = model.reduces or self._scales
@@ -312,12 +304,9 @@ class Runner:
             if plan.aux:
                 mean_count = sum(plan.pipeline_counts) / len(plan.pipeline_counts)
                 start_aux_losses(plan.aux, scale / mean_count)
-            losses = executor.run(inputs, targets, plan.boundaries, recorder, loss_grads)
-            if recorder is not None and self.memory.recorder is not None:
-                self.memory.recorder.finish(itertools.chain(*losses.values()))
+            yield hooked
             for stage in stages.values():
                 stage.publish()
-        return losses, hooked
 
     def _tune(self, plan: StepPlan) -> None:
         """Pass the step's measurements to the tuner, and use the schedules that it decides on."""
@@ -516,7 +505,8 @@ class Runner:
             for run, stages in ((other, stages), (executor, plan.stages)):  # noqa: B020
                 model.report_gradients(traced(stages), run.schedule)
                 with self._seeds.restoring(), model.preserving_state():
-                    self._run_actions(plan, run, stages, inputs, targets, loss_grads)
+                    with self._publishing(plan, stages):
+                        run.run(inputs, targets, plan.boundaries, None, loss_grads)
                     for call in model.post_step:
                         call()
                     gradients.append(gradients_of(model.modules))

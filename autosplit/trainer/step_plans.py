@@ -299,6 +299,8 @@ class StepPlans:
         offers[2 * layout.index : 2 * layout.index + 2] = offer, ~offer if has_plan else 0
         groups, seeds = self._groups, self._seeds.offer(evaluates=evaluates)
         numbers = fitting, *seeds, *offers
+        if groups.everybody.ranks == 1:
+            return [*numbers]
         if waits or len(layout.pipelines) > 1:
             return groups.everybody.all_reduce_and(*numbers)
         return groups.broadcast(numbers, self._source)

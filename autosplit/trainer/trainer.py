@@ -408,7 +408,8 @@ class PipelineTrainer(StepReports):
         else:
             self._model.drop_gradients()
             figures.skipped += 1
-        self._runner.losses.update_scale(finite=self._optimizer_moves)
+        if self.grad_scaler is not None:
+            self._runner.losses.update_scale(self.grad_scaler, finite=self._optimizer_moves)
         return losses
 
     def verify(
