@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -139,40 +138,21 @@ def bind(session: RegionSession[BlockRegion], exported: fx.GraphModule) -> list[
 
 def rebind(session: RegionSession[BlockRegion], exported: fx.GraphModule) -> list[RegionCall]:
     """Bind calls of blocks again of which some results turned out to get no gradient, and return
-    all calls. Empty if there are none, or if the model must be traced again: an operator reads such
-    a result, sizes are symbols, or a block is refused.
+    all calls. Empty if there are none, or if Dynamo must trace the model again: a block is refused,
+    or sizes are symbols of Dynamo's trace.
     """
     if not session.has_detached or session.is_outdated:
         return []
-    session.has_detached = False
     nodes = [node for node in exported.graph.nodes if isinstance(node.target, RegionCall)]
-    calls: list[RegionCall] = []
-    for node in nodes:
-        call: Any = node.target
-        if call.region.capture.sizes or _reads(node, session.detached.get(call.name, ())):
-            session.is_outdated = True
-            return []
-        try:
-            region, guards = session.match_detached(call.name, call.region)
-        except Exception as error:
-            session.record_refusal(call.name, str(error))
-            return []
-        calls.append(dataclasses.replace(call, region=region, guards=guards))
-    for node, new in zip(nodes, calls, strict=True):
-        node.target = new
-    return calls
-
-
-def _reads(node: fx.Node, paths: Collection[str]) -> bool:
-    """Whether an operator of the graph reads one of these results of a block's call."""
-    for user in node.users:
-        is_item = user.target is operator.getitem
-        name = f"output[{user.args[1]}]" if is_item else "output"
-        readers = user.users if is_item else [user]
-        is_read = any(reader.op != "output" for reader in readers)
-        if is_read and any(path.startswith(name) for path in paths):
-            return True
-    return False
+    calls: list[Any] = [node.target for node in nodes]
+    session.has_detached = False
+    session.is_outdated = any(call.region.capture.sizes for call in calls)
+    if session.is_outdated:
+        return []
+    for node, call in zip(nodes, calls, strict=True):
+        region, guards = session.match_detached(call.name, call.region)
+        node.target = dataclasses.replace(call, region=region, guards=guards)
+    return [node.target for node in nodes]
 
 
 @contextlib.contextmanager

@@ -185,8 +185,8 @@ class RegionSession(Generic[R]):
     Attributes:
         detached: as passed.
         blocks: the blocks that Dynamo does not trace into, by name.
-        is_outdated: whether the session has added to ``refused``, or to ``detached`` a result that
-            the graph reads, so that its result is dropped.
+        is_outdated: whether the session has added to ``refused``, or to ``detached`` with symbolic
+            sizes, so that its result is dropped.
         has_detached: whether the session has added to ``detached`` since blocks were bound.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autosplit
+from autosplit.capture import export
 from autosplit.passes.analysis.operator_cost import weight_flops
 from autosplit.runtime.gradient_dependence import GradientDependence
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
@@ -62,6 +64,16 @@ class Pairs(Stack):
     def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
             x, _ = layer(x)
+        return self.head(x)
+
+
+class Detaching(Pairs):
+    """What gets no gradient is read."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x, other = layer(x)
+            x = x + other.detach().isnan()
         return self.head(x)
 
 
@@ -168,6 +180,15 @@ def batches() -> list[tuple[Tensor, ...]]:
 def test_blocks(block: type[Residual]) -> None:
     split = assert_equals_autograd(Stack(block), batches())
     assert kinds(split) == [4]
+
+
+@pytest.mark.parametrize("model", [Pairs, Detaching])
+def test_results_without_gradients_need_no_other_trace_of_the_model(model: type[Stack]) -> None:
+    traced = mock.Mock(wraps=export.fullgraph_capture)
+    with mock.patch.object(export, "fullgraph_capture", traced):
+        assert kinds(assert_equals_autograd(model(), batches())) == [4]
+    modules = [type(call.args[0]) for call in traced.call_args_list]
+    assert modules.count(model) == 1
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda kind: kind.__name__)
