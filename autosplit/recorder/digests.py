@@ -147,9 +147,16 @@ def _block_sums(values: Tensor) -> Tensor:
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, ...]:
-    """The least and the greatest number, which are NaN if any number is; none for integers."""
+    """Numbers that are finite if and only if all numbers of the tensor are; none for integers.
+
+    Of a CPU tensor, its sum if that is finite, which takes a third of the time. Else the least and
+    the greatest number, which are NaN if any number is.
+    """
     if not values.is_floating_point() or not values.numel():
         return ()
     if not values.dim():
         return (values.clone(),)
-    return torch.aminmax(values if values.itemsize > 1 else values.float())
+    values = values if values.itemsize > 1 else values.float()
+    if values.device.type == "cpu" and math.isfinite(total := values.sum()):
+        return (total,)
+    return torch.aminmax(values)
