@@ -246,7 +246,8 @@ class FlightRecorder:
                 tape.end(self._times.spans())
             name = "nonfinite" if tape.faults["nonfinite"] else "error"
             if {name, "error"} & {*self._options.alarms}:
-                self._write(tape, name, f"{type(error).__name__}: {error}")
+                line = next(iter(str(error).splitlines()), "").rstrip(".")
+                self._write(tape, name, f"{type(error).__name__}: {line}")
 
     def _raise_alarms(self, tape: StepTape) -> None:
         """Write the step, once, if any rank has an alarm. Collective."""
@@ -279,7 +280,8 @@ class FlightRecorder:
         for alarm in self._options.alarms:
             if callable(alarm) and alarm(metrics):
                 name = getattr(alarm, "__name__", repr(alarm))
-                self._alarms["metrics"] = f"{name}(metrics) is true for {metrics}"
+                figures = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+                self._alarms["metrics"] = f"{name}(metrics) is true for {figures}"
         count = torch.tensor([len(self._alarms)], device="cpu")
         if self._groups.everybody.ranks > 1:
             with self._guard.during("the alarms of a step"):

@@ -101,8 +101,14 @@ class StepTape:
         self._gradients: dict[int, NamedDigests] = {}
         self._spans: Sequence[Span] = ()
         self._versions = {index: versions(named.values()) for index, named in state.items()}
-        tensors = (tensor for named in state.values() for tensor in named.values())
-        self._comparable = not reduces and all(tensor.grad is None for tensor in tensors)
+        rows = [{id(tensor): tensor for tensor in named.values()} for named in state.values()]
+        tensors = {number: tensor for row in rows for number, tensor in row.items()}
+        # A replay sums the gradients of one stage, into nothing.
+        self._comparable = (
+            not reduces
+            and len(tensors) == sum(map(len, rows))
+            and all(tensor.grad is None for tensor in tensors.values())
+        )
 
     def note_arguments(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Record the arguments of an action, before it runs."""

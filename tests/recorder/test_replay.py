@@ -555,18 +555,19 @@ def test_other_steps_have_the_bits_of_the_run(
 
 
 class Tokens(nn.Module):
-    """A whole model with named inputs, one of which all stages take."""
+    """A whole model with named inputs, one of which all stages take, as they do one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed, self.out = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.gain = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
-            x = torch.tanh(layer(x)) * scale
+            x = torch.tanh(layer(x) * self.gain) * scale
         return self.out(x)
 
 
