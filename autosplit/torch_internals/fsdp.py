@@ -104,6 +104,7 @@ class ParameterGroup:
     def __init__(self, group: Any, name: str) -> None:
         self._group = group
         self.name = name
+        self._trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         self._needed: dict[int, bool] = {}
 
     @classmethod
@@ -167,8 +168,7 @@ class ParameterGroup:
         """Bytes of the gradients of a step before they are reduced."""
         return sum(
             p._orig_size.numel() * (p.reduce_dtype or p.param_dtype or p.orig_dtype).itemsize
-            for p in self._group.fsdp_params
-            if p.sharded_param.requires_grad
+            for p in self._trained
         )
 
     @property
@@ -308,7 +308,8 @@ class ParameterGroup:
 
     def add_missing(self) -> list[bool]:
         """Add zeros as the unreduced gradients of trained parameters that have none, so that all
-        ranks reduce the same parameters.
+        ranks reduce the same parameters. A parameter counts as trained if it was when this object
+        was made: another rank may have frozen it since.
 
         Returns:
             For each of ``sharded_parameters``, whether it had a gradient.
@@ -319,7 +320,7 @@ class ParameterGroup:
             total = None if whole is None else whole.grad
             had = total is not None or parameter.unsharded_accumulated_grad is not None
             had_gradient.append(had)
-            if whole is not None and not had and parameter.sharded_param.requires_grad:
+            if whole is not None and not had and parameter in self._trained:
                 whole.grad = torch.zeros_like(whole)
         return had_gradient
 

@@ -123,24 +123,29 @@ def test_a_step_with_an_infinite_gradient_moves_no_replica() -> None:
 
 @ranks(4)
 def test_a_parameter_without_a_gradient_on_one_replica() -> None:
-    """The other replica's gradient is reduced; without one on any replica, there is none."""
+    """The other replica's gradient is reduced, also if this one has frozen the parameter; without
+    one on any replica, there is none.
+    """
 
     def branching(index: int) -> nn.Module:
-        parameters = {
-            name: nn.Parameter(torch.ones(WIDTH)) for name in ("scale", "extra", "unused")
-        }
-        return Made(lambda m, x: x * m.scale + (m.extra if len(x) > 2 else 0), **parameters)
+        names = ("scale", "extra", "frozen", "unused")
+        return Made(
+            lambda m, x: x * m.scale * m.frozen + (m.extra if len(x) > 2 else 0),
+            **{name: nn.Parameter(torch.ones(WIDTH)) for name in names},
+        )
 
     mesh, gradients = mesh_of(**MESH), []
-    x = torch.ones(2 + mesh.get_local_rank("dp_replicate"), WIDTH)
+    replica = mesh.get_local_rank("dp_replicate")
+    x = torch.ones(2 + replica, WIDTH)
     for options in ({}, ZERO1):
         with trainer(mesh, branching, **options) as engine:
-            engine.forward_backward(microbatches=[(x, x)])
             named = [item for m in engine.modules.values() for item in m.named_parameters()]
+            dict(named)["frozen"].requires_grad_(replica == 0)
+            engine.forward_backward(microbatches=[(x, x)])
             gradients.append({n: None if p.grad is None else whole(p.grad) for n, p in named})
     expected, actual = gradients
-    assert actual["unused"] is expected["unused"] is None
-    assert all(torch.equal(actual[name], expected[name]) for name in ("scale", "extra"))
+    assert actual.pop("unused") is expected.pop("unused") is None
+    assert all(torch.equal(gradient, actual[name]) for name, gradient in expected.items())
 
 
 @ranks(4)
