@@ -149,12 +149,12 @@ def signature_of(
     """
     number = {node: f"%{index}" for index, node in enumerate([*outside, *nodes])}
 
-    def name(leaf: Any) -> Any:
+    def number_leaf(leaf: Any) -> Any:
         is_size = leaf not in number and isinstance(leaf, fx.Node)
         return str(line.value(leaf)) if is_size else number.get(leaf, leaf)
 
     def text(value: Any) -> str:
-        return repr(map_aggregate(value, name))
+        return repr(map_aggregate(value, number_leaf))
 
     parts = [*names, *(_look(line, node) for node in outside)]
     for node in nodes:
