@@ -180,7 +180,7 @@ def sources() -> dict[pathlib.Path, Names]:
 
 
 @pytest.fixture(scope="module")
-def known(sources: dict[pathlib.Path, Names]) -> set[str]:
+def identifiers(sources: dict[pathlib.Path, Names]) -> set[str]:
     """Names that any docstring and page may use: ours, and those of Python and torch."""
     of_torch = [name for item in TORCH for name in dir(pkgutil.resolve_name("torch" + item))]
     ours = [name for source in sources.values() for name in source.defined]
@@ -194,12 +194,12 @@ def files() -> list[str]:
     return [f"/{path.relative_to(ROOT)}" for path in [*paths, *ROOT.glob("*.*")]]
 
 
-def is_stale(name: str, known: set[str], roots: set[str], files: list[str]) -> bool:
+def is_stale(name: str, identifiers: set[str], roots: set[str], files: list[str]) -> bool:
     """Whether a name stands for nothing: a file, a dotted name or an identifier.
 
     Args:
         name: from a docstring or a page; expressions are never stale.
-        known: identifiers.
+        identifiers: names that are defined somewhere.
         roots: with what dotted names may begin, unless they can be imported.
         files: paths of the project.
     """
@@ -209,10 +209,12 @@ def is_stale(name: str, known: set[str], roots: set[str], files: list[str]) -> b
         return False
     root, *rest = name.removesuffix("()").split(".")
     if not rest:
-        return root not in known
+        return root not in identifiers
     if is_there("autosplit." * (root == "passes") + name.removesuffix("()")):
         return False
-    return root in ("autosplit", "passes", "torch") or root not in roots or not known >= {*rest}
+    return (
+        root in ("autosplit", "passes", "torch") or root not in roots or not identifiers >= {*rest}
+    )
 
 
 def documented(docstring: str) -> list[str]:
@@ -226,14 +228,16 @@ def documented(docstring: str) -> list[str]:
 
 
 def test_names_in_docstrings_are_there(
-    sources: dict[pathlib.Path, Names], known: set[str], files: list[str]
+    sources: dict[pathlib.Path, Names], identifiers: set[str], files: list[str]
 ) -> None:
     modules = {part for path in SOURCES for part in (path.stem, path.parent.name)}
     stale = []
     for path, local in sources.items():
-        names = known | local.used
+        names = identifiers | local.used
         roots = (
-            local.used | modules | {*FOREIGN.split(), *re.findall(r"\b[A-Z]\w+", " ".join(known))}
+            local.used
+            | modules
+            | {*FOREIGN.split(), *re.findall(r"\b[A-Z]\w+", " ".join(identifiers))}
         )
         for text in local.docstrings:
             named = re.findall(r"``(.+?)``", text)
@@ -243,14 +247,14 @@ def test_names_in_docstrings_are_there(
     assert stale == []
 
 
-def test_names_on_pages_are_there(known: set[str], files: list[str]) -> None:
+def test_names_on_pages_are_there(identifiers: set[str], files: list[str]) -> None:
     """Modules, files, and names in capitals or camel case; others may be of the reader's code."""
     ours = re.compile(r"(autosplit|passes)\.\w|[A-Z]|(?!torch/).*\.(py|md)$")
     stale = [
         f"{page.relative_to(ROOT)}: {name}"
         for page in PAGES
         for name in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", page.read_text())
-        if ours.match(name) and is_stale(name, known, known, files)
+        if ours.match(name) and is_stale(name, identifiers, identifiers, files)
     ]
     assert stale == []
 
@@ -258,9 +262,9 @@ def test_names_on_pages_are_there(known: set[str], files: list[str]) -> None:
 @pytest.mark.parametrize(
     "name", ["passes.memory", "passes/no_such.py", "no_such.build", "Stage.no_such", "no_such()"]
 )
-def test_a_stale_name_is_found(name: str, known: set[str], files: list[str]) -> None:
-    assert is_stale(name, known, known, files)
-    assert not is_stale("Stage.publish", known, known, files)
+def test_a_stale_name_is_found(name: str, identifiers: set[str], files: list[str]) -> None:
+    assert is_stale(name, identifiers, identifiers, files)
+    assert not is_stale("Stage.publish", identifiers, identifiers, files)
     assert documented("Made.\n\nArgs:\n    one: x\n        more: y\n    two: z\n") == ["one", "two"]
 
 

@@ -54,19 +54,19 @@ class Thread(threading.Thread):
 
 
 class Gate:
-    """Holds the thread that computes before W, or behind it and before it is in ``.grad``."""
+    """Holds the thread that computes before W, or after it and before it is in ``.grad``."""
 
-    def __init__(self, delivery: Any, behind: bool) -> None:
-        self._delivery, self._behind = delivery, behind
+    def __init__(self, delivery: Any, after_weight: bool) -> None:
+        self._delivery, self._after_weight = delivery, after_weight
         self.reached, self._opened = threading.Event(), threading.Event()
         self.has_observers = False
 
     def deliver(self, *args: Any) -> None:
-        if self._behind:
+        if self._after_weight:
             self._delivery.deliver(*args)
         self.reached.set()
         assert self._opened.wait(PATIENCE)
-        if not self._behind:
+        if not self._after_weight:
             self._delivery.deliver(*args)
 
     def notify_observers(self, microbatches: Any) -> None:
@@ -77,12 +77,12 @@ class Gate:
 
 
 @contextmanager
-def computing(split: Any, behind: bool) -> Iterator[tuple[Gate, Thread]]:
+def computing(split: Any, after_weight: bool) -> Iterator[tuple[Gate, Thread]]:
     """A thread has read a gradient's values, and computes all that is pending until the gate is
     opened. Its reading is right then.
     """
     queue, parameter = split._queue, next(split.parameters())
-    gate = Gate(queue.delivery, behind)
+    gate = Gate(queue.delivery, after_weight)
     queue.delivery = gate
     try:
         logger = Thread(lambda: parameter.grad.norm())
@@ -118,8 +118,8 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["before W", "behind W"])
-def behind(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(params=[False, True], ids=["before W", "after W"])
+def after_weight(request: pytest.FixtureRequest) -> bool:
     result: bool = request.param
     return result
 
@@ -137,12 +137,12 @@ def split(captured: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_uses_of_gradients_wait_for_the_thread(name: str, behind: bool, split: Any) -> None:
+def test_uses_of_gradients_wait_for_the_thread(name: str, after_weight: bool, split: Any) -> None:
     plain = copy.deepcopy(split.unsplit)
     x, y = torch.randn(2, 3, 4)
     backward(split, x, y)
     backward(plain, x, y)
-    with computing(split, behind) as (gate, _):
+    with computing(split, after_weight) as (gate, _):
         stepping = Thread(lambda: USES[name](split))
         assert stepping.waits()
         gate.open()
@@ -152,7 +152,7 @@ def test_uses_of_gradients_wait_for_the_thread(name: str, behind: bool, split: A
 
 
 @pytest.mark.parametrize("cleared", [False, True], ids=["added to", "cleared"])
-def test_backward_meanwhile(cleared: bool, behind: bool, split: Any) -> None:
+def test_backward_meanwhile(cleared: bool, after_weight: bool, split: Any) -> None:
     """Its microbatch waits. Where ``.grad`` was cleared before, the backward itself has to wait for
     the other thread, which refers to the gradient that it had.
     """
@@ -160,7 +160,7 @@ def test_backward_meanwhile(cleared: bool, behind: bool, split: Any) -> None:
     x, y = torch.randn(2, 3, 4)
     backward(split, x)
     backward(plain, x)
-    with computing(split, behind) as (gate, _):
+    with computing(split, after_weight) as (gate, _):
         for module in (split, plain) if cleared else ():
             module.zero_grad()
         training = Thread(lambda: backward(split, y))
@@ -182,7 +182,7 @@ def test_two_models_with_a_parameter_in_common() -> None:
     x = torch.randn(4, 3)
     backward(first, x)
     second.capture(x)
-    with computing(first, behind=False):
+    with computing(first, after_weight=False):
         backward(second, x)
         assert (first.pending, second.pending) == (1, 0)
     for module in plain:

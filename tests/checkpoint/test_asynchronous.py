@@ -17,7 +17,7 @@ from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def release(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before this is set."""
     go = threading.Event()
     write = saving.save
@@ -30,7 +30,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-def test_an_asynchronous_save_excludes_later_steps(tmp_path: Path, held: threading.Event) -> None:
+def test_an_asynchronous_save_excludes_later_steps(
+    tmp_path: Path, release: threading.Event
+) -> None:
     with trainer(whole(), 2, ranks=1) as engine:
         train(engine, 0, 1)
         earlier = named(engine)
@@ -38,7 +40,7 @@ def test_an_asynchronous_save_excludes_later_steps(tmp_path: Path, held: threadi
         losses = train(engine, 1, 3)
         assert pending is not None
         assert not pending.done
-        held.set()
+        release.set()
         pending.wait()
         assert pending.done
     read = read_checkpoint(tmp_path / "it")
@@ -48,10 +50,10 @@ def test_an_asynchronous_save_excludes_later_steps(tmp_path: Path, held: threadi
         assert torch.equal(train(engine, 1, 3), losses)
 
 
-def test_the_next_save_waits(tmp_path: Path, held: threading.Event) -> None:
+def test_the_next_save_waits(tmp_path: Path, release: threading.Event) -> None:
     with trainer(whole(), 2, ranks=1) as engine:
         save_checkpoint(engine, tmp_path / "it", step=1, asynchronous=True)
-        held.set()
+        release.set()
         assert save_checkpoint(engine, tmp_path / "it", step=2) is None
         assert load_checkpoint(engine, tmp_path / "it").step == 2
 

@@ -141,11 +141,11 @@ def by_stage(stage: int, name: str) -> str:
     return f"{stage}.{name}"
 
 
-def gradients_of(made: PipelineTrainer, names: Names = by_stage) -> dict[str, Tensor]:
+def gradients_of(engine: PipelineTrainer, names: Names = by_stage) -> dict[str, Tensor]:
     """This rank's gradients, whole, by name; each lies over ranks as its parameter does."""
     results = {}
-    for stage, gradients in made.gradients().items():
-        parameters = dict(made.modules[stage].named_parameters())
+    for stage, gradients in engine.gradients().items():
+        parameters = dict(engine.modules[stage].named_parameters())
         for name, gradient in gradients.items():
             for subject in ("placements", "device_mesh"):
                 assert getattr(gradient, subject, None) == getattr(
@@ -157,7 +157,7 @@ def gradients_of(made: PipelineTrainer, names: Names = by_stage) -> dict[str, Te
 
 
 def assert_step(
-    made: PipelineTrainer,
+    engine: PipelineTrainer,
     batch: tuple[Tensor, Tensor],
     expected: tuple[list[float], dict[str, Tensor], float],
     names: Names = by_stage,
@@ -168,24 +168,26 @@ def assert_step(
     exact, and the norm of any such, but for rounding.
     """
     losses, gradients, norm = expected
-    assert made.forward_backward(batch).tolist() == losses
-    for name, gradient in gradients_of(made, names).items():
+    assert engine.forward_backward(batch).tolist() == losses
+    for name, gradient in gradients_of(engine, names).items():
         if exact(name):
             assert torch.equal(gradient, gradients[name]), name
         else:
             torch.testing.assert_close(gradient, gradients[name])
-    assert math.isclose(made.grad_norm or 0.0, norm, rel_tol=1e-6)
+    assert math.isclose(engine.grad_norm or 0.0, norm, rel_tol=1e-6)
 
 
-def assert_skipped(made: PipelineTrainer, batch: tuple[Tensor, Tensor], *, bad: bool) -> None:
+def assert_skipped(engine: PipelineTrainer, batch: tuple[Tensor, Tensor], *, bad: bool) -> None:
     """A step moves no parameter on any rank, if only some are given an infinite target."""
     inputs, targets = batch
-    earlier = [p.detach().clone() for module in made.modules.values() for p in module.parameters()]
-    made.step(inputs, torch.where(torch.tensor(bad), math.inf, targets))
-    after = [p for module in made.modules.values() for p in module.parameters()]
+    earlier = [
+        p.detach().clone() for module in engine.modules.values() for p in module.parameters()
+    ]
+    engine.step(inputs, torch.where(torch.tensor(bad), math.inf, targets))
+    after = [p for module in engine.modules.values() for p in module.parameters()]
     assert all(map(torch.equal, map(whole, earlier), map(whole, after)))
-    assert made.metrics()["skipped"] == 1
-    assert not any(made.gradients().values())
+    assert engine.metrics()["skipped"] == 1
+    assert not any(engine.gradients().values())
 
 
 def refusal(act: Callable[[], Any]) -> str:
@@ -215,12 +217,12 @@ def common_folder() -> Path:
     return Path(folder[0])
 
 
-def state(made: PipelineTrainer, names: Names) -> dict[str, Tensor]:
+def state(engine: PipelineTrainer, names: Names) -> dict[str, Tensor]:
     """Whole parameters, and what the optimizer has of them."""
     results = {}
-    for stage, module in made.modules.items():
+    for stage, module in engine.modules.items():
         for name, parameter in module.named_parameters():
-            values = {"": parameter.detach(), **made.optimizer.state[parameter]}
+            values = {"": parameter.detach(), **engine.optimizer.state[parameter]}
             key = names(stage, name)
             results |= {f"{key} {subject}": whole(item).clone() for subject, item in values.items()}
     return results

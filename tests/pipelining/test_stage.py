@@ -74,9 +74,9 @@ def joined(inner: nn.Module, x: Tensor, turned: Tensor, skip: Tensor, mask: Tens
     return inner(x * mask) + skip  # type: ignore[no-any-return]
 
 
-def named(inner: nn.Module, given: Any) -> dict[str, Any]:
+def named(inner: nn.Module, hidden: Any) -> dict[str, Any]:
     """A dictionary, as it takes one."""
-    built = inner(given["hidden"] if isinstance(given, dict) else given)
+    built = inner(hidden["hidden"] if isinstance(hidden, dict) else hidden)
     return {"hidden": built, "parts": [built.sum(1), built[:, :2]]}
 
 
@@ -142,15 +142,17 @@ def of_ours() -> Program:
     """With neighbours on each rank."""
     schedule = build("1f1b", 4, 4, ranks=2)
 
-    def make(stages: Any, microbatches: int, **given: Any) -> Any:
-        return torch_schedule(schedule, stages, **given)
+    def make(stages: Any, microbatches: int, **arguments: Any) -> Any:
+        return torch_schedule(schedule, stages, **arguments)
 
     return of_blocks(4, mine=schedule.stages_on(dist.get_rank()), make_schedule=make)
 
 
 def from_a_file(write: Callable[[Path], Any], form: str = "compute_only", **more: Any) -> Program:
-    def make(stages: Any, microbatches: int, **given: Any) -> Any:
-        schedule = _PipelineScheduleRuntime(stages, microbatches, **{**given, "scale_grads": True})
+    def make(stages: Any, microbatches: int, **arguments: Any) -> Any:
+        schedule = _PipelineScheduleRuntime(
+            stages, microbatches, **{**arguments, "scale_grads": True}
+        )
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder) / "schedule.csv")
             schedule._load_csv(f"{folder}/schedule.csv", format=form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ ROWS = [(4, 8), (7, 8), (1, 8)]
 @pytest.mark.parametrize(
     ("make", "shapes"),
     [
-        (llama, [(2, 12), (3, 9), (5, 31), (2, 8)]),
+        (partial(llama, 1), [(2, 12), (3, 9), (5, 31), (2, 8)]),
         (unet, IMAGES),
         (pooled, IMAGES),
         (mixed, ROWS),

@@ -225,7 +225,7 @@ def test_a_stage_that_cannot_see_which_branch_was_taken_is_refused() -> None:
 
 
 def test_a_causal_language_model_is_called_by_keywords_at_every_length() -> None:
-    case = llama()
+    case = llama(1)
     whole = case.model
 
     def batch(samples: int, length: int) -> dict[str, Tensor]:

@@ -35,24 +35,24 @@ class Scripted:
     def __init__(self, calls: list[str], name: str = "") -> None:
         self.calls = calls
         self.name = name
-        self.held: list[Tensor] = []
+        self.saved: list[Tensor] = []
         self.grad: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(f"{self.name}F")
-        self.held = [allocate(100)]
+        self.saved = [allocate(100)]
         allocate(500)
         return x
 
     def backward_input(self, grad: Tensor) -> Tensor:
         self.calls.append(f"{self.name}I")
-        self.held = [allocate(30)]
+        self.saved = [allocate(30)]
         self.grad = {"weight": allocate(7)}
         return grad
 
     def backward_weight(self) -> None:
         self.calls.append(f"{self.name}W")
-        self.held = []
+        self.saved = []
 
     def gradients(self) -> dict[str, Tensor]:
         return self.grad

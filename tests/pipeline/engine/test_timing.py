@@ -18,7 +18,7 @@ class Gpu:
     """Does what it is given later, each piece in a second of its own."""
 
     def __init__(self) -> None:
-        self.given = 0
+        self.queued = 0
         self.waited_for = -1
 
     def stream(self, device: torch.device) -> Gpu:
@@ -36,7 +36,7 @@ class Event:
 
     def record(self, stream: Gpu) -> None:
         assert stream is self._gpu
-        self._at = stream.given
+        self._at = stream.queued
 
     def synchronize(self) -> None:
         self._gpu.waited_for = self._at
@@ -63,16 +63,16 @@ def test_spans_are_when_the_device_ran_what_it_was_given(gpu: Gpu) -> None:
     assert isinstance(recorder, DeviceSpanRecorder)
 
     def compute(pieces: int) -> str:
-        gpu.given += pieces
-        return f"{pieces} given"
+        gpu.queued += pieces
+        return f"{pieces} queued"
 
     for _ in range(2):
-        gpu.given = 5
+        gpu.queued = 5
         earlier = time.perf_counter()
         recorder.begin()
         after = time.perf_counter()
-        assert recorder.run((F0,), lambda: compute(2)) == "2 given"
-        gpu.given += 4  # waits for a message
+        assert recorder.run((F0,), lambda: compute(2)) == "2 queued"
+        gpu.queued += 4  # waits for a message
         recorder.run((W0,), lambda: compute(1))
     # Nothing was waited for but the start, before any message is under way.
     assert gpu.waited_for == 5
