@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ ROWS = [(4, 8), (7, 8), (1, 8)]
 @pytest.mark.parametrize(
     ("make", "shapes"),
     [
-        (partial(llama, 1), [(2, 12), (3, 9), (5, 31), (2, 8)]),
+        (llama, [(2, 12), (3, 9), (5, 31), (2, 8)]),
         (unet, IMAGES),
         (pooled, IMAGES),
         (mixed, ROWS),
