@@ -42,7 +42,7 @@ class GatherAgreement:
         """Let the graphs of a module gather what all ranks have agreed on."""
         gathering.agree = self._agree
 
-    def around(
+    def compare_around(
         self, action: Action, gathering: Gathering, compute: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Return a function that runs an action and compares its gathers, equally often on all

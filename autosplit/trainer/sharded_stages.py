@@ -165,7 +165,7 @@ class ShardedStages:
         gathering = stage.sharding.gathering
         if self._agreement is None or gathering is None:
             return compute
-        return self._agreement.around(action, gathering, compute)
+        return self._agreement.compare_around(action, gathering, compute)
 
     def restore_process_groups(self) -> None:
         """Restore the process groups that the modules had before the trainer."""

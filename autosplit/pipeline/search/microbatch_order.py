@@ -202,15 +202,15 @@ class _OrderSearch:
         Raises:
             ScheduleError: no order keeps the caps.
         """
-        given, *orders = _orders([sum(seconds) for seconds, *_ in self._columns])
+        list_order, *orders = _orders([sum(seconds) for seconds, *_ in self._columns])
         for number, patience in _TRIALS:
             if self._work > 0 and self._is_long:
                 self._construct(orders[number], patience)
-        for order, rows in product((given, orders[-1]), named):
+        for order, rows in product((list_order, orders[-1]), named):
             if self._is_long:
                 self._replay(order, rows)
         if not self._best.rows:
-            self._construct(given, math.inf)
+            self._construct(list_order, math.inf)
         if not self._best.rows:
             raise self._refusal()
         draw, count = random.Random(0).randrange, len(self._columns)
