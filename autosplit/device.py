@@ -17,18 +17,18 @@ Accelerator = tuple[str, ModuleType]
 
 @functools.cache
 def _accelerator() -> Accelerator | None:
-    """The accelerator that this torch supports, or None. It never changes in a process."""
-    device = torch.accelerator.current_accelerator()
+    """The accelerator of this machine that torch supports, or None. It never changes in a process."""
+    device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else (device.type, torch.get_device_module(device))
 
 
 def has_accelerator() -> bool:
-    """Whether this torch supports another device than the CPU."""
+    """Whether this machine has another device than the CPU that torch supports."""
     return _accelerator() is not None
 
 
 def accelerator_kind() -> str:
-    """The kind of accelerator of this torch; "cuda" if it has none."""
+    """The kind of accelerator of this machine; "cuda" if it has none."""
     accelerator = _accelerator()
     return "cuda" if accelerator is None else accelerator[0]
 

@@ -33,6 +33,10 @@ from autosplit.torch_internals.patches import patched
 
 _NUMBERS = {float: torch.float64, int: torch.int64}
 _READABLE = (Tensor, *_NUMBERS, bool, str, type(None))
+# Dynamo's method that looks up an attribute; torch 2.14 has renamed it.
+_GET_ATTRIBUTE = (
+    "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
+)
 _GLOBAL = re.compile(r"G\['(\w+)'\]((?:\.\w+)*)")
 
 _LIBRARY = torch.library.Library(READ, "DEF")
@@ -86,6 +90,7 @@ class BackwardReads:
         """
         trace: Any = AutogradFunctionApplyVariable.trace_backward_graph
         build: Any = VariableTracker.build
+        attribute: Any = getattr(AutogradFunctionVariable, _GET_ATTRIBUTE)
 
         def trace_backward(function: Any, *args: Any) -> Any:
             self._depth += 1
@@ -104,7 +109,7 @@ class BackwardReads:
             """Dynamo's variable of an attribute of the custom autograd function's class."""
             value = getattr(function.fn_cls, name, NotImplemented)
             if function.source is None or type(value) not in _READABLE:
-                raise NotImplementedError
+                return attribute(function, tx, name)
             source = AttrSource(function.source, name)
             if not self._depth:
                 return build(tx, value, source)
@@ -117,7 +122,7 @@ class BackwardReads:
         with (
             patched(AutogradFunctionApplyVariable, "trace_backward_graph", trace_backward),
             patched(VariableTracker, "build", staticmethod(build_variable)),
-            patched(AutogradFunctionVariable, "var_getattr", attribute_of_function),
+            patched(AutogradFunctionVariable, _GET_ATTRIBUTE, attribute_of_function),
         ):
             yield
 

@@ -64,7 +64,7 @@ STATE = (
         "makes floats and tensors that a backward reads operators instead of constants",
     ),
     GlobalState(
-        "AutogradFunctionVariable.var_getattr",
+        "AutogradFunctionVariable[_GET_ATTRIBUTE]",
         _READS,
         "does the same for attributes of the function's class",
     ),
