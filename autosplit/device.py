@@ -17,7 +17,7 @@ Accelerator = tuple[str, ModuleType]
 
 @functools.cache
 def _accelerator() -> Accelerator | None:
-    """The accelerator of this machine that torch supports, or None. It never changes in a process."""
+    """This machine's accelerator, if torch supports one. It never changes in a process."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else (device.type, torch.get_device_module(device))
 
