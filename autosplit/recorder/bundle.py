@@ -83,7 +83,8 @@ def write_part(
             _flush(path)
         sync_folder(staged)
         staged.replace(home / f"rank-{rank}")
-        sync_folder(home)
+        with contextlib.suppress(FileNotFoundError):  # another rank has renamed it
+            sync_folder(home)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         with contextlib.suppress(OSError):

@@ -323,12 +323,17 @@ class StepReduction:
         )
         stages = [f"stage {stage} (rank {rank})" for stage, rank in nonfinite]
         averaged = ", after averaging over replicas" if len(self._layout.pipelines) > 1 else ""
+        has_recorder = self._check_count > 0
+        advice = (
+            ""
+            if has_recorder
+            else ". RunOptions(recorder=autosplit.Recorder(folder)) writes the step, in which "
+            "`autosplit replay` finds the operator and the sample"
+        )
         raise PipelineError(
             f"gradients are not finite in {few(stages, 4)}{averaged}{self._causes(numbers)}. No "
             "optimizer has used them. RunOptions(nonfinite='skip') drops the gradients of such a "
-            "step and continues with the next; 'ignore' lets optimizers use them. "
-            "RunOptions(recorder=autosplit.Recorder(folder)) writes the step, in which "
-            "`autosplit replay` finds the operator and the sample"
+            f"step and continues with the next; 'ignore' lets optimizers use them{advice}"
         )
 
     def _causes(self, numbers: list[float]) -> str:

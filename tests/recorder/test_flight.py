@@ -220,6 +220,19 @@ def test_a_full_disk_ends_nothing_and_leaves_nothing() -> None:
     assert bundles(home) == []
 
 
+def test_a_part_is_whole_if_another_rank_renames_the_folder_first(tmp_path: Path) -> None:
+    sync = bundle.sync_folder
+
+    def rename_and_sync(path: Path) -> None:
+        if path.suffix == ".part":
+            path.rename(path.with_suffix(""))
+        sync(path)
+
+    with mock.patch.object(bundle, "sync_folder", rename_and_sync):
+        bundle.write_part(tmp_path / "step", 0, 1, {"rank": 0}, {}, {})
+    assert [*bundle.read_parts(tmp_path / "step")] == [0]
+
+
 @ranks(2)
 def test_without_a_recorder_nothing_is_watched() -> None:
     with workers.trainer(stage_factory=None) as stages:
