@@ -26,6 +26,7 @@ from autosplit.pipeline.engine.executor import BoundAction, Executor
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import SpanRecorder
+from autosplit.pipeline.schedule.schedule import BACKWARDS
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
@@ -113,10 +114,16 @@ class FlightRecorder:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def watch(self, bound: BoundAction) -> BoundAction:
-        """Return the action with calls that also record its input and its result."""
+    def watch(self, last: int, bound: BoundAction) -> BoundAction:
+        """Return the action with calls that also record its input and its result.
+
+        Args:
+            last: the last stage, whose backwards wait for no other stage.
+            bound: the action.
+        """
         action, fetch, deliver = bound.action, bound.fetch, bound.deliver
         records_held = self._options.digests == "all"
+        waits = action.kind in BACKWARDS and action.stage < last
         if fetch is None:
             return self._watch_held(bound) if records_held else bound
 
@@ -126,6 +133,8 @@ class FlightRecorder:
             if tape is None:  # no step is recorded while gradients are verified
                 return fetch()
             tape.note_state()
+            if waits:
+                tape.compute_digests()
             if records_held:
                 tape.note_held(action)
             values = fetch()

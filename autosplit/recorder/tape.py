@@ -5,7 +5,7 @@ tensors.
 
     before the first action   parameters and buffers; buffers that F writes are copied
     each F, I and B           what it took and gave is noted; what it took is kept
-    every few actions         digests of what was noted, while caches have it
+    before a rank waits       digests of what was noted, or when it is too much for caches
     after the actions         digests of the rest, and of gradients
 
 All but the first stage's rank wait for a message before their first action, so that the digests of
@@ -138,9 +138,9 @@ class StepTape:
             if tensor is not None:
                 self._noted_bytes += tensor.nbytes
         if self._noted_bytes > min(_NOTED, self._left):
-            self._compute_digests()
+            self.compute_digests()
 
-    def _compute_digests(self) -> None:
+    def compute_digests(self) -> None:
         """Compute the digests of noted tensors, and keep arguments."""
         for action, part, tensors in self._notes:
             self._places[action][part] = self._digests.queue(tensors, finite=part == "gave")
@@ -191,7 +191,7 @@ class StepTape:
         """
         self._spans = spans
         self.note_state()
-        self._compute_digests()
+        self.compute_digests()
         for index, state in self.state.items():
             gradients = {name: t.grad for name, t in state.items() if t.grad is not None}
             self._gradients[index] = self._queue(gradients, finite=not are_finite)

@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -446,7 +447,7 @@ class Runner:
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = watch = None
         if self.flight is not None and not plan.evaluates:
-            watch = self.flight.watch
+            watch = partial(self.flight.watch, schedule.stages - 1)
         if prepared.moves:
             moves = Moves(stages, prepared, groups, self._device, self._store)
         return Executor(

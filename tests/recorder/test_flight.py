@@ -27,6 +27,7 @@ from autosplit.cli import main
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, Recorder
 from autosplit.recorder import bundle
+from autosplit.recorder.tape import StepTape
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
 
@@ -79,12 +80,17 @@ def test_an_alarm_of_one_rank_is_written_by_all_once() -> None:
 
 @ranks(2)
 def test_a_step_without_alarms_writes_nothing() -> None:
-    home = folder()
-    with trainer(home) as stages:
+    home, compute = folder(), StepTape.compute_digests
+    with (
+        mock.patch.object(StepTape, "compute_digests", autospec=True, side_effect=compute) as calls,
+        trainer(home) as stages,
+    ):
         for seed in range(3):
             stages.step(workers.data(8, seed=seed))
             stages.step_async(workers.data(8, seed=seed)).wait()
     assert bundles(home) == []
+    waits = 0 if dist.get_rank() else stages.schedule.microbatches
+    assert calls.call_count == 6 * (waits + 1)  # before each wait for a gradient, and at the end
 
 
 @ranks(2)
