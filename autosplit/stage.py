@@ -26,9 +26,9 @@ from autosplit.runtime.residuals import Residuals
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import (
+    WithoutAutograd,
     call_accumulate_hooks,
     is_autocast,
-    without_autocast,
 )
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -458,7 +458,7 @@ class Stage:
                 its output; or a saved tensor was written in place since F.
         """
         if torch.is_grad_enabled() or is_autocast():
-            with torch.no_grad(), without_autocast():
+            with WithoutAutograd():
                 return Stage.backward_input(self, microbatch, output_grads)
         state, tangents = self._begin_backward(microbatch, output_grads)
         if tangents is None:
@@ -492,7 +492,7 @@ class Stage:
                 since I; or a parameter was replaced since an earlier microbatch.
         """
         if torch.is_grad_enabled() or is_autocast():
-            with torch.no_grad(), without_autocast():
+            with WithoutAutograd():
                 Stage.backward_weight(self, microbatch, *later)
             return
         if self._sharded and self.functions.has_backward:
@@ -510,7 +510,7 @@ class Stage:
             SplitError: as for ``backward_input`` and ``backward_weight``.
         """
         if torch.is_grad_enabled() or is_autocast():
-            with torch.no_grad(), without_autocast():
+            with WithoutAutograd():
                 return Stage.backward(self, microbatch, output_grads)
         state, tangents = self._begin_backward(microbatch, output_grads)
         if tangents is None:

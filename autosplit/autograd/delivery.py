@@ -12,10 +12,10 @@ from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from autosplit.torch_internals.autograd import (
+    WithoutAutograd,
     add_gradient,
     add_gradients,
     at_end_of_backward,
@@ -59,7 +59,7 @@ class Delivery:
             SplitError: a deferred tensor was written in place since I.
         """
         run: list[Sequence[PendingWork]] = []
-        with torch.no_grad(), without_autocast():
+        with WithoutAutograd():
             for works in microbatches:
                 if run and not self._sums_together(run[0], works):
                     self._add_run(run, slots)

@@ -187,9 +187,8 @@ class LossBoundary:
         self._places = differentiable
         self._grads: list[Tensor | None] = []
         self.outputs = list(outputs)
-        with torch.enable_grad():
-            inputs = [outputs[at] for at in differentiable]
-            results = _store_gradients(self._grads, leaf, *inputs) if inputs else ()
+        inputs = [outputs[at] for at in differentiable]
+        results = _store_gradients(self._grads, leaf, *inputs) if inputs else ()
         for at, output in zip(differentiable, results, strict=True):
             self.outputs[at] = output
 

@@ -29,7 +29,7 @@ from autosplit.runtime.options import (
 from autosplit.runtime.refusals import refuse_dtensors
 from autosplit.runtime.specializations import BoundGraphs, ModuleCall, Specializations
 from autosplit.sharded import ShardedModule
-from autosplit.torch_internals.autograd import without_autocast
+from autosplit.torch_internals.autograd import WithoutAutograd
 from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_schedules import called_by_compile_check
 from autosplit.torch_internals.pipelining_stage import RuntimeStage, StridedTensorMeta
@@ -247,7 +247,7 @@ class SplitPipelineStage(RuntimeStage):
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         kept = self._keep_roots(chunk, functions, leaves, kwargs)
-        with torch.no_grad():
+        with WithoutAutograd():
             result = self._call_graph("F", [chunk], functions.run, state, leaves)
             if kept:
                 written = result.outputs[len(result.outputs) - len(functions.updated_inputs) :]
@@ -292,7 +292,7 @@ class SplitPipelineStage(RuntimeStage):
             arrived = self._results_of(flight.functions).arrived(grads)
             grads.clear()
             self.sharding.unshard()
-            with torch.no_grad(), without_autocast():
+            with WithoutAutograd():
                 if full_backward:
                     input_grads = self._call_graph(
                         "B", [chunk], self._weights.backward, chunk, flight, arrived
@@ -323,7 +323,7 @@ class SplitPipelineStage(RuntimeStage):
             return
         chunks, self._weights_to_run = self._weights_to_run, []
         self.sharding.unshard()
-        with torch.no_grad(), without_autocast():
+        with WithoutAutograd():
             self._call_graph("W", chunks, self._weights.backward_weight, *chunks)
         if self.sharding.groups:
             self._publish_other_dtypes()

@@ -130,7 +130,7 @@ class ScheduleSteps:
         if microbatches is None:
             return
         due, stages = self._due or self._new_agreement(), self.running.stages
-        if not self._connected and not all(map(due.has_begun, self._neighbours())):
+        if not self._connected and not all(map(due.has_begun, self._peers)):
             self._refuse_torchs_stages()
         stages = sorted(stages, key=attrgetter("stage_index"))
         self._agreement, self._connected, self._agreeing = None, True, True
@@ -149,7 +149,7 @@ class ScheduleSteps:
         if not all(isinstance(stage, RuntimeStage) for stage in stages):
             self._refuse_torchs_stages()
         trains, self._due, inputs = stages[0].has_backward, None, self._inputs
-        if not self._neighbours() and self._microbatches is not None:
+        if not self._peers and self._microbatches is not None:
             args, kwargs, _ = self._microbatches
             calls = zip(args, kwargs, strict=True)
             self._inputs = [ModuleCall.of(*call).signature for call in calls]
@@ -186,18 +186,11 @@ class ScheduleSteps:
     def _end(self, fault: Fault) -> None:
         """End all steps, and close the connections to neighbouring ranks."""
         self._ended = fault
-        neighbours = {dist.get_global_rank(self._group, rank) for rank in self._neighbours()}
+        neighbours = {dist.get_global_rank(self._group, rank) for rank in self._peers}
         for group in self.running.stages[0].groups():
             if dist.get_backend(group) == "gloo":
                 for rank in neighbours.intersection(dist.get_process_group_ranks(group)):
                     disconnect(group, rank)
-
-    def _neighbours(self) -> list[int]:
-        """Ranks of the group that have a stage directly before or after a stage of this rank."""
-        running = self.running
-        neighbours = {stage.stage_index + step for stage in running.stages for step in (-1, 1)}
-        ranks = {running.placement[at] for at in neighbours if at in running.placement}
-        return sorted(ranks - {running.stages[0].group_rank})
 
     def read_actions(self) -> None:
         """Read the schedule's actions if they are new or have been replaced."""
@@ -207,6 +200,7 @@ class ScheduleSteps:
             self._check_placement()
             first = self.running.stages[0]
             self._group, self._store = first.ranks, store_of(first.ranks)
+            self._peers = _neighbours(self.running)
             self._lists = action_lists(schedule)
 
     def _check_placement(self) -> None:
@@ -228,6 +222,13 @@ class ScheduleSteps:
                 f"{running.name} has stages {expected} on rank {stage.group_rank} of "
                 f"{stage.group_size}, but got stages {indices}: construct stages {expected} there"
             )
+
+
+def _neighbours(running: RunningSchedule) -> list[int]:
+    """Ranks of the group that have a stage directly before or after a stage of this rank."""
+    neighbours = {stage.stage_index + step for stage in running.stages for step in (-1, 1)}
+    ranks = {running.placement[at] for at in neighbours if at in running.placement}
+    return sorted(ranks - {running.stages[0].group_rank})
 
 
 class StageStep:

@@ -24,7 +24,7 @@ from autosplit.errors import SplitError, with_code
 from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
-from autosplit.torch_internals.autograd import checks_nan, has_tensor_hooks, without_autocast
+from autosplit.torch_internals.autograd import WithoutAutograd, checks_nan, has_tensor_hooks
 from autosplit.torch_internals.dtensor import local_tensor
 
 from .residuals import (
@@ -307,7 +307,7 @@ class RecomputableState:
         count = len(self.functions.capture.inputs)
         leaves: list[Any] = self._inputs.take_arguments()[:count]
         state = {**self.module_state, **self._buffers}
-        with torch.no_grad(), without_autocast(), self._generators.again():
+        with WithoutAutograd(), self._generators.again():
             return self.functions.forward(state, leaves).saved
 
 

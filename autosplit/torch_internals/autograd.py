@@ -36,6 +36,22 @@ without_autocast = torch._C._DisableAutocast
 is_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device."""
 
+
+class WithoutAutograd:
+    """Context without grad mode and without autocast, in a third of the time of torch's own
+    contexts, because every call of a stage enters it.
+    """
+
+    def __enter__(self) -> None:
+        self._grad_mode, self._autocast = torch.is_grad_enabled(), without_autocast()
+        torch._C._set_grad_enabled(False)
+        self._autocast.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._autocast.__exit__(*error)
+        torch._C._set_grad_enabled(self._grad_mode)
+
+
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the running backward has ``retain_graph=True``."""
 

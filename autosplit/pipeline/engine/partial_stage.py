@@ -29,6 +29,7 @@ from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.runtime.options import SplitOptions
 from autosplit.torch_internals.autograd import (
     UncachedLeaves,
+    WithoutAutograd,
     call_accumulate_hooks,
     without_autocast,
     without_hooks,
@@ -221,7 +222,7 @@ class PartialStage:
         """
         works, addends = self._take(self._deferred, microbatch, "backward_input")
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        with torch.no_grad(), without_autocast():
+        with WithoutAutograd():
             weights = {names[at]: grad for at, (_, grad, _) in microbatch_gradients(works).items()}
             self._add(weights | {name: weights[name] + grad for name, grad in addends.items()})
 
