@@ -217,11 +217,17 @@ class Specializations:
         """The functions of all graphs that are kept, the most recently used last."""
         return tuple(self._captured)
 
+    @property
+    def _sharded(self) -> ShardedModule | None:
+        """``sharding``, if the model is sharded now."""
+        return self.sharding if self.sharding is not None and self.sharding.groups else None
+
     def state(self) -> dict[str, Tensor]:
         """The model's parameters and buffers by name; sharded ones may have no memory."""
-        if self.sharding is None:
+        sharded = self._sharded
+        if sharded is None:
             return self._reader.read()
-        with self.sharding.with_gathered_parameters():
+        with sharded.with_gathered_parameters():
             return self._reader.read()
 
     def bind(self, key: Hashable, functions: SplitFunctions) -> BoundGraphs:
@@ -237,7 +243,7 @@ class Specializations:
             functions: the graphs, whose guards hold.
         """
         bound = BoundGraphs(functions, self.state())
-        if functions.updated_state or (self.sharding is not None and self.sharding.groups):
+        if functions.updated_state or self._sharded is not None:
             self.steady.clear()
         elif key is not None:
             self.steady.remember(key, bound)
@@ -282,7 +288,8 @@ class Specializations:
         if not _GUARDED.issuperset(map(type, call.leaves)) and any(map(_is_subclass, call.leaves)):
             # An input that is a parameter: guards expect the plain tensor of the capture.
             call = call.as_plain_tensors()
-        with self._capturing, nullcontext() if self.sharding is None else self.sharding.plain():
+        sharded = self._sharded
+        with self._capturing, nullcontext() if sharded is None else sharded.plain():
             for captured, functions in self._by_signature.get(call.signature, ()):
                 if captured.capture.guards.hold(call.args, call.kwargs):
                     self._note_used(captured)
