@@ -188,6 +188,11 @@ class ShardedModule:
         for group in self.groups:
             group.reshard()
 
+    @property
+    def gathered_ids(self) -> Collection[int]:
+        """The ``id`` of each gathered parameter."""
+        return self._owners.keys()
+
     def owner(self, parameter: Tensor) -> Tensor:
         """The sharded parameter for a gathered parameter; other parameters are returned
         unchanged.

@@ -464,7 +464,8 @@ class Stage:
         if tangents is None:
             self._weights.in_flight[microbatch] = state
             return [None] * len(state.functions.capture.inputs)
-        grads = self._weights.backward_input(microbatch, state, tangents)
+        storages = caller_storages(tangents)
+        grads = self._weights.backward_input(microbatch, state, tangents, storages)
         if self._sharded:
             self._accumulate_sharded()
         return grads

@@ -357,9 +357,9 @@ class SplitPipelineStage(RuntimeStage):
         Returns:
             Parameters with accumulate hooks to be called.
         """
-        owner, divisor, sums = self.sharding.owner, self._step.divisor, self._weights.sums
+        divisor, sums = self._step.divisor, self._weights.sums
         if divisor != 1:
-            sums.divide(divisor, lambda parameter: owner(parameter) is parameter)
+            sums.divide(divisor, self.sharding.gathered_ids)
         hooked = sums.add_to_parameters()
         self.sharding.accumulate()
         return hooked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from operator import is_
 from typing import NamedTuple
 
@@ -154,9 +154,11 @@ class GradientSums:
             else:
                 self.tensors[name] = self._as_sum(parameter, gradient, copied)
 
-    def divide(self, divisor: int, is_divided: Callable[[Tensor], bool]) -> None:
-        """Divide the sums of the parameters for which ``is_divided`` is true, all in one call."""
-        names = [name for name in self.tensors if is_divided(self._parameters[name])]
+    def divide(self, divisor: int, undivided: Container[int]) -> None:
+        """Divide the sums, all in one call, but for those of the parameters with the ids
+        ``undivided``.
+        """
+        names = [name for name in self.tensors if id(self._parameters[name]) not in undivided]
         if names:
             divide_together([local_tensor(self.tensors[name]) for name in names], divisor)
 

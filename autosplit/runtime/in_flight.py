@@ -141,7 +141,11 @@ class StageBackward:
         self._owner = owner
 
     def backward_input(
-        self, microbatch: int, state: MicrobatchState, grads: list[Tensor | None]
+        self,
+        microbatch: int,
+        state: MicrobatchState,
+        grads: list[Tensor | None],
+        storages: frozenset[StorageKey] = frozenset(),
     ) -> list[Tensor | None]:
         """Run I of a microbatch, and return the gradients of its inputs.
 
@@ -149,12 +153,13 @@ class StageBackward:
             microbatch: the number of the microbatch.
             state: the tensors that the stage holds for the microbatch after F.
             grads: one gradient for each output; emptied.
+            storages: storages of the gradients to add to the microbatch's ``caller_storages``.
 
         Raises:
             SplitError: see ``Residuals.take_arguments`` and ``GradientSums.into``.
         """
-        functions, saved, module_state, storages, _ = state
-        storages |= caller_storages(grads)
+        functions, saved, module_state, input_storages, _ = state
+        storages |= input_storages
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.early_parameters, self.sums
         into = sums.into(names, module_state, skipped) if names else None
