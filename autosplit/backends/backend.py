@@ -11,19 +11,21 @@ import dataclasses
 import gc
 import hashlib
 import importlib.abc
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import fx
 
 from autosplit.errors import SplitError
+from autosplit.passes.analysis.operators import overload
 from autosplit.passes.errors import StrideError
 from autosplit.passes.graph import Role
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.forms import Strides
-from autosplit.passes.subgraph import Subgraph, subgraphs
-from autosplit.torch_internals.operators import DirectOperators
+from autosplit.passes.subgraph import Subgraph, inner_calls, subgraphs
+from autosplit.torch_internals.operators import DirectOperators, below_autograd
 
 if TYPE_CHECKING:
     from autosplit.sharded import Gathering
@@ -120,6 +122,7 @@ class Eager(Backend):
         gathering: Gathering | None = None,
     ) -> None:
         self._called = dict(subgraph_calls)
+        self._compiles_all = not subgraph_calls
         self.gathering = gathering
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
@@ -129,6 +132,13 @@ class Eager(Backend):
             the generated function. Its call raises SplitError if an input has other strides than
             the graph was traced with.
         """
+        call = self._python_function(name, module)
+        runs_aten = all(map(_is_of_aten, inner_calls(module.graph)))
+        if runs_aten and self._compiles_all and self.gathering is None:
+            call = below_autograd(call)
+        return Code(call)
+
+    def _python_function(self, name: str, module: fx.GraphModule) -> Boxed:
         source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
         constants = codegen.constants(module)
         for called in subgraphs(module.graph):
@@ -144,7 +154,7 @@ class Eager(Backend):
         function: Any = getattr(space, name)
         function.__defaults__ = (constants,)
         if StrideError.__name__ not in source:
-            return Code(function)
+            return cast(Boxed, function)
 
         def call(args: list[Any]) -> list[Any]:
             try:
@@ -153,13 +163,21 @@ class Eager(Backend):
                 raise SplitError(str(error)) from error
             return results
 
-        return Code(call)
+        return call
 
     def _compiled(self, called: Subgraph) -> Boxed:
         """Compile a subgraph, once."""
         if called not in self._called:
-            self._called[called] = self.compile(called.name, called.module).call
+            self._called[called] = self._python_function(called.name, called.module)
         return self._called[called]
+
+
+def _is_of_aten(node: fx.Node) -> bool:
+    """Whether the node calls an operator of ATen, or takes a result of one. Other operators, and
+    functions that a graph reports to, are Python code that may use autograd.
+    """
+    op = overload(node)
+    return node.target is operator.getitem if op is None else op.namespace == "aten"
 
 
 @dataclasses.dataclass(frozen=True)
