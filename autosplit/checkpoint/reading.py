@@ -44,6 +44,7 @@ _INDEX = "*.index.json"
 _WRAPPERS = ("model", "state_dict")
 
 _SMALL = 4096  # bytes of an entry that is kept in memory
+_UNSHARED = (Tensor, str, int, float, type(None))  # of which readers copy or cannot change a value
 
 _REMEDY = ". Load another checkpoint, or copy this one again"
 
@@ -327,7 +328,7 @@ def _distributed(path: Path) -> Checkpoint:
         if digest in values:
             return values[digest]
         value = load_plain(content, subject)
-        if digest and len(content) <= _SMALL and not isinstance(value, list | dict):
+        if digest and len(content) <= _SMALL and isinstance(value, _UNSHARED):
             values[digest] = value
         return value
 
