@@ -109,6 +109,7 @@ class CheckpointManager:
         Raises:
             CheckpointError, PipelineError: as ``save_checkpoint``.
         """
+        self._open = None
         content = dict(extra or {}) if score is None else {**(extra or {}), _SCORE: float(score)}
         pending = save_checkpoint(
             trainer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.checkpoint import CheckpointManager, export_safetensors, read_checkpoint
+from autosplit.checkpoint import (
+    CheckpointManager,
+    export_safetensors,
+    read_checkpoint,
+    reading,
+)
 from autosplit.errors import CheckpointError
 from autosplit.pipeline import PipelineTrainer, StageOptions
 from autosplit.planner import Partition, captured_model
@@ -39,9 +45,13 @@ def trainer(planning: dict[str, Any] | None = None) -> PipelineTrainer:
 
 def trained(manager: CheckpointManager, steps: int, scores: dict[int, float]) -> list[Tensor]:
     """Losses of the steps up to ``steps``, resumed from the run's last checkpoint."""
-    with trainer(manager.planning(stages=2)) as engine:
+    with counted(reading, "read_metadata") as opened, ExitStack() as stack:
+        engine = stack.enter_context(trainer(manager.planning(stages=2)))
         start = manager.resume(engine)
-        losses = []
+        stack = stack.pop_all()
+    assert opened.call_count == min(start, 1)  # once for the plan and the state
+    losses = []
+    with stack:
         for step in range(start + 1, steps + 1):
             losses.append(engine.step(BATCH))
             manager.save(engine, step=step, score=scores.get(step))
