@@ -7,14 +7,15 @@ import re
 import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
-from torch._inductor import async_compile
-from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import LoweringException
@@ -132,8 +133,14 @@ def compile_module(
     context = TracingContext(fakes)
     # Inductor reads only this attribute of AOTAutograd's metadata.
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated))  # type: ignore[assignment]
-    deferred = patched(AsyncCompile, "wait", _await_other_kernels)
-    with compile_lock, V.set_fake_mode(fakes), tracing(context), _settings(mode), deferred:
+    with (
+        compile_lock,
+        V.set_fake_mode(fakes),
+        tracing(context),
+        _settings(mode),
+        patched(AsyncCompile, "wait", _compile_kernels),
+        patched(AsyncCompile, "cpp_pybinding", lambda _, *kernel: _Kernel(*kernel)),
+    ):
         try:
             compiled: Any = compile_fx_inner(
                 module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
@@ -156,12 +163,23 @@ def _settings(mode: str) -> AbstractContextManager[Any]:
     return context
 
 
-_await_kernels = AsyncCompile.wait
-_FUTURE: Any = getattr(async_compile, "CodeCacheFuture", ())
+class _Kernel(NamedTuple):
+    """A C++ kernel that is compiled with the other kernels of its graph.
+
+    Attributes:
+        argument_types: the C++ type of each argument.
+        source: source code that defines the function ``kernel``.
+    """
+
+    argument_types: Sequence[str]
+    source: str
 
 
-def _await_other_kernels(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
-    """Wait for kernels of generated code, but not for C++ kernels: their first calls wait.
+_await_other_kernels = AsyncCompile.wait
+
+
+def _compile_kernels(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
+    """Start to compile the C++ kernels of generated code; their first calls wait.
 
     The C++ compiler runs in other processes. It compiles the kernels of one graph while Inductor
     generates the code of the next graphs::
@@ -170,25 +188,91 @@ def _await_other_kernels(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
         first calls wait        F generated | I generated | W generated | call of F
                                               F's kernels . I's kernels . W's kernels
 
+    Inductor writes a file for each kernel. Three quarters of the time of such a file are those of
+    torch's header, so a graph has few files here: one for each four processes of the compiler,
+    because several graphs are compiled at a time.
+
     Args:
-        compiler: the object that started the compilation.
-        scope: variables of the generated module; futures stand for kernels.
+        compiler: the object that starts the compilation.
+        scope: variables of the generated module.
     """
-    for name, kernel in [*scope.items()]:
-        if name.startswith("cpp_") and isinstance(kernel, _FUTURE):
-            scope[name] = _kernel_at_first_call(name, kernel, scope)
-    _await_kernels(compiler, scope)
+    kernels = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
+    threads = get_compile_threads()
+    submit = compiler.submit if threads > 1 else None
+    files = min(len(kernels), max(1, threads // 4))
+    for names in ([*kernels][at::files] for at in range(files)):
+        load = _start_compiling([kernels[name] for name in names], submit)
+        for number, name in enumerate(names):
+            scope[name] = _kernel_at_first_call(name, partial(load, number), scope)
+    _await_other_kernels(compiler, scope)
 
 
-def _kernel_at_first_call(name: str, kernel: Any, scope: dict[str, Any]) -> Callable[..., Any]:
-    """A function in place of a kernel, which waits for the kernel and puts it into the scope.
+def _start_compiling(
+    kernels: Sequence[_Kernel], submit: Callable[..., Any] | None
+) -> Callable[[int], Callable[..., Any]]:
+    """Start to compile a file of kernels. The returned function waits for the file, and returns
+    the kernel of a number.
+
+    Args:
+        kernels: the kernels.
+        submit: runs a function in another process; None: compile at the first call.
+    """
+    modules: list[Any] = [
+        type("Module", (CppPythonBindingsCodeCache,), {"entry_function": f"kernel_{at}"})
+        for at in range(len(kernels))
+    ]
+    load_first = modules[0].load_async(_file_of(kernels), submit_fn=submit)
+
+    def load(number: int) -> Callable[..., Any]:
+        first, module = load_first(), modules[number]
+        loaded = module._load_library_inner(first.__file__, first.key)
+        kernel: Callable[..., Any] = getattr(loaded, module.entry_function)
+        return kernel
+
+    return load
+
+
+# Headers of the bindings, which cannot be included inside of a namespace.
+_INCLUDES = (
+    "#define PY_SSIZE_T_CLEAN",
+    *(f"#include <{header}>" for header in ("Python.h", "sstream", "cstdlib", "cerrno")),
+)
+
+
+def _file_of(kernels: Sequence[_Kernel]) -> str:
+    """C++ source of several kernels, each in a namespace with its binding, which makes the file a
+    Python module named as the kernel.
+    """
+    lines = (line for kernel in kernels for line in kernel.source.splitlines())
+    parts = [*_INCLUDES, *dict.fromkeys(line for line in lines if line.startswith("#include"))]
+    for at, kernel in enumerate(kernels):
+        name = f"kernel_{at}"
+        arguments = ", ".join(
+            f"parse_arg<{kind.replace('const ', '')}>(args, {number})"
+            for number, kind in enumerate(kernel.argument_types)
+        )
+        binding = CppPythonBindingsCodeCache.suffix_template.format(
+            arg_len=len(kernel.argument_types),
+            call_entry_func=f"{name}({arguments}); Py_RETURN_NONE;",
+            entry_func=name,
+            extra_parse_arg="",
+        )
+        parts += [f"namespace {name}_file {{", f"#define kernel {name}", kernel.source]
+        parts += ["#undef kernel", binding, "}"]
+    return "\n".join(parts)
+
+
+def _kernel_at_first_call(
+    name: str, load: Callable[[], Callable[..., Any]], scope: dict[str, Any]
+) -> Callable[..., Any]:
+    """A function in place of a kernel, which loads the kernel and puts it into the scope.
 
     The function raises BackendError if the kernel cannot be compiled.
     """
 
     def first_call(*args: Any) -> Any:
         try:
-            scope[name] = compiled = kernel.result()
+            scope[name] = compiled = load()
         except Exception as error:
             raise BackendError(
                 f"backend 'inductor' cannot compile the kernel {name} ({type(error).__name__}: "

@@ -168,6 +168,11 @@ STATE = (
         "autosplit/torch_internals/inductor.py",
         "compiles C++ kernels while the next graphs are compiled",
     ),
+    GlobalState(
+        "AsyncCompile.cpp_pybinding",
+        "autosplit/torch_internals/inductor.py",
+        "compiles the C++ kernels of a graph in one file, which takes less time",
+    ),
     # Other state of torch, changed while a graph is traced.
     GlobalState(
         "_KEPT.update",

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import LambdaFuture
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.lowering import lowerings
 
 import autosplit
@@ -317,17 +316,28 @@ def test_torch_compile_passes_its_mode_on() -> None:
 
 
 def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F, I and W are compiled although no kernel ever is; the first call names a kernel."""
+    """F, I and W are compiled although no kernel ever is, those of a graph in one file; the first
+    call names a kernel.
+    """
+    from autosplit.torch_internals import inductor
+
+    files: list[int] = []
 
     def fail() -> Any:
         raise RuntimeError("no space left")
 
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: LambdaFuture(fail))
+    def load(source: str, submit_fn: Any) -> Any:
+        files.append(source.count("PyMODINIT_FUNC"))
+        return fail
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_async", load)
+    monkeypatch.setattr(inductor, "get_compile_threads", lambda: 2)
     stage = Stage(Residual(11), [torch.randn(5, 11, requires_grad=True)], backend="inductor")
     stage.compile()
     expected = r"cannot compile the kernel cpp_\w+ \(RuntimeError: no space left\)"
     with pytest.raises(BackendError, match=expected):
         stage.forward(0, [torch.randn(5, 11)])
+    assert max(files) > 1
 
 
 class Odd(torch.autograd.Function):
