@@ -280,9 +280,8 @@ class ShardedModule:
 
     def forget(self, parameters: Collection[int]) -> None:
         """Drop the unreduced gradients of sharded parameters, passed as their ``id``."""
-        for key in parameters:
-            for group in self.groups:
-                group.forget(key)
+        for group in self.groups:
+            group.forget(parameters)
 
 
 class GatherOrder:

@@ -126,6 +126,7 @@ class Groups(Control):
         self._device = device
         self._backend = backend_for(device)
         self._background: Control | None = None
+        self._controls: list[Control] = [self]
         self._connected: set[tuple[str, int, int]] = set()
         self._owned: list[dist.ProcessGroup] = []
         self._external: list[dist.ProcessGroup] = []
@@ -137,10 +138,7 @@ class Groups(Control):
         self.everybody: Control = self
         self.most_numbers = 3 + 2 * len(layout.pipelines)
         if len(layout.pipelines) > 1:
-            world = self._new(layout.ranks, "gloo")
-            self.everybody = Control(
-                layout.ranks, self._world_rank, world, self._as_lost_peer, self._current_call
-            )
+            self.everybody = self.control_of_sets([layout.ranks])
             self.everybody.most_numbers = self.most_numbers
 
     def _current_call(self) -> str:
@@ -230,7 +228,9 @@ class Groups(Control):
         """
         group = self.new_group_of_sets(sets, "gloo")
         ranks = next(ranks for ranks in sets if self._world_rank in ranks)
-        return Control(ranks, self._world_rank, group, self._as_lost_peer, self._current_call)
+        control = Control(ranks, self._world_rank, group, self._as_lost_peer, self._current_call)
+        self._controls.append(control)
+        return control
 
     def root_and_group(self, sets: Sequence[Sequence[int]]) -> tuple[int, dist.ProcessGroup | None]:
         """Return (first rank, process group) of the set that has this rank; collective.
@@ -252,6 +252,7 @@ class Groups(Control):
             # The watch reports the waits of the training thread only.
             unwatched = partial(as_lost_peer, contextlib.nullcontext, self.timeout)
             self._background = Control(ranks, self._world_rank, group, unwatched)
+            self._controls.append(self._background)
         return self._background
 
     def add_external_group(self, group: dist.ProcessGroup) -> None:
@@ -313,9 +314,8 @@ class Groups(Control):
         for group in self._release():
             dist.destroy_process_group(group)
         self._lanes.clear()
-        for control in (self, self.everybody, self._background):
-            if control is not None:
-                control.drop_group()
+        for control in self._controls:
+            control.drop_group()
 
     def _release(self) -> list[dist.ProcessGroup]:
         owned, self._owned = self._owned, []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -422,10 +422,10 @@ class ParameterGroup:
                 original
             )
 
-    def forget(self, sharded: int) -> None:
-        """Drop the accumulated gradient of one sharded parameter, passed as its ``id``."""
+    def forget(self, sharded: Collection[int]) -> None:
+        """Drop the accumulated gradients of sharded parameters, passed as their ``id``."""
         for parameter in self._gathered:
-            if id(parameter.sharded_param) == sharded:
+            if id(parameter.sharded_param) in sharded:
                 if _sums_apart(parameter):
                     parameter.unsharded_accumulated_grad = None
                 parameter._unsharded_param.grad = None

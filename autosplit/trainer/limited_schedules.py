@@ -58,18 +58,22 @@ class LimitedSchedules:
     Args:
         tuner: searches the schedules.
         microbatches: M; each search is for at least as many.
+        one_order: whether all pipelines must run one schedule in a step, whatever their sizes.
 
     Attributes:
         schedules: the schedules, in the order of the searches.
     """
 
-    def __init__(self, tuner: Tuner, microbatches: int) -> None:
-        self._tuner, self._most = tuner, microbatches
+    def __init__(self, tuner: Tuner, microbatches: int, *, one_order: bool) -> None:
+        self._tuner, self._most, self._one_order = tuner, microbatches, one_order
         self.schedules: list[LimitedSchedule] = []
 
     def covering(self, plan: StepPlan) -> LimitedSchedule | None:
-        """The earliest schedule for a step; None if a search is needed first."""
-        return next((limited for limited in self.schedules if limited.covers(plan)), None)
+        """The earliest schedule for a step, or the last with ``one_order``; None if a search is
+        needed first.
+        """
+        candidates = self.schedules[-1:] if self._one_order else self.schedules
+        return next((limited for limited in candidates if limited.covers(plan)), None)
 
     def search(
         self, plan: StepPlan, stages: Mapping[int, TrainableStage], largest: LargestMicrobatches

@@ -232,8 +232,8 @@ class RankStages:
         if len(stages) < len(plan.stages):
             return []
         functions: list[dict[int, SplitFunctions]] = [{} for _ in plan.largest]
-        for index, stage in stages.items():
-            with self._model.sharded.gathered(index):
+        with self._model.sharded.all_gathered():
+            for index, stage in stages.items():
                 for number, row in zip(plan.largest, functions, strict=True):
                     example = _example(plan, inputs, targets, number)
                     example.outputs |= plan.boundaries[number].outputs

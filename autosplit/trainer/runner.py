@@ -145,15 +145,16 @@ class Runner:
             self._tuner = Tuner(schedule, groups, self.dataflow, self.memory, model, self.limits)
         audit = options.run.audit
         self.auditor = Auditor(groups, device, goes_on=audit == "mark") if audit else None
+        sharded = model.sharded
+        one_order = sharded.frees_after_actions or len(sharded.indices) > len(schedule.ranks)
         self._limited: LimitedSchedules | None = None
         if self._tuner is not None and self.limits:
-            self._limited = LimitedSchedules(self._tuner, schedule.microbatches)
+            count = schedule.microbatches
+            self._limited = LimitedSchedules(self._tuner, count, one_order=one_order)
         self.schedule = schedule
         self._shares_tensors = groups.layout.tensor_ranks > 1
         source = schedule.placement[self.dataflow.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule.stages, source)
-        sharded = model.sharded
-        one_order = sharded.frees_after_actions or len(sharded.indices) > len(schedule.ranks)
         self._orders = StepOrders(options, schedule, self._limited, one_order=one_order)
         self._scales = options.run.scales
         self.losses = LossGradients(groups, schedule, device, options.run.scaler)

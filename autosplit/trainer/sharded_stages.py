@@ -243,34 +243,28 @@ class ShardedStages:
         call the block.
         """
         sharded = self._stages.get(stage)
-        plain = contextlib.nullcontext() if sharded is None else sharded.plain()
-        with self.gathered(stage, frees_all=False), plain:
-            yield
-
-    @contextlib.contextmanager
-    def gathered(self, stage: int, *, frees_all: bool = True) -> Iterator[None]:
-        """Context in which a stage's parameters are gathered. At its end, it frees all parameters,
-        or only those of groups that reshard after a forward.
-        """
-        sharded = self._stages.get(stage)
         if sharded is None:
             yield
             return
         sharded.unshard(whole=True)
         try:
-            yield
+            with sharded.plain():
+                yield
         finally:
             for group in sharded.groups:
-                if frees_all or group.reshards_after_forward:
+                if group.reshards_after_forward:
                     group.reshard()
 
     @contextlib.contextmanager
     def all_gathered(self) -> Iterator[None]:
         """Context in which the parameters of all stages of this rank are gathered."""
-        with contextlib.ExitStack() as stack:
-            for stage in self._stages:
-                stack.enter_context(self.gathered(stage))
+        try:
+            for sharded in self._stages.values():
+                sharded.unshard(whole=True)
             yield
+        finally:
+            for sharded in self._stages.values():
+                sharded.reshard()
 
     def levels(self, schedule: Schedule) -> list[int]:
         """Return the most bytes of gathered parameters and unreduced gradients during each action
@@ -384,7 +378,7 @@ class ShardedStages:
         """Drop accumulated gradients that were not reduced."""
         self._had_gradient.clear()
         for stage in self._stages.values():
-            stage.forget([*map(id, self.parameters)])
+            stage.forget({*map(id, self.parameters)})
 
 
 def _has_experts(group: ParameterGroup) -> bool:
