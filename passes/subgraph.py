@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -222,6 +223,28 @@ def subgraphs(graph: fx.Graph) -> list[Subgraph]:
     """The subgraphs that a graph calls, each once."""
     called_graphs = (subgraph_of(node) for node in calls(graph))
     return list(dict.fromkeys(graph for graph in called_graphs if graph is not None))
+
+
+def sizes_of_calls(graph: fx.Graph) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    """For each call of a subgraph with symbolic sizes, yield (shape environment of the subgraph, a
+    map from its symbols to sizes of the calling graph).
+    """
+    for node in calls(graph):
+        called = node.meta.get(SUBGRAPH)
+        if called is None:
+            continue
+        inner, outer = placeholders(called.module.graph), operands(node)
+        sizes = (chain.from_iterable(map(_sizes, nodes)) for nodes in (inner, outer))
+        pairs = [pair for pair in zip(*sizes, strict=True) if isinstance(pair[0], torch.SymInt)]
+        if pairs:
+            by_symbol = {size.node.expr: at_call for size, at_call in pairs}
+            yield pairs[0][0].node.shape_env, by_symbol
+
+
+def _sizes(node: fx.Node) -> tuple[Any, ...]:
+    """The sizes and strides of a node's tensor; of a number, the number."""
+    value = node.meta.get("val")
+    return (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
 
 
 def inner_calls(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -146,7 +146,7 @@ class InputSizes:
             if not isinstance(size, torch.SymInt):
                 return size
             expression = self._env.replace(size.node.expr).xreplace(values)
-            if expression.free_symbols:
+            if expression.free_symbols or size.node.shape_env is not self._env:
                 raise CaptureError(f"the size {size} does not follow from the sizes of the inputs")
             return int(expression)
 

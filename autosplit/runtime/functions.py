@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sympy import Integer
 from torch import Tensor, fx
 
 from autosplit.backends.backend import Backend
@@ -26,7 +28,7 @@ from autosplit.passes.lowering.accumulate import written
 from autosplit.passes.lowering.buffers import donatable, lender_roles, private
 from autosplit.passes.lowering.forms import GraphForm
 from autosplit.passes.manager import When, run_graph_passes, with_graph_passes
-from autosplit.passes.subgraph import inlined, inner_calls
+from autosplit.passes.subgraph import inlined, inner_calls, sizes_of_calls
 from autosplit.runtime.call_cache import CallCache
 from autosplit.runtime.residuals import (
     BoundaryLayout,
@@ -232,17 +234,33 @@ class SplitFunctions:
         twin._resized = CallCache()  # a shared dictionary would contain the twin itself
         twin.__dict__.pop("specs_by_path", None)
         twin.__dict__.pop("flops", None)
+        twin.__dict__.pop("_sizes_of_blocks", None)
         twin.tangent_specs = twin._tangent_specs()
         return twin
 
     def size(self, size: Any) -> int:
-        """The number for a symbolic size of the graphs, at the sizes of these functions; an
-        estimate for a size that depends on data.
+        """The number for a symbolic size of the graphs, at the sizes of these functions; for a size
+        in a block, the largest of all its calls; an estimate for a size that depends on data.
         """
         try:
             return self._size(size)
         except CaptureError:
-            return concrete(size)
+            env = size.node.shape_env
+            in_block = env.replace(size.node.expr)
+            numbers = [in_block.xreplace(values) for values in self._sizes_of_blocks[env]]
+            integers = [int(number) for number in numbers if not number.free_symbols]
+            return max(integers, default=concrete(size))
+
+    @cached_property
+    def _sizes_of_blocks(self) -> Mapping[Any, list[dict[Any, Integer]]]:
+        """By shape environment of a block, the numbers for its symbols in each of its calls."""
+        sizes = defaultdict[Any, list[dict[Any, Integer]]](list)
+        for module in self._graphs.graphs().values():
+            for env, by_symbol in sizes_of_calls(module.graph):
+                numbers = {symbol: Integer(self.size(size)) for symbol, size in by_symbol.items()}
+                if numbers not in sizes[env]:
+                    sizes[env].append(numbers)
+        return sizes
 
     def for_gradients(self, output_grads: Sequence[object]) -> tuple[SplitFunctions, Missing]:
         """The functions for a backward in which some outputs have no gradient.
@@ -409,7 +427,7 @@ class SplitFunctions:
         """Floating-point operations of forward and backward of one call, without recomputation.
         Matrix products, attention and convolutions count.
         """
-        return sum(flops(node, self._size) for node in inner_calls(self._graphs.joint.graph))
+        return sum(flops(node, self.size) for node in inner_calls(self._graphs.joint.graph))
 
     @cached_property
     def caller_memory(self) -> list[tuple[int, int | None]]:

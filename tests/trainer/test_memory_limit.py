@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autosplit.errors import BatchError, PipelineError
@@ -16,6 +17,7 @@ from autosplit.ranks.control import Control
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.kept_ranks import ranks
 from tests.pipeline.ledger import workers
+from tests.pipeline.trainer_options import grouped
 from tests.trainer import test_microbatch_lists as lists
 from tests.trainer import test_sizes_of_cut_models as cut
 
@@ -106,6 +108,31 @@ def test_a_batch_of_more_rows_than_the_first_keeps_the_limit() -> None:
                 engine.step((x.repeat(10, 4), y.repeat(10, 4)))
         pairs = [*zip(x[:8].chunk(4), y[:8].chunk(4), strict=True)]
         assert torch.equal(engine.step((x[:8], y[:8])), plain.step(pairs))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_repeated_blocks_count_at_the_sizes_of_each_list() -> None:
+    """Not at those for which they were captured."""
+    with PipelineTrainer(
+        [nn.Sequential(*(Block() for _ in range(3))) for _ in range(2)],
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        **grouped(microbatches=2, ranks=1, memory_limit="1GiB", record="memory"),
+    ) as engine:
+        for lengths in ([3, 9], [40, 5]):
+            batches = [torch.ones(2, length, 8) for length in lengths]
+            engine.step(microbatches=[*zip(batches, batches, strict=True)])
+            memory = engine.memory()
+            (predicted,), (recorded,) = memory.predicted, memory.peak_activations
+            assert recorded <= predicted <= 1.2 * recorded
 
 
 @ranks(4)
