@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..page import Page, Part
-from . import engine, model, simulated
+from . import engine, limits, model, simulated
 from .settings import Settings
 
 TEMPLATE = """\
@@ -39,16 +39,21 @@ once what 1F1B with filled waits keeps of the list in its order.""",
     "limits": Part(
         "Memory limits",
         """\
-Lists of a drawn number of microbatches, with a limit of once what 1F1B with filled waits keeps of
-the list in its order.""",
-        simulated.measure_limits,
-        simulated.render_limits,
+Two ranks train a transformer of two stages of three blocks under a `memory_limit` of what a step of
+four texts of 1,152 tokens takes with `1f1b`, on lists of 1 to 16 texts; of one list in ten, the
+texts are twice as long. A list for which no schedule is within the limit is refused, and the others
+run. *Limit kept*: the bytes that the trainer records never exceed it. *By storages*: nor do the
+bytes of all storages that operators of the step read or return, each counted for as long as it
+lives.""",
+        limits.measure,
+        limits.render,
     ),
     "planning": Part(
         "Finding the order",
         """\
-CPU time to find the order of a list that is not remembered, with each of the limits above. The
-first list of a number of microbatches also builds the named schedules for it.""",
+Time to find the order of a list that is not remembered, on one core, with each of the limits above:
+the least of several times. The first list of a number of microbatches also builds the named
+schedules for it.""",
         simulated.measure_planning,
         simulated.render_planning,
     ),

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.simulate import Costs
 
 from ..results import Rows, Target, by_setting, table, verdicts
@@ -23,7 +22,6 @@ OVER_SORTED = Target("over sorted", at_most=0.95)
 WORST = Target("worst", at_most=1.01)
 OVER_BOUND = Target("over bound", at_most=1.10)
 PLANNING = Target("median, ms", at_most=20.0, style=".1f")
-KEPT = Target("kept", at_least=1.0, style=".0%")
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -114,42 +112,12 @@ def _verdicts(rows: Rows) -> str:
     return verdicts(figures)
 
 
-# --- limits ---------------------------------------------------------------------------------------
-
-
-def measure_limits(settings: Settings) -> Iterator[dict[str, Any]]:
-    """For each number of ranks, the share of steps with drawn lists in which no rank keeps more
-    than a limit of once what 1F1B keeps of the list in its order.
-    """
-    for ranks in settings.ranks:
-        source, by_count = random.Random(ranks), dict[int, Contenders]()
-        kept = []
-        for _ in range(settings.steps):
-            count = source.randint(min(settings.counts), max(settings.counts))
-            contenders = by_count.setdefault(count, Contenders(ranks, count))
-            costs = costs_of(draw(source, count), ranks)
-            cap = cap_of(contenders, costs, ranks, 1.0)
-            peaks = Contender(contenders.orders.find(costs, cap), costs).peaks
-            kept.append(max(peaks) <= cap * ROUNDING)
-        yield {"name": f"{ranks} ranks", "kept": kept}
-
-
-def render_limits(rows: Rows) -> str:
-    """The shares."""
-    shares = {row["name"]: sum(row["kept"]) / len(row["kept"]) for row in rows}
-    cells = [
-        [name, len(row["kept"]), KEPT.cell(share)]
-        for row, (name, share) in zip(rows, shares.items(), strict=True)
-    ]
-    return table(["", "steps", "limit kept"], cells)
-
-
 # --- planning -------------------------------------------------------------------------------------
 
 
 def measure_planning(settings: Settings) -> Iterator[dict[str, Any]]:
-    """For each number of ranks and of microbatches, milliseconds of CPU time to find the order of
-    the first list and of later ones, with each limit.
+    """For each number of ranks and of microbatches, milliseconds to find the order of the first
+    list and of later ones, with each limit.
     """
     for ranks in settings.ranks:
         for count in settings.counts:
@@ -159,7 +127,8 @@ def measure_planning(settings: Settings) -> Iterator[dict[str, Any]]:
                 costs = costs_of(draw(source, count), ranks)
                 for times in LIMITS.values():
                     cap = cap_of(contenders, costs, ranks, times)
-                    seconds.append(1e3 * contenders.planning_seconds(costs, cap))
+                    repeats = settings.repeats if seconds else 1
+                    seconds.append(1e3 * contenders.planning_seconds(costs, cap, repeats))
             first, *later = seconds
             yield {"name": f"{ranks} ranks, {count} microbatches", "first": first, "later": later}
 
