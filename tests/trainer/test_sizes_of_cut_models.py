@@ -171,19 +171,25 @@ def test_a_batch_that_the_model_cannot_take_is_refused_and_the_next_is_trained()
             assert torch.equal(engine.evaluate(microbatches=good), engine.step(microbatches=good))
 
 
-@ranks(2)
+@ranks(4)
 def test_replicas_take_lists_of_different_lengths() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
     share, whole = mesh["dp_replicate"].get_local_rank(), model()
     lists = [[[8, 8], [5, 9, 7]], [[11, 3], [8]]]
-    with trainer(mesh=mesh) as engine:
+    with trainer(mesh=mesh, schedule="zb-h1") as engine:
         for evaluates in (True, False):
             for step, lengths in enumerate(lists):
                 pairs = [listed(of_list, 2 * step + at) for at, of_list in enumerate(lengths)]
-                losses = losses_of(whole, pairs[0] + pairs[1]).detach()
-                of_rank = losses[share * len(pairs[0]) :][: len(pairs[share])]
+                losses = losses_of(whole, pairs[0] + pairs[1])
+                losses.mean().backward()
+                of_rank = losses.detach()[share * len(pairs[0]) :][: len(pairs[share])]
                 call = engine.evaluate if evaluates else engine.forward_backward
                 assert torch.equal(call(microbatches=pairs[share]), of_rank)
+            if evaluates:
+                whole.zero_grad()
+        for module in engine.modules.values():
+            for name, parameter in module.named_parameters():
+                torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
 
 
 class Pooled(nn.Module):
