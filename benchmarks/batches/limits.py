@@ -42,7 +42,7 @@ class StorageCount(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
         self._lock = threading.Lock()
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -82,7 +82,7 @@ def _on_rank(schedule: str, width: int, steps: int) -> list[tuple[float, ...]]:
     with _trainer(width, "1f1b", None) as engine:
         engine.step(microbatches=_parts(PLANNED, rank))
         limit = max(peak for peak in engine.memory().peaks if peak is not None)
-    rows = []
+    rows: list[tuple[float, ...]] = []
     with _trainer(width, schedule, limit) as engine:
         for _ in range(steps):
             times = 2 if source.random() < LONG else 1
@@ -102,7 +102,8 @@ def _most_bytes(engine: PipelineTrainer, microbatches: Sequence[Any]) -> int:
     """The most bytes of storages in the actions of a step."""
     run, carry, counts = Executor.run, Lane.carry, list[StorageCount]()
     modules = nn.ModuleList(engine.modules.values())
-    state = [t for each in engine.optimizer.state.values() for t in each.values()]
+    optimizer: Any = engine.optimizer
+    state = [t for each in optimizer.state.values() for t in each.values()]
 
     def counted_run(*args: Any, **kwargs: Any) -> Any:
         gradients = [p.grad for p in modules.parameters() if p.grad is not None]

@@ -122,7 +122,7 @@ def measure_planning(settings: Settings) -> Iterator[dict[str, Any]]:
     for ranks in settings.ranks:
         for count in settings.counts:
             source, contenders = random.Random(ranks * count), Contenders(ranks, count)
-            seconds = []
+            seconds = list[float]()
             for _ in range(settings.draws):
                 costs = costs_of(draw(source, count), ranks)
                 for times in LIMITS.values():
