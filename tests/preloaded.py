@@ -42,4 +42,5 @@ def capture_once() -> None:
     torch._dynamo.reset()
 
 
-capture_once()
+if not torch.backends.cuda.is_built():  # autograd's threads for GPUs would not survive a fork
+    capture_once()

@@ -106,6 +106,10 @@ class RuntimeStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if (meta := getattr(self, "_user_meta", None)) is not None:
+            # With shapes, even none, torch infers no shapes: ``agree`` finds them. Inference is
+            # an error in a dry run with a "fake" process group since torch 2.14.
+            meta.inputs, meta.outputs = (), ()
         self.shapes, self.agreement = StageShapes(), None
         self.ranks = self.group or dist.group.WORLD  # type: ignore[assignment]
         self.fwd_cache: dict[int, tuple[Tensor, ...]] = {}  # type: ignore[assignment]
