@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import torch
+
 from benchmarks.batches import engine, simulated
+from benchmarks.batches.limits import StorageCount
 from benchmarks.batches.page import PAGE
 from benchmarks.batches.settings import Settings
 from benchmarks.results import Results
@@ -17,9 +21,8 @@ def test_parts_make_a_page(tmp_path: Path) -> None:
     rows = [*simulated.measure(SMALLEST)]
     assert all(step > 0.999 for row in rows for step in row["steps"]["found"])
     results.update("simulated", rows, "command", "environment")
-    limits = [*simulated.measure_limits(SMALLEST)]
-    assert limits == [{"name": "2 ranks", "kept": [True] * 3}]
-    results.update("limits", limits, "command", "environment")
+    kept = {"name": "2 ranks, auto", "steps": [[0.9, 0.95], [], [0.8, 1.01]]}  # one is refused
+    results.update("limits", [kept], "command", "environment")
     results.update("planning", [*simulated.measure_planning(SMALLEST)], "command", "environment")
     steps = [*engine.measure(SMALLEST)]
     for row in steps:
@@ -27,4 +30,15 @@ def test_parts_make_a_page(tmp_path: Path) -> None:
     results.update("engine", steps, "command", "environment")
     text = PAGE.render(results)
     assert "| 2 ranks, 4 microbatches |" in text
-    assert "| 2 ranks | 3       | 100%         |" in text
+    cells = re.split(r" *\| *", text.partition("2 ranks, auto")[2])
+    assert cells[1:5] == ["2", "1", "100%", "**50%**"]
+
+
+def test_storages_count_as_long_as_they_live() -> None:
+    ones = torch.ones(64)
+    with StorageCount([ones]) as count:
+        view = (ones + 1)[:2]
+        assert count.most == 2 * 256
+        del view
+        assert [part.shape[0] for part in (ones + 1).split(32)] == [32, 32]
+        assert count.most == 2 * 256
