@@ -293,14 +293,11 @@ class SplitPipelineStage(RuntimeStage):
             grads.clear()
             self.sharding.unshard()
             with WithoutAutograd():
+                run: Callable[..., list[Tensor | None]] = self._weights.backward_input
                 if full_backward:
-                    input_grads = self._call_graph(
-                        "B", [chunk], self._weights.backward, chunk, flight, arrived
-                    )
-                else:
-                    input_grads = self._call_graph(
-                        "I", [chunk], self._weights.backward_input, chunk, flight, arrived
-                    )
+                    run = self._weights.backward
+                kind = "B" if full_backward else "I"
+                input_grads = self._call_graph(kind, [chunk], run, chunk, flight, arrived)
             if self.sharding.groups:
                 self._publish_other_dtypes()
             self._backward_roots(chunk, input_grads)

@@ -217,17 +217,11 @@ class Specializations:
         """The functions of all graphs that are kept, the most recently used last."""
         return tuple(self._captured)
 
-    @property
-    def _sharded(self) -> ShardedModule | None:
-        """``sharding``, if the model is sharded now."""
-        return self.sharding if self.sharding is not None and self.sharding.groups else None
-
     def state(self) -> dict[str, Tensor]:
         """The model's parameters and buffers by name; sharded ones may have no memory."""
-        sharded = self._sharded
-        if sharded is None:
+        if self.sharding is None or not self.sharding.groups:
             return self._reader.read()
-        with sharded.with_gathered_parameters():
+        with self.sharding.with_gathered_parameters():
             return self._reader.read()
 
     def bind(self, key: Hashable, functions: SplitFunctions) -> BoundGraphs:
@@ -243,7 +237,7 @@ class Specializations:
             functions: the graphs, whose guards hold.
         """
         bound = BoundGraphs(functions, self.state())
-        if functions.updated_state or self._sharded is not None:
+        if functions.updated_state or (self.sharding is not None and self.sharding.groups):
             self.steady.clear()
         elif key is not None:
             self.steady.remember(key, bound)
@@ -288,8 +282,11 @@ class Specializations:
         if not _GUARDED.issuperset(map(type, call.leaves)) and any(map(_is_subclass, call.leaves)):
             # An input that is a parameter: guards expect the plain tensor of the capture.
             call = call.as_plain_tensors()
-        sharded = self._sharded
-        with self._capturing, nullcontext() if sharded is None else sharded.plain():
+        sharding = self.sharding
+        with (
+            self._capturing,
+            sharding.plain() if sharding is not None and sharding.groups else nullcontext(),
+        ):
             for captured, functions in self._by_signature.get(call.signature, ()):
                 if captured.capture.guards.hold(call.args, call.kwargs):
                     self._note_used(captured)
