@@ -24,7 +24,7 @@ from autosplit.passes.errors import StrideError
 from autosplit.passes.graph import Role
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.forms import Strides
-from autosplit.passes.subgraph import Subgraph, inner_calls, subgraphs
+from autosplit.passes.subgraph import Subgraph, inline, inner_calls, subgraphs
 from autosplit.torch_internals.operators import DirectOperators, below_autograd
 
 if TYPE_CHECKING:
@@ -105,6 +105,10 @@ def collecting_new_objects_only() -> Iterator[None]:
 
 
 _OPERATORS = DirectOperators()
+_SMALL = 128
+"""Largest number of operators of a graph whose blocks are written inline. A call of a block costs
+as much host time as an operator; larger graphs save time by compiling a block once.
+"""
 
 
 class Eager(Backend):
@@ -132,11 +136,11 @@ class Eager(Backend):
             the generated function. Its call raises SplitError if an input has other strides than
             the graph was traced with.
         """
-        call = self._python_function(name, module)
-        runs_aten = all(map(_is_of_aten, inner_calls(module.graph)))
-        if runs_aten and self._compiles_all and self.gathering is None:
-            call = below_autograd(call)
-        return Code(call)
+        operators = [*inner_calls(module.graph)]
+        if not (self._compiles_all and self.gathering is None and all(map(_is_of_aten, operators))):
+            return Code(self._python_function(name, module))
+        source = inline(module) if len(operators) <= _SMALL else module
+        return Code(below_autograd(self._python_function(name, source)))
 
     def _python_function(self, name: str, module: fx.GraphModule) -> Boxed:
         source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
