@@ -112,7 +112,8 @@ as much host time as an operator; larger graphs save time by compiling a block o
 
 
 class Eager(Backend):
-    """The backend that runs a graph as Python source: the source that ``dump`` writes.
+    """The backend that runs a graph as Python source: the source that ``dump`` writes, with the
+    blocks of small graphs inline.
 
     Args:
         subgraph_calls: maps a subgraph to its compiled function; other subgraphs are compiled as

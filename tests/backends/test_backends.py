@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from types import FrameType
 
 import pytest
 import torch
@@ -51,6 +53,58 @@ def test_failure_is_no_reason_to_split_in_parts(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         with pytest.raises(BackendError, match="backend='eager' runs every graph"):
             call(torch.randn(1, 2))
+
+
+# --- how Eager runs a graph ----------------------------------------------------------------------
+
+
+torch.library.define("test_backends::slope", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("test_backends::slope", "default")
+def _slope(x: Tensor) -> Tensor:
+    """The derivative of x**3, which the operator takes by autograd."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad((leaf**3).sum(), leaf)[0]
+
+
+torch.library.register_fake("test_backends::slope", torch.empty_like)
+
+
+class AddsSlope(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.ops.test_backends.slope(x.detach())
+
+
+def test_operators_of_users_may_differentiate() -> None:
+    x = torch.randn(3, requires_grad=True)
+    output = autosplit.split(nn.Sequential(nn.Linear(3, 3), AddsSlope()))
+    hidden = output.unsplit[0](x)
+    assert torch.equal(output(x), hidden + 3 * hidden**2)
+
+
+@pytest.mark.parametrize(("blocks", "functions"), [(3, 1), (40, 41)])
+def test_small_graphs_write_blocks_inline(blocks: int, functions: int) -> None:
+    """A block has four operators; see ``_SMALL``."""
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Tanh()) for _ in range(blocks)]
+    model, x = nn.Sequential(*layers), torch.randn(2, 4)
+    split = autosplit.split(model)
+    split(x)
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith("autosplit-generated/"):
+            calls.append(file)
+
+    sys.setprofile(note)
+    try:
+        output = split(x)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) == functions
+    assert torch.equal(output, model(x))
 
 
 # --- what the garbage collector looks at while graphs are made ------------------------------------
