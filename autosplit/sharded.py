@@ -383,6 +383,7 @@ class Gathering:
         inputs_of_calls = _inputs_of_blocks(module.graph, nodes)
 
         def run(args: list[Any]) -> list[Any]:
+            """Gather the parameters for the graph and for its blocks, and run it."""
             blocks: dict[ParameterGroup, set[fx.Node | None]] = defaultdict(set)
             for value, readers in zip(args, readers_of_inputs, strict=True):
                 for group in self._groups((value,)):
