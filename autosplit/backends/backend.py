@@ -25,7 +25,7 @@ from autosplit.passes.graph import Role
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.forms import Strides
 from autosplit.passes.subgraph import Subgraph, inline, inner_calls, subgraphs
-from autosplit.torch_internals.operators import DirectOperators, below_autograd
+from autosplit.torch_internals.operators import DirectOperators
 
 if TYPE_CHECKING:
     from autosplit.sharded import Gathering
@@ -138,10 +138,10 @@ class Eager(Backend):
             the graph was traced with.
         """
         operators = [*inner_calls(module.graph)]
-        if not (self._compiles_all and self.gathering is None and all(map(_is_of_aten, operators))):
-            return Code(self._python_function(name, module))
-        source = inline(module) if len(operators) <= _SMALL else module
-        return Code(below_autograd(self._python_function(name, source)))
+        is_small = len(operators) <= _SMALL and all(map(_is_of_aten, operators))
+        if is_small and self._compiles_all and self.gathering is None:
+            module = inline(module)
+        return Code(self._python_function(name, module))
 
     def _python_function(self, name: str, module: fx.GraphModule) -> Boxed:
         source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
@@ -178,9 +178,7 @@ class Eager(Backend):
 
 
 def _is_of_aten(node: fx.Node) -> bool:
-    """Whether the node calls an operator of ATen, or takes a result of one. Other operators, and
-    functions that a graph reports to, are Python code that may use autograd.
-    """
+    """Whether the node calls an operator of ATen, or takes a result of one."""
     op = overload(node)
     return node.target is operator.getitem if op is None else op.namespace == "aten"
 

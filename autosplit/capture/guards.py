@@ -28,7 +28,6 @@ from autosplit.capture.diagnosis import forward_of
 from autosplit.capture.input_sizes import is_open
 from autosplit.capture.parameter_attributes import named_attributes
 from autosplit.capture.side_effects import Setter
-from autosplit.capture.workarounds.dynamo import skip_marks
 from autosplit.capture.workarounds.operators import AS_IN_EAGER
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
@@ -295,7 +294,6 @@ class Guards:
             get_metrics_context(),
             dynamo_timed("build_guards"),
             torch._dynamo.config.patch(DYNAMO),
-            skip_marks(),
         ):
             all_guards = guards.inner  # read again for constants
             for name, part in ("check", all_guards - shared), ("check_globals", shared):

@@ -4,14 +4,11 @@ host time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 # Overloads that are the same as a function of torch, which parses its arguments in a third of the
 # time of the operator.
@@ -39,21 +36,6 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     for place, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
-
-
-def below_autograd(call: Callable[[T], R]) -> Callable[[T], R]:
-    """The function, with operators that skip autograd: they do not ask which arguments need a
-    gradient. Writes and views still count versions.
-
-    The function must not differentiate anything inside, so it may call ATen's operators only.
-    """
-    skip_autograd = torch._C._AutoDispatchBelowAutograd
-
-    def run(arguments: T) -> R:
-        with skip_autograd():
-            return call(arguments)
-
-    return run
 
 
 class DirectOperators:

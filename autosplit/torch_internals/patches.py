@@ -115,12 +115,6 @@ STATE = (
         "skips the timing of guards, which flushes the processor's caches for a log",
     ),
     GlobalState(
-        "GuardManager.add_dimension_marking_guard",
-        _DYNAMO,
-        "leaves out guards of marks on tensors, half of the time of a parameter's guards",
-        "2.13 on",
-    ),
-    GlobalState(
         "tracing_state_functions()[torch.compiler.is_exporting]",
         _DYNAMO,
         "lets a forward choose its form for compilers, as under torch.compile",

@@ -58,32 +58,6 @@ def test_failure_is_no_reason_to_split_in_parts(monkeypatch: pytest.MonkeyPatch)
 # --- how Eager runs a graph ----------------------------------------------------------------------
 
 
-torch.library.define("test_backends::slope", "(Tensor x) -> Tensor")
-
-
-@torch.library.impl("test_backends::slope", "default")
-def _slope(x: Tensor) -> Tensor:
-    """The derivative of x**3, which the operator takes by autograd."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        return torch.autograd.grad((leaf**3).sum(), leaf)[0]
-
-
-torch.library.register_fake("test_backends::slope", torch.empty_like)
-
-
-class AddsSlope(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.ops.test_backends.slope(x.detach())
-
-
-def test_operators_of_users_may_differentiate() -> None:
-    x = torch.randn(3, requires_grad=True)
-    output = autosplit.split(nn.Sequential(nn.Linear(3, 3), AddsSlope()))
-    hidden = output.unsplit[0](x)
-    assert torch.equal(output(x), hidden + 3 * hidden**2)
-
-
 @pytest.mark.parametrize(("blocks", "functions"), [(3, 1), (40, 41)])
 def test_small_graphs_write_blocks_inline(blocks: int, functions: int) -> None:
     """A block has four operators; see ``_SMALL``."""

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._dynamo.guards import GuardManager
 from torch._dynamo import guards, trace_rules
 from torch._dynamo.convert_frame import BackendInput, preserve_global_state
 from torch._dynamo.exc import TorchDynamoException
@@ -253,14 +252,6 @@ def skip_guard_timing() -> AbstractContextManager[Any]:
     after it has flushed the processor's caches, for which it allocates 27 MiB.
     """
     return patched(guards, "profile_guard_manager", lambda *args: 0.0, create=True)
-
-
-def skip_marks() -> AbstractContextManager[Any]:
-    """Context in which guards of a tensor do not check whether ``torch._dynamo.mark_dynamic`` and
-    its kin have marked the tensor. These are five attributes of each parameter and input, and a
-    graph is valid for marked tensors, too: guards of sizes decide.
-    """
-    return patched(GuardManager, "add_dimension_marking_guard", lambda *args: None, create=True)
 
 
 def report_compiling() -> AbstractContextManager[Any]:
