@@ -231,7 +231,7 @@ class RegionSession(Generic[R]):
         """Context in which calls of the blocks are operators that Dynamo does not trace into."""
         original: Any = UnspecializedNNModuleVariable.call_function
 
-        def call_function(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        def trace_call(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             """Trace the call of a module; a block's stand-in is called without ``__call__``."""
             stand_in = self._stand_ins.get(id(module.value))
             # Another thread may trace a module of the model meanwhile.
@@ -243,7 +243,7 @@ class RegionSession(Generic[R]):
             with record_nn_module_stack(key, source, tx, module.value):
                 return VariableTracker.build(tx, stand_in).call_function(tx, args, kwargs)
 
-        with patched(UnspecializedNNModuleVariable, "call_function", call_function):
+        with patched(UnspecializedNNModuleVariable, "call_function", trace_call):
             yield
 
     def _stand_in(self, name: str, block: nn.Module) -> Callable[..., Any]:

@@ -44,7 +44,8 @@ _INDEX = "*.index.json"
 _WRAPPERS = ("model", "state_dict")
 
 _SMALL = 4096  # bytes of an entry that is kept in memory
-_UNSHARED = (Tensor, str, int, float, type(None))  # of which readers copy or cannot change a value
+# Entries that may be kept: readers copy tensors, and cannot change the others.
+_UNSHARED = (Tensor, str, int, float, type(None))
 
 _REMEDY = ". Load another checkpoint, or copy this one again"
 

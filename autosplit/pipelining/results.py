@@ -124,9 +124,9 @@ class Results:
         leaves = list(outputs)
         for at, tensor in zip(self._tensors, tensors, strict=True):
             leaves[at] = tensor
-        return self.value(leaves)
+        return self.unflatten(leaves)
 
-    def value(self, leaves: Sequence[Any]) -> Any:
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
         """A result with these leaves."""
         return leaves[0] if self._is_tensor else tree_unflatten(leaves, self.spec)
 

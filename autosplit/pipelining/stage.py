@@ -266,7 +266,7 @@ class SplitPipelineStage(RuntimeStage):
         if functions.has_backward:
             boundary = LossBoundary(outputs, results.differentiable, self._leaf)
             self._losses[chunk], outputs = boundary, boundary.outputs
-        output = results.value(outputs)
+        output = results.unflatten(outputs)
         if save_forward_output:
             self.output_chunks.append(output)
         return output

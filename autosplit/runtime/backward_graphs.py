@@ -163,7 +163,7 @@ class BackwardGraphs:
             return []
         return [*self.input.completion_order(), *self.weight.completion_order()]
 
-    def source(
+    def graph_source(
         self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False, count: int = 1
     ) -> fx.GraphModule:
         """The FX graph of a backward call, as the backend gets it.
@@ -175,14 +175,6 @@ class BackwardGraphs:
             count: the number of microbatches of a joined W.
         """
         return inline(self._graph_of(call).source(dtype, adds=adds, count=count))
-
-    def most_joined(self, dtype: torch.dtype | None = None) -> int:
-        """The largest number of microbatches that one W may compute; 1 if joining gains nothing.
-
-        Args:
-            dtype: dtype of the accumulators; None for the dtype of each gradient.
-        """
-        return 1 if self.graphs.backward is None else self.weight.most_joined(dtype)
 
     def compile_calls(
         self,
@@ -236,7 +228,8 @@ class BackwardGraphs:
         """Yield (call, number of microbatches that it runs) for each call except ``"forward"``."""
         for call, run in groupby(calls):
             left = len([*run]) if call != "forward" else 0
-            most = self.most_joined(dtype) if call == "backward_weight" else 1
+            joins = call == "backward_weight" and self.graphs.backward is not None
+            most = self.weight.most_joined(dtype) if joins else 1
             while left:
                 yield call, min(left, most)
                 left -= min(left, most)

@@ -382,13 +382,13 @@ class SplitFunctions:
 
         Args:
             call: ``"forward"``, ``"backward_input"``, ``"backward_weight"`` or ``"backward"``.
-            dtype: see ``BackwardGraphs.source``.
-            adds: see ``BackwardGraphs.source``.
-            count: see ``BackwardGraphs.source``.
+            dtype: see ``BackwardGraphs.graph_source``.
+            adds: see ``BackwardGraphs.graph_source``.
+            count: see ``BackwardGraphs.graph_source``.
         """
         if call == "forward":
             return self.graphs.forward
-        return self.backward_graphs.source(call, dtype, adds=adds, count=count)
+        return self.backward_graphs.graph_source(call, dtype, adds=adds, count=count)
 
     @property
     def _graph_class(self) -> Callable[..., GradientGraph]:
@@ -562,7 +562,7 @@ class SplitFunctions:
         Args:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
         """
-        return self.backward_graphs.most_joined(dtype)
+        return self.backward_graphs.weight.most_joined(dtype) if self.has_backward else 1
 
     def joined_weight(
         self,

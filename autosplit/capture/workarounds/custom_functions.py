@@ -157,10 +157,10 @@ def make_traceable(module: fx.GraphModule) -> None:
 def _as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as an operator for Dynamo."""
 
-    def call_function(*args: Any, **kwargs: Any) -> Any:
+    def call_custom(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    operator: Callable[..., Any] = torch._dynamo.allow_in_graph(call_function)
+    operator: Callable[..., Any] = torch._dynamo.allow_in_graph(call_custom)
     return operator
 
 
