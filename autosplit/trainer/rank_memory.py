@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -243,12 +243,13 @@ class RankMemory:
         stages = traced(step.stages).values()
         state = storage_sizes([*state_of(model.modules.values()), *model.optimizer_state])
 
-        def holdings() -> tuple[int, int]:
-            """(fixed bytes, all bytes) that the rank holds now."""
+        def holdings(arguments: Iterable[Tensor]) -> tuple[int, int]:
+            """(fixed bytes, all bytes) that the rank holds now, with the next call's arguments."""
             sums = (gradient for stage in stages for gradient in stage.gradients.values())
             gradients = [*(parameter.grad for parameter in model.parameters), *sums]
             kept = [
                 *batch,
+                *arguments,
                 *(tensor for stage in stages for tensor in stage.saved_tensors),
                 *(tensor for stage in stages for tensor in stage.deferred_tensors),
                 *([] if messages is None else messages.message_tensors),

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.text.figures import size_text
 from autosplit.torch_internals.allocations import Stretch, allocations_on
+from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 T = TypeVar("T")
@@ -122,8 +124,10 @@ class StepMemory:
         return bands[-1].activations - bands[0].activations
 
 
-Holdings = Callable[[], "tuple[int, int]"]
-"""Returns the bytes that are fixed now, and the bytes of all tensors."""
+Holdings = Callable[["Iterable[Tensor]"], "tuple[int, int]"]
+"""Takes tensors to which only the next action refers. Returns the bytes that are fixed now, and the
+bytes of all tensors.
+"""
 
 
 def state_of(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -188,7 +192,7 @@ class MemoryRecorder(SpanRecorder):
         self._times.begin()
 
     def run(self, actions: Sequence[Action], compute: Callable[[], T]) -> T:
-        self._look(str(actions[0]))
+        self._look(str(actions[0]), _arguments_of(compute))
         result = self._times.run(actions, compute)
         self._look("")
         return result
@@ -227,8 +231,18 @@ class MemoryRecorder(SpanRecorder):
         rest = max(bases[-1] + end - results - last.fixed, 0)
         return [*bands, Band(last.when, last.when, "", last.fixed, rest)]
 
-    def _look(self, during: str) -> int:
+    def _look(self, during: str, arguments: Iterable[Tensor] = ()) -> int:
         # Read the past maximum first: an allocation in between is then counted twice, not never.
         beside = 0 if self._elsewhere is None else self._elsewhere()
-        self._moments.append(_Moment(time.perf_counter(), during, *self._holdings(), beside))
+        self._moments.append(
+            _Moment(time.perf_counter(), during, *self._holdings(arguments), beside)
+        )
         return self._allocations.mark()
+
+
+def _arguments_of(compute: Callable[[], object]) -> list[Tensor]:
+    """The tensors that a call got from other ranks. They have left their mailbox, and are freed at
+    their last use: keep no reference to them.
+    """
+    arguments = tree_flatten(compute.args)[0] if isinstance(compute, partial) else ()
+    return [leaf for leaf in arguments if isinstance(leaf, Tensor)]

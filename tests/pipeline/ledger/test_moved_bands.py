@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_transfers_of_other_threads_add_to_an_action() -> None:
     cpu, moved = torch.device("cpu"), TransferredBytes()
     kept = [torch.zeros(300, dtype=torch.uint8)]
     recorder = MemoryRecorder(
-        recorder_on(0, cpu), lambda: (0, sum(map(len, kept))), cpu, beside=moved.peak
+        recorder_on(0, cpu), lambda _: (0, sum(map(len, kept))), cpu, beside=moved.peak
     )
 
     def compute() -> int:
@@ -66,6 +67,23 @@ def test_transfers_of_other_threads_add_to_an_action() -> None:
     assert (first.total, between.total) == (300, 307)
     assert during.total == 300 + 500 + 1000 + 40  # whichever came first: at the most
     assert moved.peak() == 0
+
+
+def test_arguments_that_only_the_call_holds_are_counted() -> None:
+    """A received tensor has left its mailbox when the action begins."""
+    cpu = torch.device("cpu")
+    recorder = MemoryRecorder(
+        recorder_on(0, cpu),
+        lambda arguments: (0, sum(map(len, arguments))),
+        cpu,
+        beside=TransferredBytes().peak,
+    )
+    calls = [partial(len, [torch.zeros(300, dtype=torch.uint8)])]
+    with recorder.recording():
+        recorder.begin()
+        recorder.run((Action.parse("0F0"),), calls.pop())
+        recorder.finish([])
+    assert [band.total for band in recorder.bands() if band.during] == [300]
 
 
 @pytest.mark.parametrize("call", ["put", "take"])
