@@ -63,8 +63,8 @@ def recorded_transfers() -> Iterator[None]:
             move.result(_PATIENCE)
         return move
 
-    def mark_seen(recorder: MemoryRecorder, during: str) -> int:
-        result = mark(recorder, during)
+    def mark_seen(recorder: MemoryRecorder, during: str, *arguments: Any) -> int:
+        result = mark(recorder, during, *arguments)
         marks.more()
         return result
 
