@@ -59,7 +59,9 @@ def _mixture(layers: int) -> Subject:
 
 
 def _vit(layers: int) -> Subject:
-    sizes = {**_WIDTHS, **_NO_DROPOUT, "image_size": _IMAGE, "patch_size": 8}
+    # Else the first call sets it, and runs without a capture because of that.
+    problem = {"problem_type": "single_label_classification"}
+    sizes = {**_WIDTHS, **_NO_DROPOUT, "image_size": _IMAGE, "patch_size": 8, **problem}
     return _built(AutoModelForImageClassification, "vit", layers, **sizes), _image()
 
 

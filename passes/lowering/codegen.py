@@ -1,4 +1,5 @@
-"""Generate Python source from a graph. The source that is dumped is the code that runs.
+"""Generate Python source from a graph. Dumps show the source that runs, except that small graphs
+run with the blocks that they call written inline.
 
 The generated function is boxed: it takes one list and empties it. It deletes every name after its
 last use, so each tensor is freed inside the function as early as possible, if the caller kept no
