@@ -45,7 +45,7 @@ class StorageCount(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
         self._lock = threading.Lock()
-        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._living: dict[int, StorageWeakRef] = {}
         self._add(tensors)
 
     def __torch_dispatch__(
@@ -58,12 +58,17 @@ class StorageCount(TorchDispatchMode):
     def _add(self, tensors: Iterable[Tensor]) -> None:
         with self._lock:
             for tensor in tensors:
-                reference = StorageWeakRef(storage := tensor.untyped_storage())
-                self._living[reference.cdata] = reference, storage.nbytes()
-            self._living = {
-                key: entry for key, entry in self._living.items() if not entry[0].expired()
-            }
-            self.most = max(self.most, sum(size for _, size in self._living.values()))
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._living[reference.cdata] = reference
+            sizes = {key: _bytes_now(reference) for key, reference in self._living.items()}
+            self._living = {key: self._living[key] for key, size in sizes.items() if size}
+            self.most = max(self.most, sum(sizes.values()))
+
+
+def _bytes_now(reference: StorageWeakRef) -> int:
+    """Bytes of a storage; 0 if it is gone, or freed, as that of a message that has arrived."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else int(storage.nbytes())
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
