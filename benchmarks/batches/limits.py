@@ -45,7 +45,7 @@ class StorageCount(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
         self._lock = threading.Lock()
-        self._living: dict[int, StorageWeakRef] = {}
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
         self._add(tensors)
 
     def __torch_dispatch__(
@@ -58,11 +58,18 @@ class StorageCount(TorchDispatchMode):
     def _add(self, tensors: Iterable[Tensor]) -> None:
         with self._lock:
             for tensor in tensors:
-                reference = StorageWeakRef(tensor.untyped_storage())
-                self._living[reference.cdata] = reference
-            sizes = {key: _bytes_now(reference) for key, reference in self._living.items()}
-            self._living = {key: self._living[key] for key, size in sizes.items() if size}
-            self.most = max(self.most, sum(sizes.values()))
+                reference = StorageWeakRef(storage := tensor.untyped_storage())
+                self._living[reference.cdata] = reference, storage.nbytes()
+            self._living = {
+                key: entry for key, entry in self._living.items() if not entry[0].expired()
+            }
+            if sum(size for _, size in self._living.values()) <= self.most:
+                return
+            self._living = {
+                key: (reference, _bytes_now(reference))
+                for key, (reference, _) in self._living.items()
+            }
+            self.most = max(self.most, sum(size for _, size in self._living.values()))
 
 
 def _bytes_now(reference: StorageWeakRef) -> int:
