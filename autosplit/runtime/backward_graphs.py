@@ -70,6 +70,7 @@ class BackwardGraphs:
         accumulation: how matrix products add gradients.
         graph_class: makes a ``GradientGraph`` from the arguments of that class.
         suffix: appended to the graphs' names for the backend.
+        joins: whether W of several microbatches may run as one call.
     """
 
     graphs: SplitGraphs
@@ -84,6 +85,7 @@ class BackwardGraphs:
     accumulation: Accumulation
     graph_class: Callable[..., GradientGraph] = GradientGraph
     suffix: str = ""
+    joins: bool = True
 
     def without(self, missing: frozenset[str], graphs: SplitGraphs, suffix: str) -> BackwardGraphs:
         """The backward in which some outputs have no gradient.
@@ -176,6 +178,15 @@ class BackwardGraphs:
         """
         return inline(self._graph_of(call).source(dtype, adds=adds, count=count))
 
+    def most_joined(self, dtype: torch.dtype | None = None) -> int:
+        """The largest number of microbatches that one W may compute; 1 if joining gains nothing.
+
+        Args:
+            dtype: dtype of the accumulators; None for the dtype of each gradient.
+        """
+        can_join = self.joins and self.graphs.backward is not None
+        return self.weight.most_joined(dtype) if can_join else 1
+
     def compile_calls(
         self,
         calls: Iterable[str] = ("backward_input", "backward_weight"),
@@ -228,8 +239,7 @@ class BackwardGraphs:
         """Yield (call, number of microbatches that it runs) for each call except ``"forward"``."""
         for call, run in groupby(calls):
             left = len([*run]) if call != "forward" else 0
-            joins = call == "backward_weight" and self.graphs.backward is not None
-            most = self.weight.most_joined(dtype) if joins else 1
+            most = self.most_joined(dtype) if call == "backward_weight" else 1
             while left:
                 yield call, min(left, most)
                 left -= min(left, most)

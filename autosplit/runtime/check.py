@@ -183,6 +183,7 @@ class CheckedFunctions(SplitFunctions):
     """
 
     residuals = CheckedResiduals
+    joins = False  # each W compares what was written between it and its I
 
     def __init__(self, plain: Plain, *args: Any) -> None:
         super().__init__(*args)
@@ -214,9 +215,6 @@ class CheckedFunctions(SplitFunctions):
         deferred = cast(CheckedResiduals, results[1])
         deferred.samples = deferred.sample()
         return results
-
-    def most_joined(self, dtype: torch.dtype | None = None) -> int:
-        return 1  # each W compares what was written between it and its I
 
     def backward_weight(self, deferred: Any, *sums: Any) -> Sequence[Tensor]:
         written = [*deferred.written()]

@@ -128,9 +128,11 @@ class SplitFunctions:
         dependence: on which outputs each gradient depends, and other static facts about gradients.
         has_backward: whether the module was captured with gradients.
         residuals: the class of the residuals, such as ``Residuals``.
+        joins: whether W of several microbatches may run as one call.
     """
 
     residuals = Residuals
+    joins = True
 
     def __init__(
         self,
@@ -171,6 +173,7 @@ class SplitFunctions:
             backend,
             accumulation,
             self._graph_class,
+            joins=self.joins,
         )
         self._read_state = [role.name for role in state]
         self._saves = BoundaryLayout(
@@ -562,7 +565,7 @@ class SplitFunctions:
         Args:
             dtype: dtype of the accumulators; None for the dtype of each gradient.
         """
-        return self.backward_graphs.weight.most_joined(dtype) if self.has_backward else 1
+        return self.backward_graphs.most_joined(dtype)
 
     def joined_weight(
         self,
