@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from torch.utils._pytree import (
     tree_map,
     tree_unflatten,
 )
+
+from autosplit.errors import CaptureError
 
 from . import TORCH
 from .patches import patched
@@ -89,9 +92,15 @@ class Holder:
     """Wrapper that makes an object a pytree node, whose children are its tensors.
 
     Unflattening creates an object of the same class.
+
+    Attributes:
+        value: the object.
+        within: ids of the objects that lead to it. An object that leads to itself is refused,
+            because it is no tree.
     """
 
     value: Any
+    within: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,14 +134,29 @@ class Skeleton:
         return self.kind, self.children, *self.rest, *values, self.context
 
 
-def hold(tree: Any) -> Any:
-    """Wrap leaves of a pytree in a Holder: those that are objects with tensors."""
-    return tree_map(_hold_leaf, tree)
+def hold(tree: Any, within: frozenset[int] = frozenset()) -> Any:
+    """Wrap leaves of a pytree in a Holder: those that are objects with tensors.
+
+    Args:
+        tree: a pytree.
+        within: ids of the objects whose attribute the tree is.
+
+    Raises:
+        CaptureError: an object of the tree refers to itself.
+    """
+    return tree_map(partial(_hold_leaf, within=within), tree)
 
 
-def _hold_leaf(leaf: Any) -> Any:
-    wraps = not isinstance(leaf, Holder) and _holds_tensors(leaf, set())
-    return Holder(leaf) if wraps else leaf
+def _hold_leaf(leaf: Any, within: frozenset[int] = frozenset()) -> Any:
+    if isinstance(leaf, Holder) or not _holds_tensors(leaf, set()):
+        return leaf
+    if id(leaf) in within:
+        name = type(leaf).__qualname__
+        raise CaptureError(
+            f"an object of class {name} holds tensors and refers to itself, so that it is no tree "
+            "of tensors. Pass its tensors, or an object without that reference"
+        )
+    return Holder(leaf, within | {id(leaf)})
 
 
 def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
@@ -167,8 +191,10 @@ def _flatten(holder: Holder) -> tuple[list[Any], Skeleton]:
             children, context = holder.value._flatten()
         names = [n for n in kind._TENSOR_ATTRS if getattr(holder.value, n) is not None]
         names += [f"closure_{at}" for at in range(len(children) - len(names))]
-        return [*map(hold, children)], Skeleton(kind, tuple(names[: len(children)]), {}, context)
-    attributes = {name: hold(value) for name, value in vars(holder.value).items()}
+        return [hold(c, holder.within) for c in children], Skeleton(
+            kind, tuple(names[: len(children)]), {}, context
+        )
+    attributes = {name: hold(value, holder.within) for name, value in vars(holder.value).items()}
     leaves = {name: tree_flatten(value)[0] for name, value in attributes.items()}
     children = tuple(name for name in attributes if any(map(torch.is_tensor, leaves[name])))
     rest = {name: value for name, value in attributes.items() if name not in children}

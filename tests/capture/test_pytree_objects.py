@@ -6,10 +6,12 @@ import dataclasses
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import autosplit
+from autosplit.errors import CaptureError
 from tests.semantics.against_autograd import assert_alike
 
 LOG = logging.getLogger(__name__)
@@ -71,3 +73,24 @@ def test_paths_name_attributes() -> None:
         "output[1].layers[0].rest[0]",
         "output[1].layers[0].rest[1]",
     )
+
+
+def test_an_object_that_refers_to_itself_is_refused() -> None:
+    class Child:
+        parent: object
+
+    class Batch:
+        def __init__(self) -> None:
+            self.values, self.child = torch.randn(2, 4), Child()
+            self.child.parent = self
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, batch: Batch) -> Tensor:
+            return self.linear(batch.values)
+
+    with pytest.raises(CaptureError, match=r"class .*Batch holds tensors and refers to itself"):
+        autosplit.split(Model())(Batch())
