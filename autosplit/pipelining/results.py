@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autosplit.errors import CaptureError, PipelineError
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.residuals import TensorSpec
+from autosplit.runtime.tensor_spec import TensorSpec
 from autosplit.torch_internals.autograd import direct_apply, without_autocast
 from autosplit.torch_internals.pipelining_stage import StageShapeError, StridedTensorMeta
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten

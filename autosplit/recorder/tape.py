@@ -30,7 +30,7 @@ from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.recorder.digests import PendingDigests
-from autosplit.runtime.residuals import is_plain, storage_of
+from autosplit.runtime.storages import is_plain, storage_of
 from autosplit.stage import Stage
 from autosplit.torch_internals.state import versions
 

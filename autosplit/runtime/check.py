@@ -49,7 +49,8 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflat
 from autosplit.torch_internals.state import allows_other_memory
 
 from .functions import ForwardResult, SplitFunctions
-from .residuals import Residuals, State, is_plain
+from .residuals import Residuals, State
+from .storages import is_plain
 
 if TYPE_CHECKING:
     from autosplit.capture.attribute_values import AttributeValue

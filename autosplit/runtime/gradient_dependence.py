@@ -18,7 +18,7 @@ from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import fills_storage, is_view, producer, storage_root
 from autosplit.passes.graph import ancestors, computed_outputs, concrete, inputs, outputs
 from autosplit.passes.subgraph import reached, subgraph_of
-from autosplit.runtime.residuals import TensorSpec
+from autosplit.runtime.tensor_spec import TensorSpec
 
 _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT}
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.runtime.residuals import State, is_plain
+from autosplit.runtime.residuals import State
+from autosplit.runtime.storages import is_plain
 from autosplit.torch_internals.memory_overlap import overlaps, spanned_bytes
 
 if TYPE_CHECKING:

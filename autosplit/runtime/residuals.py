@@ -1,7 +1,5 @@
 """``Residuals``: tensors that one graph leaves for the next, with a check that nothing writes into
 them in between.
-
-Their storages can be detached as bytes, to be offloaded, and attached again.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -25,182 +22,21 @@ from autosplit.passes.lowering import codegen
 from autosplit.torch_internals.autograd import any_referenced
 from autosplit.torch_internals.state import UNCOUNTED, VERSION, allows_other_memory, versions
 
-StorageKey = tuple[torch.device, int]
-"""A storage's device and address, for as long as it is alive."""
-
-
-def storage_of(tensor: Tensor) -> StorageKey:
-    """A key that identifies a tensor's storage."""
-    return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is a strided ``Tensor`` or ``Parameter``, and of no other subclass."""
-    return type(value) in _PLAIN and value.layout is torch.strided
-
-
-class PlacedStorage(NamedTuple):
-    """A storage that tensors of a list share, as (positions of the tensors in the list, size of the
-    storage in bytes).
-    """
-
-    places: tuple[int, ...]
-    bytes: int
-
-
-def detachable(tensors: Sequence[Any]) -> dict[StorageKey, PlacedStorage]:
-    """Storages that can be detached from their tensors and attached again.
-
-    Bytes, sizes and strides must describe each tensor fully (no conjugate or negative bit), and
-    only torch may write into the storage.
-    """
-    positions: dict[StorageKey, list[int]] = {}
-    sizes: dict[StorageKey, int] = {}
-    for at, value in enumerate(tensors):
-        if not is_plain(value):
-            continue
-        storage = value.untyped_storage()
-        key = value.device, storage.data_ptr()
-        places = positions.get(key)
-        if places is None:
-            positions[key] = [at]
-            sizes[key] = storage.nbytes() if storage.resizable() else 0
-        else:
-            places.append(at)
-        if value.is_conj() or value.is_neg():
-            sizes[key] = 0
-    return {key: PlacedStorage(tuple(positions[key]), size) for key, size in sizes.items() if size}
-
-
-def whole_storage(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, as bytes."""
-    blank = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return blank.set_(tensor.untyped_storage())
-
-
-class StorageView(NamedTuple):
-    """A tensor's layout in its storage; ``offset`` counts elements."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> StorageView:
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def over(self, data: Tensor) -> Tensor:
-        """Return a tensor of this layout whose storage is that of ``data``. ``data`` must be its
-        whole storage.
-        """
-        blank = torch.empty(0, dtype=self.dtype, device=data.device)
-        storage = data.untyped_storage()
-        return blank.set_(storage, self.offset, self.shape, self.stride)
-
-
-class DetachedStorage(NamedTuple):
-    """A storage that was detached from its tensors.
-
-    Attributes:
-        views: (position, view) of each tensor in the storage.
-        bytes: the size of the storage.
-        device: the device of the storage.
-    """
-
-    views: list[tuple[int, StorageView]]
-    bytes: int
-    device: torch.device
-
-
-def _fits(detached: DetachedStorage, data: Tensor) -> bool:
-    """Whether ``data`` can replace a detached storage: ``data`` has the same size and device, and
-    is its whole storage.
-    """
-    size = data.numel()
-    return (
-        size == detached.bytes
-        and data.dtype is torch.uint8
-        and data.is_contiguous()
-        and size == data.untyped_storage().nbytes()
-        and data.device == detached.device
-    )
-
-
-def _described(data: Tensor) -> str:
-    if data.dtype is not torch.uint8 or not data.is_contiguous():
-        return f"{list(data.shape)} of {data.dtype}"
-    size = data.untyped_storage().nbytes()
-    part = "" if size == data.numel() else f"{data.numel()} of "
-    return f"{part}{size} bytes on {data.device}"
-
+from .storages import (
+    DetachedStorage,
+    PlacedStorage,
+    StorageKey,
+    StorageView,
+    detachable,
+    storage_text,
+    whole_storage,
+)
+from .tensor_spec import TensorSpec
 
 State = Mapping[str, Tensor]
 
 _NUMBERS = (int, float, bool)
 _POINTER, _DTYPE = Tensor.data_ptr, attrgetter("dtype")
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
-    """Shape, strides, dtype and device of a tensor that a graph was traced with."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-    def at(self, value: Callable[[Any], int]) -> TensorSpec:
-        """The spec with ``value`` applied to each of its sizes and strides."""
-        shape, stride = map(value, self.shape), map(value, self.stride)
-        return TensorSpec(torch.Size(shape), tuple(stride), self.dtype, self.device)
-
-    def resized(self, shape: torch.Size) -> TensorSpec:
-        """The spec for another shape, with the dimensions in the same order in memory and without
-        gaps.
-        """
-        if shape == self.shape:
-            return self
-        stride, step = [0] * len(shape), 1
-        for at in sorted(range(len(shape)), key=lambda at: (self.stride[at], -at)):
-            stride[at], step = step, step * max(shape[at], 1)
-        return TensorSpec(shape, tuple(stride), self.dtype, self.device)
-
-    def memoryless(self) -> Tensor:
-        """A tensor of this spec without memory."""
-        blank = self._empty()
-        blank.untyped_storage().resize_(0)
-        return blank
-
-    def zeros(self) -> Tensor:
-        return self._empty().zero_()
-
-    def conform(self, tensor: Tensor) -> Tensor:
-        """The tensor with the strides of the spec; a copy only if its strides differ."""
-        if tensor.stride() == self.stride:
-            return tensor
-        dense = tensor.contiguous() if self._contiguous else tensor
-        return dense if dense.stride() == self.stride else self.copy(tensor)
-
-    @cached_property
-    def _contiguous(self) -> bool:
-        """Whether the strides are those of a contiguous tensor."""
-        blank = torch.empty(self.shape, device="meta")
-        return 0 not in self.shape and blank.stride() == self.stride
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor with the strides of the spec."""
-        return self._empty().copy_(tensor)
-
-    def _empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class Constants(NamedTuple):
@@ -467,9 +303,11 @@ class Residuals:
                 boundary.
         """
         self._check_unwritten()
-        if len(storages) != len(self.detached) or not all(map(_fits, self.detached, storages)):
+        if len(storages) != len(self.detached) or not all(
+            map(DetachedStorage.is_replaced_by, self.detached, storages)
+        ):
             expected = [f"{gap.bytes} bytes on {gap.device}" for gap in self.detached]
-            received = [_described(data) for data in storages]
+            received = [storage_text(data) for data in storages]
             raise SplitError(
                 "expected the storages that were detached, or copies of them as torch.uint8: "
                 f"{', '.join(expected) or 'none'}; got {', '.join(received) or 'none'}. Pass the "

@@ -16,7 +16,7 @@ from autosplit.errors import CaptureError, FailingCallError, SplitError, reworde
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.options import SplitOptions
-from autosplit.runtime.residuals import TensorSpec
+from autosplit.runtime.tensor_spec import TensorSpec
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .call_cache import CallCache
