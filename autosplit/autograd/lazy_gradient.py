@@ -24,17 +24,16 @@ from torch import Tensor
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
-    ZEROING,
-    add_gradient,
     in_compiler,
     in_transform,
     memoryless_tensor,
     outside_dispatch,
-    tensor_users,
     without_torch_function,
 )
 from autosplit.torch_internals.dtensor import dtensor_class, is_dtensor
+from autosplit.torch_internals.gradients import ZEROING, add_gradient
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+from autosplit.torch_internals.references import tensor_users
 
 if TYPE_CHECKING:
     from .pending import PendingQueue

@@ -28,7 +28,7 @@ from autosplit.passes.lowering.fuse import fusible_count
 from autosplit.passes.lowering.join import joinable_count, joined_role
 from autosplit.passes.manager import When, run_graph_passes
 from autosplit.passes.subgraph import subgraphs
-from autosplit.torch_internals.autograd import add_together, zero_together
+from autosplit.torch_internals.gradients import add_together, zero_together
 
 from .accumulation import MOST_JOINED, Accumulation
 from .anomaly import copied, refuse_nan

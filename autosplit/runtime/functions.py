@@ -32,7 +32,8 @@ from autosplit.passes.subgraph import inlined, inner_calls, sizes_of_calls
 from autosplit.runtime.call_cache import CallCache
 from autosplit.runtime.residuals import BoundaryLayout, Constants, Residuals, State, own_writes
 from autosplit.runtime.tensor_spec import TensorSpec
-from autosplit.torch_internals.autograd import is_autocast, without_autocast, write_buffers
+from autosplit.torch_internals.autograd import is_autocast, without_autocast
+from autosplit.torch_internals.gradients import write_buffers
 
 from .accumulation import ACCUMULATION, Accumulation
 from .backward_graphs import BackwardGraphs, live_positions, state_roles

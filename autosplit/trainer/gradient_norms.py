@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.torch_internals.autograd import flatten_together, norms_of
 from autosplit.torch_internals.dtensor import real_numbers
+from autosplit.torch_internals.gradients import flatten_together, norms_of
 
 _IS_SPARSE = attrgetter("is_sparse")
 _SMALL = 2**18

@@ -15,8 +15,8 @@ from autosplit.pipeline.schedule.schedule import BACKWARDS, Schedule
 from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.ranks.groups import Groups
 from autosplit.stage import Stage
-from autosplit.torch_internals.autograd import scale_together
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistribute_gradient
+from autosplit.torch_internals.gradients import scale_together
 from autosplit.torch_internals.state import StateReader
 from autosplit.trainer.gradient_buckets import GradientBuckets, Wait
 from autosplit.trainer.gradient_norms import GradientNorms, are_small

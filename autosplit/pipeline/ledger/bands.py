@@ -11,13 +11,13 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from autosplit.pipeline.engine.timing import SpanRecorder
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.text.figures import size_text
 from autosplit.torch_internals.allocations import Stretch, allocations_on
+from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 T = TypeVar("T")
@@ -247,4 +247,4 @@ def _arguments_of(compute: Callable[[], object]) -> list[Tensor]:
     # Received tensors are in a list. The other arguments are microbatches, stages and functions.
     arguments = compute.args if isinstance(compute, partial) else ()
     lists = [argument for argument in arguments if isinstance(argument, list)]
-    return [leaf for leaf in tree_leaves(lists) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_flatten(lists)[0] if isinstance(leaf, Tensor)]
