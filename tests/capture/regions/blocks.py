@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autosplit import SplitModule
@@ -21,6 +22,17 @@ class Residual(zoo.Residual):
         super().__init__(WIDTH)
 
 
+class Plain(nn.Module):
+    """A block of one product: the cheapest to trace."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + torch.tanh(self.linear(x))
+
+
 class Stack(nn.Module):
     """Blocks between two products.
 
@@ -29,7 +41,7 @@ class Stack(nn.Module):
         count: blocks.
     """
 
-    def __init__(self, block: Block = Residual, count: int = 4) -> None:
+    def __init__(self, block: Block = Residual, count: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(map(block, range(count)))

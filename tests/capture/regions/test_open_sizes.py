@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
+from tests.capture.regions.blocks import WIDTH, Plain, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
 
@@ -27,30 +27,30 @@ class Attending(Residual):
         return super().forward(x + attended.transpose(1, 2).reshape(rows, length, width))
 
 
-class Branching(Residual):
-    """Another product for an even length, and none for a long one."""
+class Branching(Plain):
+    """Another function of an even length, and no product for a long one."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] % 2 == 0:
-            x = self.norm(x)
+            x = x.sin()
         return x * 2 if x.shape[1] > 10 else super().forward(x)
 
 
-class Halving(Residual):
+class Halving(Plain):
     """Half as long each time."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[:, ::2])
 
 
-class Positions(Residual):
+class Positions(Plain):
     """Positions up to the length, made in the block."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + torch.arange(x.shape[1])[:, None] / x.shape[1])
 
 
-class OfOneLength(Residual):
+class OfOneLength(Plain):
     """Its bias is for one length."""
 
     def __init__(self, index: int) -> None:
@@ -73,7 +73,7 @@ class OfOneLength(Residual):
     ],
 )
 def test_sizes_are_open_around_blocks(
-    block: type[Residual], lengths: Sequence[int], captures: int, called: list[int]
+    block: type[nn.Module], lengths: Sequence[int], captures: int, called: list[int]
 ) -> None:
     split = assert_equals_autograd(Stack(block, 2), batches(*lengths))
     assert (len(split.functions), kinds(split)) == (captures, called)
@@ -85,7 +85,7 @@ class ReadAgain(Stack):
     """
 
     def __init__(self) -> None:
-        super().__init__(lambda index: nn.Sequential(*map(Residual, range(1 + index // 2))), 4)
+        super().__init__(lambda index: nn.Sequential(*map(Plain, range(1 + index // 2))), 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for at, layer in enumerate(self.layers):

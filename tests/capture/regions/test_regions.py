@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -59,7 +60,7 @@ class Pair(Residual):
 
 class Pairs(Stack):
     def __init__(self) -> None:
-        super().__init__(Pair)
+        super().__init__(Pair, 2)
 
     def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
@@ -142,8 +143,8 @@ class TwoStacks(Stack):
     """An encoder, and a decoder that reads what it makes."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.decoder = nn.ModuleList(map(Residual, range(4)))
+        super().__init__(count=2)
+        self.decoder = nn.ModuleList(map(Residual, range(2)))
 
     def forward(self, x: Tensor) -> Any:
         y = x
@@ -160,15 +161,14 @@ BLOCKS = (
     Checkpointed,
     Deciding,
 )
-MODELS = {
-    Pairs: [4],
-    Transposing: [],
-    Modes: [],
-    Recomputed: [],
-    Listing: [],
-    InPlace: [],
-    Twice: [],
-    TwoStacks: [],
+REFUSED: dict[str, Callable[[], Stack]] = {
+    "transposing": lambda: Transposing(count=2),
+    "modes": lambda: Modes(count=4),
+    "recomputed": lambda: Recomputed(count=2),
+    "listing": lambda: Listing(count=2),
+    "in place": lambda: InPlace(count=2),
+    "twice": lambda: Twice(count=2),
+    "two stacks": TwoStacks,
 }
 
 
@@ -178,28 +178,27 @@ def batches() -> list[tuple[Tensor, ...]]:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda kind: kind.__name__)
 def test_blocks(block: type[Residual]) -> None:
-    split = assert_equals_autograd(Stack(block), batches())
-    assert kinds(split) == [4]
+    split = assert_equals_autograd(Stack(block, 2), batches())
+    assert kinds(split) == [2]
 
 
 @pytest.mark.parametrize("model", [Pairs, Detaching])
 def test_results_without_gradients_need_no_other_trace_of_the_model(model: type[Stack]) -> None:
     traced = mock.Mock(wraps=export.fullgraph_capture)
     with mock.patch.object(export, "fullgraph_capture", traced):
-        assert kinds(assert_equals_autograd(model(), batches())) == [4]
+        assert kinds(assert_equals_autograd(model(), batches())) == [2]
     modules = [type(call.args[0]) for call in traced.call_args_list]
     assert modules.count(model) == 1
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda kind: kind.__name__)
-def test_models(model: type[Stack]) -> None:
-    split = assert_equals_autograd(model(), batches())
-    assert kinds(split) == MODELS[model]
+@pytest.mark.parametrize("name", REFUSED)
+def test_blocks_are_captured_with_models_that_do_more_than_call_them(name: str) -> None:
+    assert kinds(assert_equals_autograd(REFUSED[name](), batches())) == []
 
 
 def test_blocks_that_are_the_models_own_submodules() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(Residual, range(4)))
-    assert kinds(assert_equals_autograd(model, batches())) == [4]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(Residual, range(2)))
+    assert kinds(assert_equals_autograd(model, batches())) == [2]
 
 
 def test_without_gradients() -> None:
@@ -209,7 +208,7 @@ def test_without_gradients() -> None:
         functions = split.capture(x)
         (result,) = functions.forward(dict(split.named_parameters()), [x]).outputs
         assert torch.equal(result, split.unsplit(x))
-    assert kinds(split) == [4]
+    assert kinds(split) == [3]
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +266,7 @@ class Parts(Stack):
 def test_calls_of_blocks_tell_of_gradients_what_their_operators_do(model: type[Stack]) -> None:
     split = autosplit.split(model())
     split(torch.randn(2, 3, WIDTH, requires_grad=True))
-    assert kinds(split) == [4]
+    assert kinds(split) == [3]
     functions = split.functions[-1]
     received, outputs = functions.capture.inputs, [*enumerate(functions.output_names)]
     tangents = [(name, at) for at, name in outputs if name in functions.tangent_specs]
@@ -284,8 +283,8 @@ def test_calls_of_blocks_tell_of_gradients_what_their_operators_do(model: type[S
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 11}
 FAMILIES = {
-    "gpt2": {"num_hidden_layers": 3},  # takes the cache by position
-    "gemma2": {"num_hidden_layers": 4, "head_dim": 4, "sliding_window": 4},  # windows in turn
+    "gpt2": {"num_hidden_layers": 2},  # takes the cache by position
+    "gemma2": {"num_hidden_layers": 2, "head_dim": 4, "sliding_window": 4},  # windows in turn
 }
 
 

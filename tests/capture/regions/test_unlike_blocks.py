@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from autosplit.capture import region_session
 from autosplit.runtime import build
-from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
+from tests.capture.regions.blocks import WIDTH, Plain, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
-ODD = 2  # of four blocks
+ODD = 2  # of three blocks, or more
 
 
-class Scaled(Residual):
+class Scaled(Plain):
     """A constant of its own for one of the blocks."""
 
     def __init__(self, index: int) -> None:
@@ -48,14 +48,14 @@ class Normalised(nn.Module):
         return x + self.linear(self.norm(x))
 
 
-class Same(Residual):
+class Same(Plain):
     """One block returns what it was given."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class Calling(Residual):
+class Calling(Plain):
     """More than the forward is called."""
 
     def __call__(self, x: Tensor) -> Any:
@@ -87,12 +87,12 @@ class Given:
         self.x = x
 
 
-class TakingObjects(Residual):
+class TakingObjects(Plain):
     def forward(self, given: Given) -> Tensor:
         return super().forward(given.x)
 
 
-class Rooted(Residual):
+class Rooted(Plain):
     """A gradient of zeros for the second result would become NaN."""
 
     def forward(self, x: Tensor) -> Any:
@@ -112,42 +112,42 @@ class Unread(Stack):
 
 
 def tied_blocks() -> nn.Module:
-    model = Stack()
-    model.layers[ODD].up.weight = model.layers[1].up.weight
+    model = Stack(Plain, 4)
+    model.layers[ODD].linear.weight = model.layers[1].linear.weight
     return model
 
 
 def tied_to_the_head() -> nn.Module:
-    model = Stack()
-    model.head = nn.Linear(WIDTH, 2 * WIDTH)
-    model.head.weight = model.layers[ODD].up.weight
+    model = Stack(Plain)
+    model.head = nn.Linear(WIDTH, WIDTH)
+    model.head.weight = model.layers[ODD].linear.weight
     return model
 
 
 def one_block() -> nn.Module:
-    model = Stack()
-    model.layers = nn.ModuleList([model.layers[0]] * 4)
+    model = Stack(Plain)
+    model.layers = nn.ModuleList([model.layers[0]] * 3)
     return model
 
 
 def hooked() -> nn.Module:
-    model = Stack()
+    model = Stack(Plain)
     model.layers[ODD].register_forward_hook(lambda module, args, output: output * 3)
     return model
 
 
 UNLIKE: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
-    "constant": (lambda: Stack(Scaled), [3, 1]),
-    "width": (lambda: Stack(Wide), [3]),
+    "constant": (lambda: Stack(Scaled), [2, 1]),
+    "width": (lambda: Stack(Wide), [2]),
     "tied_blocks": (tied_blocks, [2]),
-    "tied_to_the_head": (tied_to_the_head, [3]),
+    "tied_to_the_head": (tied_to_the_head, [2]),
     "one_block": (one_block, []),
-    "hook": (hooked, [3]),
-    "running_statistics": (lambda: Stack(Normalised), [4]),
+    "hook": (hooked, [2]),
+    "running_statistics": (lambda: Stack(Normalised, 2), [2]),
     "changed_by_the_model": (lambda: Changing(Scaled), []),
     "call": (lambda: Stack(Calling), []),
     "passed_on": (lambda: Stack(Same), []),
-    "unread_result": (lambda: Unread(Rooted), [4]),
+    "unread_result": (lambda: Unread(Rooted), [3]),
     "objects": (lambda: Objects(TakingObjects), []),
 }
 
@@ -163,7 +163,7 @@ class ReadAgain(Stack):
     """Of three kinds of blocks, the model itself reads the inputs of two."""
 
     def __init__(self) -> None:
-        super().__init__(lambda index: nn.Sequential(Residual(0), *_linears(index // 2)), 6)
+        super().__init__(lambda index: nn.Sequential(Plain(0), *_linears(index // 2)), 6)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
