@@ -231,14 +231,11 @@ def test_names_in_docstrings_are_there(
     sources: dict[pathlib.Path, Names], identifiers: set[str], files: list[str]
 ) -> None:
     modules = {part for path in SOURCES for part in (path.stem, path.parent.name)}
+    classes = {*re.findall(r"\b[A-Z]\w+", " ".join(identifiers))}
     stale = []
     for path, local in sources.items():
         names = identifiers | local.used
-        roots = (
-            local.used
-            | modules
-            | {*FOREIGN.split(), *re.findall(r"\b[A-Z]\w+", " ".join(identifiers))}
-        )
+        roots = local.used | modules | classes | {*FOREIGN.split()}
         for text in local.docstrings:
             named = re.findall(r"``(.+?)``", text)
             results = [name for name in named if is_stale(name, names, roots, files)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.batches import engine, simulated
@@ -16,6 +17,7 @@ from benchmarks.results import Results
 SMALLEST = Settings((2,), (4,), draws=2, steps=3, engine_counts=(3,), unit=0.002, rounds=1)
 
 
+@pytest.mark.usefixtures("launched_on_ranks")
 def test_parts_make_a_page(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "results.json")
     rows = [*simulated.measure(SMALLEST)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from autosplit.cli import main
 from benchmarks.corruption import replayed, timeline
 from benchmarks.corruption.faults import KINDS, Fault, faults
 from benchmarks.corruption.judge import clean, judge
@@ -36,7 +39,14 @@ def test_faults_are_of_all_kinds() -> None:
 def test_actions_of_a_stage_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replayed, "ACTIONS", {"F with a NaN in a sample": "1F2"})
     monkeypatch.setattr(replayed, "_TIMES", 1)
-    (row,) = replayed.measure(2, 16)
+
+    def run(command: list[str], **_: Any) -> None:
+        """The command in this process, which has imported torch."""
+        assert command[1:4] == ["-m", "autosplit", "replay"]
+        assert CliRunner().invoke(main, command[3:]).exit_code == 1
+
+    monkeypatch.setattr(replayed.subprocess, "run", run)
+    (row,) = replayed.measure(1, 16)
     assert row["text"].startswith("1F2 on rank 0: NaN in aten.")
     assert "samples   5 of the batch, in microbatch 2" in row["text"]
     assert row["command"] > row["reading"] + row["running"]

@@ -222,8 +222,14 @@ def written(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_buffers()), **sums}
 
 
-@pytest.mark.parametrize("kind", ["sum", "history", "largest", "operator", "twice", "count"])
-@pytest.mark.parametrize("breaks", [False, True])
+KEPT = ["sum", "history", "largest", "operator", "twice", "count"]
+BROKEN = ["sum", "history", "operator"]  # deferred, written by I, and by an operator of its own
+
+
+@pytest.mark.parametrize(
+    ("kind", "breaks"),
+    [*((kind, False) for kind in KEPT), *((kind, True) for kind in BROKEN)],
+)
 def test_split(kind: str, breaks: bool) -> None:
     split = assert_equals_autograd(Writer(kind, breaks), batches())
     assert breaks or "Deferred: 100.0 %" in split.report()
@@ -267,8 +273,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 ORDER = "F0 F1 I0 F2 I1 W0 I2 F3 W1 W2 B3"
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("check", ["0", "1"])
+@pytest.mark.parametrize(
+    ("kind", "check"), [("attribute", "0"), ("twice", "0"), ("blocks", "0"), ("blocks", "1")]
+)
 def test_stages_in_the_order_of_a_pipeline(
     kind: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,7 +355,7 @@ def test_a_main_grad_may_be_replaced_between_steps() -> None:
     assert len(split.functions) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sum", "history", "operator", "attribute", "averaged", "class"])
 def test_under_torch_compile(kind: str) -> None:
     torch._dynamo.reset()
     inputs, model = batches(), Writer(kind)

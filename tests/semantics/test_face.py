@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -103,6 +104,16 @@ def test_model_that_calls_its_split_module(captured: bool) -> None:
 
 
 def test_endless_recursion() -> None:
+    """With few frames left, of which each takes time."""
+    earlier = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 400)
+    try:
+        _recurses()
+    finally:
+        sys.setrecursionlimit(earlier)
+
+
+def _recurses() -> None:
     with pytest.raises(RecursionError):
         autosplit.split(Endless())(_x())
     split = autosplit.split(Model())

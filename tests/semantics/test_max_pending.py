@@ -192,7 +192,7 @@ def test_split_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_stage_with_norms_before_layers(memory: str | int) -> None:
     """A residual stream in which no input needs a gradient: nothing has to be in I."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16), enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(layer, 1, nn.LayerNorm(16), enable_nested_tensor=False)
     model = nn.Sequential(nn.Embedding(11, 16), encoder, nn.Linear(16, 11))
     batches = [(torch.randint(11, (2, 6)),) for _ in range(2)]
     assert_equals_autograd(model, batches, lambda y: y.square().mean(), memory=memory)

@@ -186,8 +186,13 @@ COPIES: dict[str, Callable[[SplitModule], SplitModule]] = {
 }
 
 
-@pytest.mark.parametrize("name", COPIES)
-@pytest.mark.parametrize("last", [partial(nn.BatchNorm1d, 4), TwoLayers], ids=["whole", "parts"])
+WHOLE, PARTS = partial(nn.BatchNorm1d, 4), TwoLayers
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("deepcopy", WHOLE), ("torch.save", WHOLE), ("deepcopy", PARTS), ("pickle", PARTS)],
+)
 def test_copy_is_a_split_module_of_its_own(name: str, last: Callable[[], nn.Module]) -> None:
     """Parameters are copied and pickled without ``.grad``, as of any module."""
     split = autosplit.split(

@@ -144,13 +144,8 @@ def compared(cells: Sequence[tuple[str, str]], texts: Sequence[str]) -> dict[str
 
 # --- torch's own ----------------------------------------------------------------------------------
 
-TORCHS = {
-    "Schedule1F1B": (2, 4),
-    "ScheduleInterleaved1F1B": (4, 4),
-    "ScheduleZBVZeroBubble": (4, 8),
-    "ScheduleDualPipeV": (4, 8),
-}
-"""On two ranks: stages and microbatches."""
+TORCHS = {"ScheduleInterleaved1F1B": (4, 4), "ScheduleDualPipeV": (4, 8)}
+"""On two ranks: stages and microbatches. `--comm strict tests/pipelining` has the others."""
 
 
 def _torchs_gradients(kind: str, stage: Any) -> list[Tensor]:

@@ -80,7 +80,7 @@ def test_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(
-    max_examples=5,
+    max_examples=3,
     deadline=None,
     derandomize=True,
     database=None,

@@ -60,11 +60,10 @@ def using(places: Iterator[tuple[int, ...]]) -> Callable[[Any], Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("used", [((0,),), ((1,),), ((0,), (1,), (0, 1))], ids=str)
-def test_gradients_are_those_of_autograd_bit_for_bit(name: str, used: Any) -> None:
-    """Also where microbatches that use other outputs wait together for W."""
-    loss = using(cycle(used))
-    assert_equals_autograd(layered(MODELS[name]), leaves(3, 4, count=len(used)), loss)
+def test_gradients_are_those_of_autograd_bit_for_bit(name: str) -> None:
+    """Of microbatches that use other outputs, and wait together for W."""
+    loss = using(cycle([(0,), (1,), (0, 1)]))
+    assert_equals_autograd(layered(MODELS[name]), leaves(3, 4, count=3), loss)
 
 
 def test_an_infinite_derivative_of_an_unused_output_is_not_nan() -> None:
