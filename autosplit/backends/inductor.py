@@ -8,7 +8,7 @@ equal.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,7 +271,7 @@ def _with_contiguous_sums(call: Boxed, sums: Sequence[int]) -> Boxed:
 
 
 def _with_all_outputs(
-    call: Callable[[list[Any]], Any],
+    call: Boxed,
     constants: list[Tensor],
     fixed_outputs: dict[int, Any],
     count: int,
@@ -284,13 +284,12 @@ def _with_all_outputs(
         fixed_outputs: outputs that are not computed, by position.
         count: number of outputs.
     """
+    if not constants and not fixed_outputs:
+        return call
 
     def run(args: list[Any]) -> list[Any]:
         args += constants
-        computed = list(call(args))
-        if not fixed_outputs:
-            return computed
-        rest = iter(computed)
+        rest = iter(call(args))
         return [fixed_outputs[at] if at in fixed_outputs else next(rest) for at in range(count)]
 
     return run

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,24 +36,29 @@ def first_step(name: str, layers: int, way: str) -> dict[str, Any]:
     torch._dynamo.reset()  # imported here, not in the first step
     start = time.perf_counter()
     face = WAYS[way](model)
-    _step(face, batch)
+    run_step(face, batch)
     first = time.perf_counter() - start
     later = []
     for _ in range(LATER):
         start = time.perf_counter()
-        held = _step(face, batch)
+        run_step(face, batch)
         later.append(time.perf_counter() - start)
-    return {"first": first, "later": min(later), "held": held}
+    return {"first": first, "later": min(later), "held": _held_bytes(face, batch)}
 
 
-def _step(face: Any, batch: Batch) -> int:
-    """One microbatch; returns what it held between I and W."""
+def run_step(face: Any, batch: Batch) -> None:
+    """One microbatch, weight gradients included."""
     face(**batch).loss.backward()
-    held = 0
     if isinstance(face, autosplit.SplitModule):
-        held = face.pending_bytes
         face.backward_weight()
-    return held
+
+
+def _held_bytes(face: Any, batch: Batch) -> int:
+    """Bytes that a microbatch holds between I and W."""
+    if not isinstance(face, autosplit.SplitModule):
+        return 0
+    face(**batch).loss.backward()
+    return face.pending_bytes
 
 
 def _split(backend: str) -> Callable[[nn.Module], Any]:
@@ -86,19 +91,18 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def measured(model: str, layers: int, way: str, cache: str) -> dict[str, Any]:
-    """What a fresh process finds.
+def measured(module: str, arguments: Sequence[object], cache: str) -> dict[str, Any]:
+    """Figures that a fresh process prints as JSON.
 
     Args:
-        model: of ``MODELS``.
-        layers: its depth.
-        way: of ``WAYS``.
+        module: what the process runs.
+        arguments: of its command line.
         cache: folder of torch's caches; empty for a cold start.
 
     Raises:
         RuntimeError: the process failed.
     """
-    command = [sys.executable, "-m", __name__, model, str(layers), way]
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -113,10 +117,15 @@ def main() -> None:
     parser.add_argument("layers", type=int)
     parser.add_argument("way", choices=WAYS)
     options = parser.parse_args()
+    set_up_process()
+    print(json.dumps(first_step(options.model, options.layers, options.way)))
+
+
+def set_up_process() -> None:
+    """One thread, and no warnings."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    print(json.dumps(first_step(options.model, options.layers, options.way)))
 
 
 if __name__ == "__main__":

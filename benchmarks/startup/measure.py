@@ -10,6 +10,7 @@ from typing import Any
 
 from ..page import option
 from ..results import Rows, Target, table, verdicts
+from . import first_step
 from .first_step import measured
 from .models import MODELS
 
@@ -66,7 +67,8 @@ def measure(
             for _ in range(settings.turns):
                 for whose, way in ways.items():
                     with tempfile.TemporaryDirectory() as cache:
-                        found[whose].append(measured(model, layers, way, cache))
+                        arguments = model, layers, way
+                        found[whose].append(measured(first_step.__name__, arguments, cache))
             yield {"name": f"{model} {layers}", "model": model, "layers": layers, **found}
 
 

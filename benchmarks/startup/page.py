@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..page import Page, Part
-from . import restart
+from . import later, restart
 from .measure import Aim, Settings, measure, render
 
 TEMPLATE = """\
@@ -18,7 +18,8 @@ Models of transformers, 64 wide, two samples of 32 tokens (a ViT: 32x32 pixels),
 process: from `split` or `torch.compile` to the end of the first backward, weight gradients
 included, with empty caches. What is imported before does not count. Medians over processes that
 take turns. *blocks* has each block compiled by itself, as accelerate's `compile_regions` does;
-*held* is what one microbatch holds between I and W. A later step is the fastest of three.
+*held* is what one microbatch holds between I and W. A later step is the fastest of three, unless a
+section says otherwise.
 {sections}
 ## To reproduce
 
@@ -42,6 +43,13 @@ PARTS: dict[str, Part[Settings]] = {
         'Beside `torch.compile`. Ours is `split(backend="inductor")`.',
         lambda settings: measure(settings, "autosplit inductor", "inductor", (4, 12)),
         partial(render, Aim(12, 0.4, 1.05)),
+    ),
+    "later": Part(
+        "Later steps with Inductor",
+        "Both ways in one process, one step each in turns for ten seconds; medians. Gradients are "
+        "added to those of earlier steps.",
+        later.measure,
+        later.render,
     ),
     "restart": Part(
         "Restarts",

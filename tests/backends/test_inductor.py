@@ -15,6 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.lowering import lowerings
+from torch._inductor.output_code import CompiledFxGraph
 
 import autosplit
 from autosplit import SplitError, Stage
@@ -307,6 +308,25 @@ def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) 
             torch.testing.assert_close(split(x), model(x))
     assert not any(switched)
     assert tuned == [False] * 3 + [True] * 3
+
+
+def test_inductors_bookkeeping_runs_under_a_profiler_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: list[CompiledFxGraph] = []
+    enter = CompiledFxGraph.__call__
+
+    def spy(graph: CompiledFxGraph, args: Any) -> Any:
+        entries.append(graph)
+        return enter(graph, args)
+
+    monkeypatch.setattr(CompiledFxGraph, "__call__", spy)
+    split = autosplit.split(Residual(12), backend="inductor")
+    split(torch.randn(5, 12)).sum().backward()
+    split.backward_weight()
+    assert not entries
+    with torch.profiler.profile() as profile:
+        split(torch.randn(5, 12))
+    assert len(entries) == 1
+    assert any("CompiledFxGraph" in event.key for event in profile.key_averages())
 
 
 def test_torch_compile_passes_its_mode_on() -> None:

@@ -15,6 +15,18 @@ def test_a_first_step_is_measured() -> None:
     assert result["held"] > 0
 
 
+def test_later_steps_make_a_page(tmp_path: Path) -> None:
+    results = Results.read(tmp_path / "results.json")
+    for width, ours in (64, 1.1), (512, 1.0):
+        row = {"name": f"llama {width}", "model": "llama", "layers": 12, "width": width}
+        results.update(
+            "later", [{**row, "ms": [{"ours": ours, "theirs": 1.0}]}], "command", "environment"
+        )
+    page = PAGE.render(results)
+    assert "Target 64 wide ≤ 1.05: missed by llama (1.10)." in page
+    assert "Target 512 wide ≤ 1.01: met everywhere." in page
+
+
 def test_restarts_make_a_page(tmp_path: Path) -> None:
     starts = {
         "first": [{"seconds": 24.0, "building": 16.0, "whole": 1, "stages": 5, "timed": 1}],
