@@ -69,6 +69,14 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["servers"] = Servers.running().places
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _earlier_objects_are_frozen() -> None:
+    """Tests that collect all garbage go through what their module has made, and not through torch
+    and all other tests, for half a second each.
+    """
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_seed() -> Iterator[None]:
     """Bit-for-bit comparisons need one reduction order; two cores need no oversubscription."""
