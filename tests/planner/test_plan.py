@@ -11,10 +11,11 @@ import torch
 
 from autosplit.errors import PipelineError, PlanError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
-from autosplit.planner import Plan, cutting, partition
+from autosplit.planner import Plan, WholeModel, cutting, partition
 from tests.kept_ranks import Ranks
 from tests.planner.planned_models import (
     MICROBATCH,
+    Net,
     costs,
     estimated,
     loss,
@@ -24,6 +25,19 @@ from tests.planner.planned_models import (
     tokens,
     trained,
 )
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[Net, WholeModel]:
+    model = net()
+    return model, WholeModel.capture(model, tokens())
+
+
+@pytest.fixture
+def captured(whole: tuple[Net, WholeModel], monkeypatch: pytest.MonkeyPatch) -> Net:
+    """A model of which all plans share a capture."""
+    monkeypatch.setattr(WholeModel, "capture", lambda *_, **__: whole[1])
+    return whole[0]
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +57,9 @@ def test_a_plan_says_what_it_holds(plan: Plan) -> None:
     assert [sorted(group) for group in plan.shared] == [[(0, "embed.weight"), (1, "head.weight")]]
 
 
-def test_a_limit_of_memory_is_kept_by_cuts_or_left_to_the_trainer() -> None:
+def test_a_limit_of_memory_is_kept_by_cuts_or_left_to_the_trainer(captured: Net) -> None:
     """If no cuts keep the limit, the plan's trainer keeps it."""
-    model = net()
+    model = captured
 
     def planned(limit: int | str | None) -> Plan:
         return partition(
@@ -206,8 +220,8 @@ def test_arguments_give_the_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
         partition(net(), tokens(), **arguments | {"autocast": "bf16"})
 
 
-def test_options_of_partition_have_effects() -> None:
-    model = net()
+def test_options_of_partition_have_effects(captured: Net) -> None:
+    model = captured
     expected = costs(model)
     free = partition(model, tokens(), stages=2, microbatches=4, costs=expected)
     other = partition(model, tokens(), stages=2, microbatches=2, schedule="gpipe", costs=expected)
@@ -253,11 +267,12 @@ def test_options_of_partition_have_effects() -> None:
     ],
     ids=str,
 )
-def test_bad_input(options: dict[str, object], error: type[Exception], message: str) -> None:
-    model = net()
-    inputs = {"costs": costs(model), **options}
+def test_bad_input(
+    options: dict[str, object], error: type[Exception], message: str, captured: Net
+) -> None:
+    inputs = {"costs": costs(captured), **options}
     with pytest.raises(error, match=message):
-        partition(model, tokens(), **inputs)  # type: ignore[arg-type]
+        partition(captured, tokens(), **inputs)  # type: ignore[arg-type]
 
 
 def test_a_dictionary_is_keyword_inputs(plan: Plan) -> None:

@@ -54,9 +54,8 @@ def test_module_database(name: str) -> None:
 
 
 PIECES = ["mask of documents", "packed, plain object", "batch, dataclass"]
-PIECES += ["losses in a new list", "losses in one list", "scales on modules"]
+PIECES += ["losses in one list", "scales on modules"]
 PIECES += [
-    "grouped products, float32",
     "grouped products, bfloat16",
     "prepare_qat",
     "int8 base",
@@ -64,7 +63,7 @@ PIECES += [
     "int8 products",
     "autograd in a backward",
 ]
-IN_PARTS = ["losses in a new list", "losses in one list"]
+IN_PARTS = ["losses in one list"]
 IN_PARTS += ["mask of documents", "autograd in a backward"] if TORCH < (2, 12) else []
 
 

@@ -152,10 +152,24 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+IN_PARTS = ("one of two outputs", "both outputs", "in place")
+
+
+def together(cases: dict[str, Callable[[Any, Tensor], Any]]) -> nn.Module:
+    """A model that returns what each of the cases does, by its name."""
+    return layered(lambda m, x: {name: case(m, x) for name, case in cases.items()})
+
+
 # Dynamo makes an instance to trace the context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_formulas_are_used_in_one_graph() -> None:
+    cases = {name: case for name, case in CASES.items() if name not in IN_PARTS}
+    assert_equals_autograd(together(cases), leaves(3, 4), fullgraph=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("name", "needs"), [*((name, True) for name in CASES), ("two gradients", False)]
+    ("name", "needs"), [*((name, True) for name in IN_PARTS), ("two gradients", False)]
 )
 def test_equals_autograd(name: str, needs: bool) -> None:
     batch = [(torch.randn(3, 4).requires_grad_(needs),) for _ in range(2)]
@@ -217,10 +231,9 @@ RANDOM: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_numbers_are_those_of_autograd(name: str) -> None:
-    batch = leaves(20, 4)
-    assert_equals_autograd(layered(RANDOM[name]), batch)
+def test_random_numbers_are_those_of_autograd() -> None:
+    """Drawn in the order of the operators."""
+    assert_equals_autograd(together(RANDOM), leaves(20, 4), fullgraph=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
