@@ -44,9 +44,9 @@ def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]
     """
     if _UNMATERIALISED not in traced:
         return
-    applied = _calls(module)
-    if any(_has_several_outputs(node) or _returns_none(node) for node in applied):
-        line = next(filter(None, map(source_line, applied)), "a custom autograd function")
+    unsafe = [node for node in _calls(module) if _has_several_outputs(node) or _returns_none(node)]
+    if unsafe:
+        line = next(filter(None, map(source_line, unsafe)), "a custom autograd function")
         raise CaptureError(
             f"ctx.set_materialize_grads(False), at {line}: a graph would pass zeros to a backward "
             "where autograd passes None. Remove the call if zeros are fine. Otherwise call the "
