@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -28,7 +29,7 @@ _ACTION = Read("ACTION", Action.parse)
 @click.option("--from", "first", type=_ACTION, help="Run only what depends on this action.")
 @click.option("--to", "last", type=_ACTION, help="Run only what this action depends on.")
 @click.option("--bound", default=math.inf, help="The largest magnitude that is right.")
-@click.option("--pipeline", default=0, help="The number of the pipeline among its replicas.")
+@click.option("--pipeline", type=int, help="Run only the replica of this number; all by default.")
 @click.option(
     "--import",
     "modules",
@@ -47,7 +48,7 @@ def replay(
     first: Action | None,
     last: Action | None,
     bound: float,
-    pipeline: int,
+    pipeline: int | None,
     modules: tuple[str, ...],
     python: Path | None,
     no_tensors: bool,
@@ -63,32 +64,32 @@ def replay(
         with failures_of(f"importing {module} in {os.getcwd()}", FactoryError):
             importlib.import_module(module)
     parts = read_parts(folder)
-    step = StepReplay(parts, pipeline, bound)
-    facts = step.facts
+    pipelines = sorted({part.facts["pipeline"] for part in parts.values()})
+    steps = [StepReplay(parts, number, bound) for number in pipelines if pipeline in (None, number)]
+    if not steps:
+        raise ReplayError(f"no part of pipeline {pipeline}: expected --pipeline {pipelines}")
+    facts = steps[0].facts
     text = facts["text"].partition("\nTraceback (most recent call last)")[0]
     click.echo(f"step {facts['steps'][-1]['step']}, {facts['alarm']}: {text}")
     if missing := sorted({*range(facts["ranks"])} - parts.keys()):
         click.echo(f"no part of the ranks {missing}, which were not alive to write one")
     for line in differing_copies(parts)[:4]:
         click.echo(line)
-    if action is not None:
-        step.check_recorded(action)
-    actions = [action] if action is not None else step.actions(first, last)
-    shown, fault, refusal = actions[0], "", None
-    try:
-        for shown, fault in step.findings(actions):
-            if fault:
-                break
-            if first or last:
-                click.echo(f"{shown}: as recorded")
-        click.echo(fault or f"{len(actions)} actions have no fault")
-    except ReplayError as error:
-        refusal = error
-        shown, fault = step.recorded_fault(actions) or (shown, "")
-        click.echo(fault or "all recorded results are finite")
+    count, refusal = 0, None
+    for step in steps:
+        if action is not None:
+            step.check_recorded(action)
+        actions = [action] if action is not None else step.actions(first, last)
+        count += len(actions)
+        shown, fault, error = _examine(step, actions, shows=bool(first or last))
+        refusal = error if fault else refusal or error
+        if fault:
+            break
+    nothing = "all recorded results are finite" if refusal else f"{count} actions have no fault"
+    click.echo(fault or nothing)
     if json_file:
         row = {"action": str(shown), "rank": step.rank_of(shown), "text": fault} if fault else None
-        write_text(json_file, json.dumps({"actions": len(actions), "fault": row}) + "\n")
+        write_text(json_file, json.dumps({"actions": count, "fault": row}) + "\n")
     if picture:
         title = f"step {facts['steps'][-1]['step']}"
         draw_timelines([(title, step.timeline)], picture, marked=[shown] if fault else [])
@@ -98,3 +99,29 @@ def replay(
         write_text(python, step.reproducer(shown, tensors=not no_tensors))
     if fault:
         raise click.exceptions.Exit(1)
+
+
+def _examine(
+    step: StepReplay, actions: Sequence[Action], *, shows: bool
+) -> tuple[Action, str, ReplayError | None]:
+    """Run actions up to the first that is wrong.
+
+    Args:
+        step: the step.
+        actions: the actions.
+        shows: whether to print each action that is right.
+
+    Returns:
+        The last action that ran; text on its fault, empty if it has none; and the error if an
+        action cannot be run again.
+    """
+    shown, fault = actions[0], ""
+    try:
+        for shown, fault in step.findings(actions):
+            if fault:
+                break
+            if shows:
+                click.echo(f"{shown}: as recorded")
+    except ReplayError as error:
+        return *(step.recorded_fault(actions) or (shown, "")), error
+    return shown, fault, None

@@ -5,13 +5,14 @@ writes bundles.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from autosplit.pipeline.engine.executor import BoundAction, Executor
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import SpanRecorder
-from autosplit.pipeline.schedule.schedule import BACKWARDS
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
@@ -114,16 +115,15 @@ class FlightRecorder:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def watch(self, last: int, bound: BoundAction) -> BoundAction:
+    def watch(self, after_bubbles: Collection[Action], bound: BoundAction) -> BoundAction:
         """Return the action with calls that also record its input and its result.
 
         Args:
-            last: the last stage, whose backwards wait for no other stage.
+            after_bubbles: the actions before which the rank has time for digests.
             bound: the action.
         """
         action, fetch, deliver = bound.action, bound.fetch, bound.deliver
         records_held = self._options.digests == "all"
-        waits = action.kind in BACKWARDS and action.stage < last
         if fetch is None:
             return self._watch_held(bound) if records_held else bound
 
@@ -133,7 +133,7 @@ class FlightRecorder:
             if tape is None:  # no step is recorded while gradients are verified
                 return fetch()
             tape.note_state()
-            if waits:
+            if action in after_bubbles:
                 tape.compute_digests()
             if records_held:
                 tape.note_held(action)
@@ -209,7 +209,10 @@ class FlightRecorder:
             ``checks_of_ranks`` then returns the numbers of all ranks.
         """
         tape: Any = self._tape
-        tape.end([*spans], are_finite=are_finite)
+        self._copies = self._copies_in(tape.state)
+        # The caller's backward of the batch may add to the gradients before the step is written.
+        compares = bool(self._copies or self._executor.batch_gradients)
+        tape.end([*spans], are_finite=are_finite, compares=compares)
         self._ring.append(tape)
         self._alarms = {
             alarm: faults[0][1]
@@ -219,7 +222,6 @@ class FlightRecorder:
         if self._signalled:
             self._signalled = False
             self._alarms["signal"] = "SIGUSR1"
-        self._copies = self._copies_in(tape.state)
         return [len(self._alarms), *(tape.checksum(copies.places) for copies in self._copies)]
 
     @contextlib.contextmanager
@@ -248,7 +250,7 @@ class FlightRecorder:
 
     def _write_after(self, error: Exception, tape: StepTape) -> None:
         """Write a step that raised; the other ranks raise in the same step, and write it, too."""
-        with self._reporting("the step"):
+        with self._reporting("write the step"):
             settle(self._device)
             if tape not in self._ring:
                 self._ring.append(tape)
@@ -263,7 +265,7 @@ class FlightRecorder:
         everybody = self._groups.everybody
         if self._options.log is not None:
             path = Path(self._options.log) / f"rank-{everybody.rank}.jsonl"
-            with self._reporting(path):
+            with self._reporting(f"write {path}"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a") as file:
                     file.write(json.dumps(tape.record()) + "\n")
@@ -275,10 +277,9 @@ class FlightRecorder:
                     raised = alarms | raised
         if "replicas" in self._options.alarms and (text := self._difference(table)):
             raised["replicas"] = text
-        for name in [*raised][:1]:
-            if name == "signal" or name not in self._written:
-                self._written.add(name)
-                self._write(tape, name, raised[name])
+        if new := [name for name in raised if name == "signal" or name not in self._written]:
+            self._written |= raised.keys()
+            self._write(tape, new[0], raised[new[0]])
 
     # --- alarms -----------------------------------------------------------------------------------
 
@@ -286,11 +287,12 @@ class FlightRecorder:
         """Whether a function of the user raises an alarm on any rank; collective."""
         if "metrics" not in self._options.names:
             return False
-        for alarm in self._options.alarms:
-            if callable(alarm) and alarm(metrics):
-                name = getattr(alarm, "__name__", repr(alarm))
-                figures = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
-                self._alarms["metrics"] = f"{name}(metrics) is true for {figures}"
+        for alarm in filter(callable, self._options.alarms):
+            name = getattr(alarm, "__name__", repr(alarm))
+            with self._reporting(f"call {name}(metrics)"):
+                if alarm(metrics):
+                    figures = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+                    self._alarms["metrics"] = f"{name}(metrics) is true for {figures}"
         count = torch.tensor([len(self._alarms)], device="cpu")
         if self._groups.everybody.ranks > 1:
             with self._guard.during("the alarms of a step"):
@@ -361,7 +363,7 @@ class FlightRecorder:
         }
         sources: dict[str, str] = {}
         tensors: dict[str, Any] = {}
-        with self._reporting(path):
+        with self._reporting(f"write {path}"):
             if self._options.tensors:
                 kept = {str(action): values for action, values in tape.kept.items()}
                 tensors = {"state": tape.state, "kept": kept, "constants": {}}
@@ -381,15 +383,28 @@ class FlightRecorder:
             )
 
     @contextlib.contextmanager
-    def _reporting(self, subject: object) -> Iterator[None]:
-        """Context that turns errors, such as those of a full disk, into warnings: the recorder ends
-        no step.
+    def _reporting(self, task: str) -> Iterator[None]:
+        """Context that turns errors, such as those of a full disk or of a user's function, into
+        warnings: the recorder ends no step.
         """
         try:
             yield
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the flight recorder cannot write {subject}: {text}", stacklevel=2)
+            warnings.warn(f"the flight recorder cannot {task}: {text}", stacklevel=2)
+
+
+def backwards_after_bubbles(row: Sequence[Action], last: int) -> set[Action]:
+    """The backwards before which a rank waits longer than a message takes: its first one, and those
+    after its last forward. Before others, digests would delay the stages that wait for this rank.
+
+    Args:
+        row: the rank's actions.
+        last: the last stage, whose backwards wait for no other stage.
+    """
+    first = next((action for action in row if action.kind in BACKWARDS), row[-1])
+    cool_down = itertools.takewhile(lambda a: a.kind is not ActionKind.FORWARD, reversed(row))
+    return {a for a in (first, *cool_down) if a.kind in BACKWARDS and a.stage < last}
 
 
 def _on_host(value: Any) -> Any:

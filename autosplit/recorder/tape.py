@@ -6,7 +6,8 @@ tensors.
     before the first action   parameters and buffers; buffers that F writes are copied
     each F, I and B           what it took and gave is noted; what it took is kept
     before a rank waits       digests of what was noted, or when it is too much for caches
-    after the actions         digests of the rest, and of gradients
+    after the actions         digests of the rest; of gradients, if ranks compare or must check them
+    before a step is written  digests of gradients
 
 All but the first stage's rank wait for a message before their first action, so that the digests of
 their parameters cost the step no time. After the kernels of an action, the code of a digest is in
@@ -99,6 +100,7 @@ class StepTape:
         self.faults: dict[str, list[tuple[Action | None, str]]] = {}
         self._state: dict[int, NamedDigests] = {}
         self._gradients: dict[int, NamedDigests] = {}
+        self._gradient_tensors: dict[int, dict[str, Tensor]] = {}
         self._spans: Sequence[Span] = ()
         self._versions = {index: versions(named.values()) for index, named in state.items()}
         rows = [{id(tensor): tensor for tensor in named.values()} for named in state.values()]
@@ -181,20 +183,25 @@ class StepTape:
             return tensor.to("cpu", non_blocking=True)
         return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
-    def end(self, spans: Sequence[Span], *, are_finite: bool = False) -> None:
-        """Record the sums of gradients, and read all digests from the device, for which the call
+    def end(
+        self, spans: Sequence[Span], *, are_finite: bool = False, compares: bool = True
+    ) -> None:
+        """Keep the sums of gradients, and read all digests from the device, for which the call
         waits. After an error, the tape has only the actions that ran.
 
         Args:
             spans: the times of actions.
             are_finite: whether it is known that all numbers of gradients are finite.
+            compares: whether to compute digests of gradients before ``record`` needs them.
         """
         self._spans = spans
         self.note_state()
         self.compute_digests()
         for index, state in self.state.items():
             gradients = {name: t.grad for name, t in state.items() if t.grad is not None}
-            self._gradients[index] = self._queue(gradients, finite=not are_finite)
+            self._gradient_tensors[index] = gradients
+        if compares or not are_finite:
+            self._note_gradients(finite=not are_finite)
         settle(self._device)
         self._digests.reduce()
         self._seed_of = {
@@ -207,12 +214,21 @@ class StepTape:
             "memory": [*self._changed_tensors()],
         }
 
+    def _note_gradients(self, *, finite: bool) -> None:
+        for index, gradients in self._gradient_tensors.items():
+            self._gradients[index] = self._queue(gradients, finite=finite)
+        self._gradient_tensors.clear()
+
     def release(self) -> None:
         """Drop all tensors. The record stays."""
         self.kept, self.state, self._functions, self._stages = {}, {}, {}, {}
+        self._gradient_tensors.clear()
 
     def record(self) -> Record:
-        """The record of the step."""
+        """The record of the step. After ``release``, it has only digests of gradients that were
+        computed.
+        """
+        self._note_gradients(finite=False)
         read = self._digests.read
         actions: dict[str, Record] = {}
         for action, parts in self._places.items():

@@ -66,6 +66,7 @@ class RankModel:
         post_step: functions to call after the actions of a step.
         reduces: whether a step reduces gradients over copies of tied parameters or over other
             ranks.
+        counts_all: whether the norm of the model's gradient counts all parameters of this rank.
 
     Raises:
         PipelineError: a stage is not a module; also raises the errors of ``ShardedStages`` and
@@ -122,6 +123,7 @@ class RankModel:
         self._has_dtensors = any(map(is_dtensor, self.parameters))
         self.reduces = bool(self._reductions) or self._has_dtensors
         self._counted = [p for p in self.parameters if copies.is_counted(p)]
+        self.counts_all = len(self._counted) == len(self.parameters)
         self._parameter_ids = frozenset(map(id, self.parameters))
         self._state_readers = {stage: StateReader(module) for stage, module in modules.items()}
         self.optimizer: torch.optim.Optimizer | None = None

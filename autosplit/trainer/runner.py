@@ -45,7 +45,7 @@ from autosplit.pipeline.simulation.prepared import PreparedSchedule
 from autosplit.pipeline.simulation.simulate import Span, window_of
 from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
-from autosplit.recorder.flight import FlightRecorder
+from autosplit.recorder.flight import FlightRecorder, backwards_after_bubbles
 from autosplit.runtime.call_cache import CallCache
 from autosplit.torch_internals.leaf_hooks import call_accumulate_hooks
 from autosplit.torch_internals.pytree import tree_flatten
@@ -282,8 +282,8 @@ class Runner:
             auditor.measure_step(self.spans, executor.schedule, self.stages)
         checks: Sequence[float] = ()
         if flight is not None:
-            # Norms for clipping leave parameters of other ranks out.
-            are_finite = norms is not None and not self.clips and not norms.nonfinite()
+            checked = None if self.clips and not model.counts_all else norms
+            are_finite = checked is not None and not checked.nonfinite()
             checks = flight.end_actions(self.spans, are_finite=are_finite)
         reduction = self._start_reduction(plan, losses, microbatches, weights, norms, checks)
         if flight is not None:
@@ -448,7 +448,8 @@ class Runner:
         routes, posts = prepared.routes[groups.rank], prepared.recv_posts[groups.rank]
         moves = watch = None
         if self.flight is not None and not plan.evaluates:
-            watch = partial(self.flight.watch, schedule.stages - 1)
+            bubbles = backwards_after_bubbles(schedule.ranks[groups.rank], self._last)
+            watch = partial(self.flight.watch, bubbles)
         if prepared.moves:
             moves = Moves(stages, prepared, groups, self._device, self._store)
         return Executor(

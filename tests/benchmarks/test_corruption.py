@@ -13,6 +13,7 @@ from benchmarks.corruption import replayed, timeline
 from benchmarks.corruption.faults import KINDS, Fault, faults
 from benchmarks.corruption.judge import clean, judge
 from benchmarks.corruption.page import render, render_replay
+from benchmarks.corruption.subject import Outcome
 from tests.kept_ranks import Ranks
 
 
@@ -22,6 +23,14 @@ def test_a_fault_is_found_and_named_right(on_ranks: Ranks, kind: str) -> None:
     assert (row["found"], row["named"]) == (True, True), row["text"]
     assert row["steps"] <= row["period"]
     assert "**1 of 1 faults** were found, and 1 named right" in render([row])
+
+
+def test_a_held_tensor_may_be_found_by_an_audit() -> None:
+    """Before the action that takes it, whose digests would show the bit."""
+    text = "rank 1: 1F2 had other bits when it ran again, in held sqrt; the first of three runs"
+    outcome = Outcome("1F2", 1, 17, text, 1, 126)
+    row = judge(lambda *_, **__: [outcome, outcome], Fault("held", 2, 14))
+    assert (row["found"], row["named"]) == (True, True)
 
 
 def test_clean_steps_raise_no_alarm(on_ranks: Ranks) -> None:

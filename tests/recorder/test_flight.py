@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,6 +80,18 @@ def test_an_alarm_of_one_rank_is_written_by_all_once() -> None:
 
 
 @ranks(2)
+def test_an_alarm_that_comes_in_each_step_hides_no_other() -> None:
+    home, (inputs, targets) = folder(), workers.data(8)
+    with trainer(home, alarms=["nonfinite", lambda metrics: True]) as stages:
+        for _ in range(2):
+            stages.step(inputs, target=targets)
+        inputs[3, 1] = torch.nan
+        for _ in range(2):
+            stages.step(inputs, target=targets)
+    assert bundles(home) == ["1", "3"]
+
+
+@ranks(2)
 def test_a_step_without_alarms_writes_nothing() -> None:
     home, compute = folder(), StepTape.compute_digests
     with (
@@ -89,8 +102,42 @@ def test_a_step_without_alarms_writes_nothing() -> None:
             stages.step(workers.data(8, seed=seed))
             stages.step_async(workers.data(8, seed=seed)).wait()
     assert bundles(home) == []
-    waits = 0 if dist.get_rank() else stages.schedule.microbatches
-    assert calls.call_count == 6 * (waits + 1)  # before each wait for a gradient, and at the end
+    waits = 0 if dist.get_rank() else 3  # for the first gradient and those after the last F
+    assert calls.call_count == 6 * (waits + 1)  # and at the end
+
+
+@ranks(2)
+def test_a_function_that_raises_on_one_rank_is_a_warning() -> None:
+    home = folder()
+
+    def loud(metrics: Any) -> bool:
+        return dist.get_rank() == 0 or 1 / 0 > 0
+
+    with trainer(home, alarms=[loud]) as stages, warnings.catch_warnings(record=True) as texts:
+        stages.step(workers.data(8))
+    assert bundles(home) == ["1"]
+    raised = [str(text.message) for text in texts if "cannot" in str(text.message)]
+    expected = "the flight recorder cannot call loud(metrics): ZeroDivisionError: division by zero"
+    assert raised == [expected] * dist.get_rank()
+
+
+@ranks(2)
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_gradients_have_digests_in_steps_that_are_written_only(max_grad_norm: float | None) -> None:
+    home = folder()
+
+    def second(metrics: Any) -> bool:
+        return len(stages._runner.flight._ring) == 2  # type: ignore[union-attr]
+
+    recorder = Recorder(home, alarms=[second])
+    options: dict[str, Any] = {"recorder": recorder, "max_grad_norm": max_grad_norm}
+    with workers.trainer(stage_factory=None, **options) as stages:
+        for _ in range(3):
+            stages.step(workers.data(8))
+    assert bundles(home) == ["2"]
+    (path,) = home.iterdir()
+    facts = json.loads((path / f"rank-{dist.get_rank()}" / "record.json").read_text())
+    assert [len(step["gradients"]) for step in facts["steps"]] == [0, 1]
 
 
 @ranks(2)
@@ -168,6 +215,26 @@ def test_parameters_of_replicas_that_differ_are_an_alarm() -> None:
     assert text == "parameters or gradients of replicas differ between the ranks [0, 1]"
     lines = CliRunner().invoke(main, ["replay", str(path)]).output.splitlines()
     assert lines[1] == "0.weight of stage 1 differs between the ranks [0] and [1]"
+
+
+@ranks(2)
+def test_a_replay_finds_the_fault_of_any_replica() -> None:
+    home = folder()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    with trainer(home, mesh=mesh) as stages:
+        inputs, targets = workers.data(8)
+        if dist.get_rank() == 1:
+            inputs[5, 2] = torch.nan
+        stages.step(inputs, target=targets)
+    assert bundles(home) == ["1"]
+    (path,) = home.iterdir()
+    result = CliRunner().invoke(main, ["replay", str(path)])
+    assert "0F2 on rank 1: NaN in aten.addmm.default" in result.output
+    assert result.exit_code == 1
+    result = CliRunner().invoke(main, ["replay", str(path), "--pipeline", "0"])
+    assert "24 actions have no fault" in result.output
+    result = CliRunner().invoke(main, ["replay", str(path), "--pipeline", "2"])
+    assert "no part of pipeline 2: expected --pipeline [0, 1]" in result.output
 
 
 @ranks(2)
