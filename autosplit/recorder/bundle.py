@@ -28,7 +28,7 @@ from autosplit.errors import ReplayError
 from autosplit.text.files import sync_folder
 
 _RECORD, _TENSORS = "record.json", "tensors.pt"
-_FORMAT = 1
+_FORMAT = 2
 """The format of a part. It increases when a replay reads facts that older parts lack."""
 
 

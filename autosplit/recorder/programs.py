@@ -61,7 +61,8 @@ def programs_of(
     facts: dict[str, Any] = {
         "prefix": prefix,
         "grad_dtype": str(stage.grad_dtype or "").removeprefix("torch."),
-        "exact": stage.functions.exact,
+        "exact": stage.functions.is_eager,
+        "adds_exactly": stage.functions.adds_exactly,
         "shards": _shards(stage, state),
         "updates": sorted({n for f in functions_by_microbatch.values() for n in f.updated_state}),
         "captures": [],

@@ -154,7 +154,9 @@ class StepTape:
     def note_state(self) -> None:
         """Record parameters and buffers, if no action has run yet."""
         if not self._state:
-            self._state = {index: self._queue(named) for index, named in self.state.items()}
+            # Caches have the last ones, which the optimizer wrote, and F needs the first ones next.
+            for index, named in self.state.items():
+                self._state[index] = self._queue(dict(reversed(named.items())))
 
     def _queue(self, named: Mapping[str, Tensor | None], *, finite: bool = False) -> NamedDigests:
         return NamedDigests([*named], self._digests.queue(named.values(), finite=finite))

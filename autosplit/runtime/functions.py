@@ -362,11 +362,14 @@ class SplitFunctions:
         return any(map(may_draw, inner_calls(self._graphs.joint.graph)))
 
     @property
-    def exact(self) -> bool:
-        """Whether gradients have the bits of plain autograd, because kernels are eager and sums
-        have autograd's order.
-        """
-        return not self._backend.compiles and self._accumulation == ACCUMULATION["exact"]
+    def is_eager(self) -> bool:
+        """Whether kernels are those of plain autograd, which have its bits."""
+        return not self._backend.compiles
+
+    @property
+    def adds_exactly(self) -> bool:
+        """Whether sums of weight gradients have autograd's order."""
+        return self._accumulation == ACCUMULATION["exact"]
 
     @property
     def generated(self) -> Mapping[str, str]:

@@ -296,6 +296,28 @@ def test_a_flipped_bit_is_found(name: str, tmp_path: pathlib.Path) -> None:
     assert text in result.output
 
 
+@pytest.mark.parametrize("accumulation", ["fused", "joined"])
+def test_results_are_compared_however_gradients_are_added(
+    accumulation: str, tmp_path: pathlib.Path
+) -> None:
+    with (
+        damaged("forward", 1, FLIPS["output"][2]),
+        PipelineTrainer(
+            Block,
+            F.mse_loss,
+            torch.optim.SGD,
+            stages=2,
+            microbatches=4,
+            ranks=1,
+            stage_options=StageOptions(accumulation=accumulation),
+            run_options=RunOptions(recorder=Recorder(tmp_path, alarms=[alarm])),
+        ) as stages,
+    ):
+        stages.step(*data())
+    expected = r"0F0 on rank 0: result 0, .* has other bits than in the run"
+    assert re.search(expected, replay(tmp_path).output)
+
+
 HELD = {  # the call after which the bit flips, and the action that takes the tensor
     "saved": ("forward", "2I0"),
     "deferred": ("backward_input", "0W0"),
@@ -524,7 +546,7 @@ def test_a_bundle_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "rank-0" / "record.json").write_text('{"rank": 0, "steps": []}')
     result = CliRunner().invoke(main, ["replay", str(tmp_path)])
     assert result.exit_code == 2
-    assert "rank-0 has format 0, and this version of autosplit replays format 1" in result.output
+    assert "rank-0 has format 0, and this version of autosplit replays format 2" in result.output
 
 
 @pytest.mark.parametrize(
