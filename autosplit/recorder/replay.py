@@ -195,6 +195,8 @@ class StepReplay:
             or self._records[action].get("memory", "")
         ):
             return text
+        if METHODS[action.kind] not in facts["programs"]:  # a frozen first stage has no backward
+            return ""
         self.program_arguments(action)  # an error of an earlier action is none of this one
         try:
             results = self._results_of(action)
@@ -302,10 +304,13 @@ class StepReplay:
         """The program of an action.
 
         Raises:
-            ReplayError: the action's stage cannot run alone, or the bundle has no tensors.
+            ReplayError: the action's stage cannot run alone, the bundle has no tensors, or no
+                gradient of the stage is needed.
         """
         graphs, part = self._graphs(action), self._homes[action.stage]
         key = stage, capture, call = action.stage, graphs["capture"], METHODS[action.kind]
+        if call not in graphs["programs"]:
+            raise ReplayError(f"{action} computes nothing: no gradient of its stage is needed")
         if key not in self._programs:
             constants = part.tensors["constants"][stage][capture][call]
             path = part.path / f"stage-{stage}" / f"capture-{capture}" / f"{call}.py"

@@ -129,6 +129,20 @@ def test_the_first_operator_and_the_sample_of_a_nan_are_named(tmp_path: pathlib.
     assert json.loads((tmp_path / "fault.json").read_text())["fault"]["action"] == "0F2"
 
 
+class FrozenFirst(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.requires_grad_(index > 0)
+
+
+def test_a_frozen_first_stage_has_no_backward(tmp_path: pathlib.Path) -> None:
+    with trainer(tmp_path, block=FrozenFirst, alarms=[alarm]) as stages:
+        stages.step(*data())
+    assert "36 actions have no fault" in replay(tmp_path).output
+    result = replay(tmp_path, "--action", "0I0", "--python", tmp_path / "repro.py")
+    assert "0I0 computes nothing: no gradient of its stage is needed" in result.output
+
+
 def test_a_replay_has_the_threads_of_the_run(tmp_path: pathlib.Path) -> None:
     """Kernels add in another order with another number of threads."""
     threads, seen = torch.get_num_threads(), set[int]()
