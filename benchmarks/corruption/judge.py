@@ -21,7 +21,7 @@ def judge(launched: Callable[..., Any], fault: Fault) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         outcomes = launched(run, fault.ranks, (fault, name, fault.ranks, 0), timeout=_LIMIT)
         outcome = outcomes[0]
-        bundles = sorted(pathlib.Path(name).glob("*-step-*[0-9]"))
+        bundles = sorted(pathlib.Path(name).glob("*-step-*[0-9]"), key=_step_of)
         first = _replayed(bundles[0]) if bundles and fault.kind not in BITS else ""
     errors = [outcome.text for outcome in outcomes]
     expected = f"rank {outcome.rank}: {outcome.action} had other bits"
@@ -42,6 +42,10 @@ def judge(launched: Callable[..., Any], fault: Fault) -> dict[str, Any]:
         "named": named,
         "text": (first or errors[0])[:300],
     }
+
+
+def _step_of(bundle: pathlib.Path) -> int:
+    return int(bundle.name.rpartition("-")[2])
 
 
 def _replayed(folder: pathlib.Path) -> str:
