@@ -14,7 +14,7 @@ from benchmarks.batches.page import PAGE
 from benchmarks.batches.settings import Settings
 from benchmarks.results import Results
 
-SMALLEST = Settings((2,), (4,), draws=2, steps=3, engine_counts=(3,), unit=0.002, rounds=1)
+SMALLEST = Settings((2,), (4,), draws=1, steps=3, engine_counts=(3,), unit=0.002, rounds=1)
 
 
 @pytest.mark.usefixtures("launched_on_ranks")

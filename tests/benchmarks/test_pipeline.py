@@ -38,7 +38,7 @@ def test_stand_ins_take_their_time_and_steps_in_flight_are_counted() -> None:
     assert "1.000x" in text
 
 
-TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "2", "seq": "8"}
+TINY = {"features": "8", "width": "8", "layers": "2", "microbatch_size": "2"}
 
 
 def fails_on_the_last_rank(stage: Any, microbatches: int, loss_fn: Any) -> Schedule1F1B:
@@ -56,7 +56,7 @@ def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row() -> None:
         Contender("1F1B", False, Schedule1F1B, split_backward=False, match="1f1b"),
         Contender("in flight: 1F1B", False, Schedule1F1B, match="in flight: 1f1b", in_flight=True),
     ]
-    factory = "examples.models:llama_workload"
+    factory = "examples.models:mlp_workload"
     rows = peers.measure(factory, (2,), 2, "eager", TINY, chosen)
     assert [row.schedule for row in rows] == [item.name for item in chosen]
     for row in rows:

@@ -64,7 +64,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-def factory(layers: str = "4") -> tuple[nn.Module, Tensor]:
+def factory(layers: str = "2") -> tuple[nn.Module, Tensor]:
     """For the command line."""
     return net(int(layers)), tokens()
 
