@@ -33,7 +33,7 @@ def cases(data: st.DataObject) -> tuple[ModelCosts, int, int, str, dict[str, Any
     return costs, stages, data.draw(st.integers(1, 5)), name, form
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_hardly_any_cuts_are_better_than_those_found(data: st.DataObject) -> None:
     costs, stages, microbatches, name, form = cases(data)
@@ -47,7 +47,7 @@ def test_hardly_any_cuts_are_better_than_those_found(data: st.DataObject) -> Non
 
 
 # The search is a heuristic: in rare drawn cases it misses the only cut that fits.
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_cap_is_kept_or_one_that_can_be_is_named(data: st.DataObject) -> None:
     costs, stages, microbatches, name, form = cases(data)
