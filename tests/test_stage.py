@@ -339,12 +339,12 @@ def test_sizes_are_prepared_for() -> None:
 
 @pytest.mark.parametrize(
     ("inner", "rows", "kept"),
-    [(nn.Linear(4, 4), 3, True), (nn.Linear(4, 4), 2, False), (nn.BatchNorm1d(4), 3, False)],
+    [(nn.Linear(4, 4), 3, True), (nn.Linear(4, 4), 2, False), (nn.BatchNorm1d(4), 3, True)],
 )
 def test_a_steady_forward_runs_what_the_one_before_ran(
     inner: nn.Module, rows: int, kept: bool
 ) -> None:
-    """But where sizes are others, or the forward writes buffers, and never in another step."""
+    """But where sizes are others, and never in another step."""
     x = torch.randn(3, 4)
     module = Made(lambda m, x: m.scale * m.inner(x), inner=inner, scale=1.0)
     stage = Stage(module, [x])
@@ -369,6 +369,21 @@ def test_a_steady_forward_runs_what_an_earlier_one_of_its_sizes_ran() -> None:
     (third,) = stage.forward(2, [x.clone()], steady=True)
     assert torch.equal(third, first)
     assert stage.output_specs[0][0] == (3, 4)
+
+
+def test_a_steady_forward_checks_guards_on_values_that_a_forward_writes() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        output: Tensor = m.inner(x) * (2.0 if m.steps.item() > 2 else 1.0)
+        m.steps.add_(1)
+        return output
+
+    module, x = Made(forward, inner=nn.Linear(4, 4)), torch.randn(3, 4)
+    module.register_buffer("steps", torch.tensor(0))
+    stage = Stage(module, [x])
+    outputs = [stage.forward(at, [x.clone()], steady=at > 0)[0] for at in range(4)]
+    assert torch.equal(outputs[1], outputs[0])
+    assert torch.equal(outputs[3], 2 * outputs[0])
+    assert len(stage.captured) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])

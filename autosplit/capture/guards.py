@@ -235,7 +235,7 @@ class Guards:
         # Keep this code alive: when it is collected, Dynamo removes globals that the guards read.
         self._kept = captured.graph_capture_output.bytecode
         self._unfrozen: CaptureOutput | None = captured
-        self._open = varies
+        self._open, self._read_numbers = varies, False
         self._constants: list[tuple[CodeType, Any]] = []
         self.setters: list[Setter] = []
         self.blocks: list[BlockGuards] = []
@@ -271,6 +271,13 @@ class Guards:
         """Whether there are no other conditions than Dynamo's own guards."""
         return not (self._constants or self.setters)
 
+    @cached_property
+    def read_numbers(self) -> bool:
+        """Whether guards read sizes that are open, or values of tensors, on which the forward
+        branches.
+        """
+        return any(guards._read_numbers for guards in (self, *(b.guards for b in self.blocks)))
+
     def freeze(self) -> None:
         """End the collection of shape guards: build ``check`` and ``check_globals`` from all guards
         so far.
@@ -301,9 +308,11 @@ class Guards:
                 manager = output.build_guards(self.scope.function.__code__).guard_manager
                 setattr(self, name, manager.root.check)
             guards.inner = all_guards
-        sizes = output.output_graph.shape_env
-        if self._open and sizes is not None:
-            vars(sizes)["_error_on_new_guards"] = True
+        numbers = output.output_graph.shape_env
+        if numbers is not None:
+            self._read_numbers = bool(numbers.guards)
+            if self._open:
+                vars(numbers)["_error_on_new_guards"] = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph is valid for these inputs and the module's present state."""

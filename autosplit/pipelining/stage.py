@@ -31,7 +31,6 @@ from autosplit.runtime.specializations import BoundGraphs, ModuleCall, Specializ
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import WithoutAutograd
 from autosplit.torch_internals.distributed import average_gradients
-from autosplit.torch_internals.pipelining_schedules import called_by_compile_check
 from autosplit.torch_internals.pipelining_stage import RuntimeStage, StridedTensorMeta
 
 from .refusals import (
@@ -134,22 +133,13 @@ class SplitPipelineStage(RuntimeStage):
         self._step = StageStep(self)
         self._drop_in_flight()
 
-    @property
-    def submod(self) -> nn.Module:
-        """The stage's module as it was passed. Before a step begins, a parallelised module may
-        replace it.
+    def replace_module(self, module: nn.Module) -> None:
+        """Replace the module, and with it all graphs and microbatches in flight.
 
         Raises:
-            PipelineError: in the setter, if the value is no module.
+            PipelineError: the value is no module.
         """
-        # Compiled parts of the module are captured from the original ones.
-        return None if called_by_compile_check() else self._submodule  # type: ignore[return-value]
-
-    @submod.setter
-    def submod(self, module: nn.Module) -> None:
-        """Replace the module, and with it all graphs and microbatches in flight."""
         self._module = unwrapped(module, self.stage_index)
-        self._submodule = module
         self._owner = f"stage {self.stage_index} ({type(self._module).__name__})"
         self._saved = InFlightMicrobatches(self._owner, "its forward")
         self._weights = StageBackward(self._owner, self._options.grad_dtype)
@@ -238,7 +228,7 @@ class SplitPipelineStage(RuntimeStage):
         chunk, args, kwargs = fwd_chunk_id, self.arguments(fwd_chunk_id, args), kwargs or {}
         call = ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
         leaves = call.leaves
-        gathered = self.sharding.unshard()
+        gathered = bool(self.sharding.groups) and self.sharding.unshard()
         functions, state = self._step_graphs(call)
         results = self._results_of(functions)
         del args, call
@@ -291,7 +281,8 @@ class SplitPipelineStage(RuntimeStage):
         if flight.functions.has_backward:
             arrived = self._results_of(flight.functions).arrived(grads)
             grads.clear()
-            self.sharding.unshard()
+            if self.sharding.groups:
+                self.sharding.unshard()
             with WithoutAutograd():
                 run: Callable[..., list[Tensor | None]] = self._weights.backward_input
                 if full_backward:
@@ -319,7 +310,8 @@ class SplitPipelineStage(RuntimeStage):
         if not last_backward and self._is_followed_by_weight(bwd_chunk_id):
             return
         chunks, self._weights_to_run = self._weights_to_run, []
-        self.sharding.unshard()
+        if self.sharding.groups:
+            self.sharding.unshard()
         with WithoutAutograd():
             self._call_graph("W", chunks, self._weights.backward_weight, *chunks)
         if self.sharding.groups:
@@ -368,8 +360,8 @@ class SplitPipelineStage(RuntimeStage):
         the schedule has a REDUCE_GRAD.
         """
         hooked = self._publish()
-        if isinstance(self._submodule, DistributedDataParallel):
-            average_gradients(self._submodule)
+        if isinstance(self.submod, DistributedDataParallel):
+            average_gradients(self.submod)
         if not self._step.reduces:
             self.start_gradient_reduction()
         self._step.call_hooks(hooked)
@@ -454,8 +446,8 @@ class SplitPipelineStage(RuntimeStage):
         """The graphs for a microbatch, and the state with which they run.
 
         A module does not change between the microbatches of a step, so guards are checked once per
-        input signature. If the forward itself updates state, guards are checked for each
-        microbatch.
+        input signature. They are checked for each microbatch if they read numbers, and the forward
+        updates state.
         """
         graphs = self._graphs.steady.get(call.signature)
         if graphs is not None:

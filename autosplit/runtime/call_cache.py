@@ -2,15 +2,12 @@
 entries.
 
     call of a stage ──► sizes ──────► layout of the inputs                StageSpecializations
-    any call ─────────► key ────────► graphs and state, unchecked         Specializations.steady
-                        │ none
-                        └► signature ► graphs, once their guards hold     Specializations
+    any call ─────────► signature ──► graphs, once their guards hold      Specializations
     graphs ───────────► sizes ──────► the same graphs at these sizes      SplitFunctions
 
-The four caches are separate, because their entries are valid for different times. A layout, and a
+The three caches are separate, because their entries are valid for different times. A layout, and a
 graph at some sizes, depend on sizes alone and are always valid. Graphs under a signature are valid
-if their guards hold, which each call checks. Graphs and state under a key of ``steady`` are valid
-without a check until the module may have changed.
+if their guards hold, which each call checks.
 """
 
 from __future__ import annotations

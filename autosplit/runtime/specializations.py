@@ -32,7 +32,7 @@ from autosplit.errors import (
     SplitError,
 )
 from autosplit.runtime.build import Dimensions, Values, trace, without_history
-from autosplit.runtime.call_cache import MAX_CALLS, CallCache
+from autosplit.runtime.call_cache import MAX_CALLS
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.open_sizes import OpenSizes
 from autosplit.runtime.options import SplitOptions
@@ -210,7 +210,7 @@ class Specializations:
         self._busy = self._full = False
         self._warned = warned
         self._reader = StateReader(model)
-        self.steady = CallCache[Hashable, BoundGraphs]()
+        self.steady: dict[Hashable, BoundGraphs] = {}
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
@@ -227,9 +227,9 @@ class Specializations:
     def bind(self, key: Hashable, functions: SplitFunctions) -> BoundGraphs:
         """Return the graphs with the module's present state, and remember them in ``steady``.
 
-        Graphs that write into state are not remembered. They also clear ``steady``, because guards
-        of other graphs may read that state. Parameters of a sharded module are gathered for each
-        call.
+        Graphs whose guards read numbers are not remembered if any graph writes into state, because
+        the numbers may be values of that state. Parameters of a sharded module are gathered for
+        each call.
 
         Args:
             key: the key of the call; None: guards read more than the key shows, so nothing is
@@ -237,10 +237,12 @@ class Specializations:
             functions: the graphs, whose guards hold.
         """
         bound = BoundGraphs(functions, self.state())
-        if functions.updated_state or (self.sharding is not None and self.sharding.groups):
-            self.steady.clear()
-        elif key is not None:
-            self.steady.remember(key, bound)
+        is_sharded = self.sharding is not None and self.sharding.groups
+        changes = functions.capture.guards.read_numbers and any(
+            captured.updated_state for captured in self._captured
+        )
+        if key is not None and not (is_sharded or changes):
+            self.steady[key] = bound
         return bound
 
     @property
