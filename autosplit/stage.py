@@ -18,7 +18,6 @@ from autosplit.runtime.in_flight import (
     OffloadableStorages,
     RecomputableState,
     StageBackward,
-    caller_storages,
 )
 from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
@@ -314,14 +313,13 @@ class Stage:
         recomputable = None
         if keep == "inputs" and functions.has_backward:
             recomputable = RecomputableState(functions, module_state, inputs)
-        storages = caller_storages(inputs)
         leaves = [*inputs]
         inputs.clear()
         result = functions.run(module_state, leaves)
         if recomputable is not None:
             self._inputs[microbatch] = recomputable
         else:
-            saved[microbatch] = MicrobatchState(functions, result.saved, module_state, storages)
+            saved[microbatch] = MicrobatchState(functions, result.saved, module_state)
         count, values = len(self._outputs), functions.capture.values
         if values:
             for value, tensor in zip(values, result.outputs[count:], strict=False):
@@ -348,11 +346,8 @@ class Stage:
         state = self._inputs.pop(microbatch)
         if self._sharded:
             self.sharding.unshard()
-        storages = caller_storages(state.inputs)
         residuals = state.recompute()
-        self._saved[microbatch] = MicrobatchState(
-            state.functions, residuals, state.module_state, storages
-        )
+        self._saved[microbatch] = MicrobatchState(state.functions, residuals, state.module_state)
 
     def copy_of(self, microbatch: int) -> Stage:
         """A stage of the same module and graphs that holds nothing but this microbatch, as far as
@@ -461,8 +456,7 @@ class Stage:
         if tangents is None:
             self._weights.in_flight[microbatch] = state
             return [None] * len(state.functions.capture.inputs)
-        storages = caller_storages(tangents)
-        grads = self._weights.backward_input(microbatch, state, tangents, storages)
+        grads = self._weights.backward_input(microbatch, state, tangents)
         if self._sharded:
             self._accumulate_sharded()
         return grads

@@ -53,15 +53,12 @@ class MicrobatchState(NamedTuple):
         residuals: the values that the first graph left for the second. After R, they are those of
             R's run of F.
         module_state: the parameters and buffers that F read.
-        caller_storages: keys of storages that are larger than the microbatch's tensors in them,
-            such as the storage of a batch that the caller holds.
         skipped: names of parameters that get no gradient from this microbatch.
     """
 
     functions: SplitFunctions
     residuals: Residuals
     module_state: State
-    caller_storages: frozenset[StorageKey] = frozenset()
     skipped: frozenset[str] = frozenset()
 
 
@@ -135,11 +132,7 @@ class StageBackward:
         self._owner = owner
 
     def backward_input(
-        self,
-        microbatch: int,
-        state: MicrobatchState,
-        grads: list[Tensor | None],
-        storages: frozenset[StorageKey] = frozenset(),
+        self, microbatch: int, state: MicrobatchState, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
         """Run I of a microbatch, and return the gradients of its inputs.
 
@@ -147,13 +140,11 @@ class StageBackward:
             microbatch: the number of the microbatch.
             state: the tensors that the stage holds for the microbatch after F.
             grads: one gradient for each output; emptied.
-            storages: storages of the gradients to add to the microbatch's ``caller_storages``.
 
         Raises:
             SplitError: see ``Residuals.take_arguments`` and ``GradientSums.into``.
         """
-        functions, saved, module_state, input_storages, _ = state
-        storages |= input_storages
+        functions, saved, module_state, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.early_parameters, self.sums
         into = sums.into(names, module_state, skipped) if names else None
@@ -162,8 +153,7 @@ class StageBackward:
             sums.add_gradients(names, early, functions.dependence.borrowed, skipped)
         for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
             input_grads[at] = None
-        state = MicrobatchState(functions, deferred, module_state, storages, skipped)
-        self.in_flight[microbatch] = state
+        self.in_flight[microbatch] = MicrobatchState(functions, deferred, module_state, skipped)
         return input_grads
 
     def backward(
@@ -172,7 +162,7 @@ class StageBackward:
         """Run B of a microbatch: I and W as one graph. Arguments, result and errors are those of
         ``backward_input``.
         """
-        functions, saved, module_state, _, _ = state
+        functions, saved, module_state, _ = state
         functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.parameter_names, self.sums
         into = sums.into(names, module_state, skipped)
@@ -193,15 +183,28 @@ class StageBackward:
             SplitError: a microbatch is not between I and W, or a parameter was replaced since an
                 earlier microbatch.
         """
-        run = [self.in_flight.remove_state(microbatch)]
+        runs = [[self.in_flight.remove_state(microbatch)]]
         for number in later:
             state = self.in_flight.remove_state(number)
-            if not self._joins(run, state):
-                self._run_weight(run)
-                run = []
-            run.append(state)
-        report = None if self.last is None else self.report_of((microbatch, *later)[-1])
-        self._run_weight(run, report)
+            if self._joins(runs[-1], state):
+                runs[-1].append(state)
+            else:
+                runs.append([state])
+        for run in runs:
+            functions, deferred, module_state, skipped = run[0]
+            if not functions.has_backward:
+                continue
+            names, sums = functions.late_parameters, self.sums
+            into = sums.into(names, module_state, skipped)
+            if into is not None and self.last is not None and run is runs[-1]:
+                into = into._replace(report=self.report_of((microbatch, *later)[-1]))
+            if len(run) == 1:
+                gradients = functions.backward_weight(deferred, into, sums.dtype)
+            else:
+                residuals = [state.residuals for state in run]
+                gradients = functions.joined_weight(residuals, into, sums.dtype)
+            if into is None:
+                sums.add_gradients(names, gradients, functions.dependence.borrowed, skipped)
 
     def _joins(self, run: Sequence[MicrobatchState], state: MicrobatchState) -> bool:
         """Whether W of the microbatch ``state`` may run in one call with the microbatches of
@@ -215,24 +218,6 @@ class StageBackward:
         parameters = [state.module_state[name] for name in functions.late_parameters]
         same_state = all(map(is_, state.residuals.state, first.residuals.state))
         return same_state and not has_tensor_hooks(parameters)
-
-    def _run_weight(
-        self, run: Sequence[MicrobatchState], report: CompletionReport | None = None
-    ) -> None:
-        """Run W of microbatches as one call of the graph. Pass ``report`` on, if there is one."""
-        functions, deferred, module_state, _, skipped = run[0]
-        if not functions.has_backward:
-            return
-        names, dtype = functions.late_parameters, self.sums.dtype
-        sums = self.sums.into(names, module_state, skipped)
-        if sums is not None and report is not None:
-            sums = sums._replace(report=report)
-        if len(run) == 1:
-            gradients = functions.backward_weight(deferred, sums, dtype)
-        else:
-            gradients = functions.joined_weight([state.residuals for state in run], sums, dtype)
-        if sums is None:
-            self.sums.add_gradients(names, gradients, functions.dependence.borrowed, skipped)
 
     def report_of(self, microbatch: int) -> CompletionReport | None:
         """The report of ``last``, if this microbatch is the last of the step; else None."""
@@ -381,7 +366,7 @@ class OffloadableStorages:
             kept: tensors that code outside of the stage holds.
         """
         outside = {storage_of(tensor) for tensor in map(local_tensor, kept) if is_plain(tensor)}
-        shared = (state.caller_storages, outside, self._module_storages(state))
+        shared = (state.residuals.batch_storages(), outside, self._module_storages(state))
         exclusive = dict(state.residuals.storages())
         for keys in (*shared, *(other.residuals.storages() for other in other_states)):
             for key in exclusive.keys() & keys:
@@ -399,20 +384,3 @@ class OffloadableStorages:
         if identity != self._cached[0]:
             self._cached = identity, {storage_of(tensor) for tensor in tensors}
         return self._cached[1]
-
-
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
-def caller_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
-    """Keys of the storages that are larger than the tensors in them, as a batch's storage is larger
-    than a microbatch.
-    """
-    storages: set[StorageKey] = set()
-    for tensor in tensors:  # written out, because every call of a stage runs it
-        if tensor is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-            continue
-        storage = tensor.untyped_storage()
-        if tensor.nbytes != storage.nbytes():
-            storages.add((tensor.device, storage.data_ptr()))
-    return frozenset(storages)

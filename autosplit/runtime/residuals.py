@@ -28,6 +28,8 @@ from .storages import (
     StorageKey,
     StorageView,
     detachable,
+    is_plain,
+    storage_of,
     storage_text,
     whole_storage,
 )
@@ -270,6 +272,14 @@ class Residuals:
         if self._storages is None:
             self._storages = detachable(self._tensors)
         return self._storages
+
+    def batch_storages(self) -> set[StorageKey]:
+        """Keys of the storages of which an exposed tensor is only a part, as a microbatch is a part
+        of its batch. The caller holds the rest.
+        """
+        exposed = map(self._tensors.__getitem__, self._layout.exposed)
+        tensors = filter(is_plain, exposed)
+        return {storage_of(t) for t in tensors if t.nbytes != t.untyped_storage().nbytes()}
 
     def storage_bytes(self, place: int) -> Tensor:
         """The whole storage of the tensor at a position, as bytes."""
