@@ -392,7 +392,7 @@ class PendingQueue:
         @untraced
         def compute(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             queue = reference()
-            if queue is not None and (queue.thread or queue.pending_count):
+            if queue is not None and (queue.thread or queue.microbatches):
                 stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 sums = any(work.graph.sums for work in queue.works())
                 if sums or not stepped.isdisjoint(map(id, queue.parameters())):

@@ -6,7 +6,6 @@ tensors. Positions of arguments and results are computed once; a call only moves
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,9 +48,6 @@ if TYPE_CHECKING:
 
 _MAX_SPECIALIZED = 3  # sets of outputs without a gradient that get their own graphs
 _SENTINELS_PER_END = 2
-_NOTHING = contextlib.nullcontext()
-_SLICES, _COMPILED_SLICES = 16, 4
-_SLICE_BYTES = 2**20
 
 
 class ForwardResult(NamedTuple):
@@ -553,8 +549,10 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        with own_writes(deferred.live) if deferred.live else _NOTHING:
-            return self.backward_graphs.weight.run(deferred.take_arguments(), gradients, dtype)[1]
+        run = self.backward_graphs.weight.run
+        if deferred.live:
+            run = own_writes(deferred.live)(run)
+        return run(deferred.take_arguments(), gradients, dtype)[1]
 
     def most_joined(self, dtype: torch.dtype | None = None) -> int:
         """The largest number of microbatches that one call of ``joined_weight`` may run; 1 if
@@ -632,9 +630,10 @@ class SplitFunctions:
         if self.backward_graphs.defers_whole_backward:
             grads, deferred, _ = self.backward_input(saved, output_grads)
             return grads, self.backward_weight(deferred, gradients, dtype)
-        with own_writes(saved.live) if saved.live else _NOTHING:
-            pool = self._backward_pool(saved.take_arguments(), output_grads)
-            return self.backward_graphs.fused.run(pool, gradients, dtype)
+        run = self.backward_graphs.fused.run
+        if saved.live:
+            run = own_writes(saved.live)(run)
+        return run(self._backward_pool(saved.take_arguments(), output_grads), gradients, dtype)
 
     def backward_slices(
         self, saved: Residuals, output_grads: list[Tensor | None]

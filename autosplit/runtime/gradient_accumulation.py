@@ -159,8 +159,11 @@ class GradientSums:
         ``undivided``.
         """
         names = [name for name in self.tensors if id(self._parameters[name]) not in undivided]
-        if names:
-            divide_together([local_tensor(self.tensors[name]) for name in names], divisor)
+        sums = [*map(self.tensors.__getitem__, names)]
+        if not {Tensor}.issuperset(map(type, sums)):
+            sums = [*map(local_tensor, sums)]
+        if sums:
+            divide_together(sums, divisor)
 
     def add_to_parameters(self) -> list[Tensor]:
         """Add the sums to the parameters' ``.grad``, and drop the sums.

@@ -84,20 +84,6 @@ def reduces_gradients(schedule: Any) -> bool:
     return getattr(schedule, "_finalize_gradients", True)
 
 
-_COMPILE_CHECK = getattr(
-    getattr(schedules, "_check_torch_compile_compatibility", None), "__code__", None
-)
-
-
-def called_by_compile_check() -> bool:
-    """Whether torch's check for compiled modules called the function that calls this one.
-
-    torch's zero-bubble schedules refuse modules of ``torch.compile``, because torch's own stage
-    cannot split their backward.
-    """
-    return sys._getframe(2).f_code is _COMPILE_CHECK
-
-
 def forget_shapes(schedule: Any) -> None:
     """Make a schedule initialize its stages again in its next step."""
     for name in vars(schedule):

@@ -8,18 +8,23 @@ agree on shapes by messages of autosplit, and receive and send tensors of the ag
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, _utils
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, _utils, schedules
 
 from autosplit.errors import PipelineError
 
 from .pytree import TreeSpec, tree_flatten, tree_unflatten
 
+_COMPILE_CHECK = getattr(
+    getattr(schedules, "_check_torch_compile_compatibility", None), "__code__", None
+)
 # Older versions of torch raise RuntimeError for metadata.
 _MetadataError: Any = getattr(_utils, "PipeliningMetadataError", RuntimeError)
 
@@ -103,6 +108,10 @@ class RuntimeStage(PipelineStage):
     agree: Callable[[], None]
     agreement: object
     ranks: dist.ProcessGroup
+    # Values in place of torch's properties, which each action reads several times.
+    has_backward = False
+    is_first = cached_property(lambda stage: stage.stage_index == 0)
+    is_last = cached_property(lambda stage: stage.stage_index == stage.num_stages - 1)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -115,6 +124,28 @@ class RuntimeStage(PipelineStage):
         self.fwd_cache: dict[int, tuple[Tensor, ...]] = {}  # type: ignore[assignment]
         self._inputs: dict[int, Sequence[Tensor | None]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
+
+    @property
+    def submod(self) -> nn.Module:
+        """The stage's module as it was passed. Before a step begins, a parallelised module may
+        replace it.
+
+        Raises:
+            PipelineError: in the setter, if the value is no module.
+        """
+        # torch's zero-bubble schedules refuse modules of torch.compile, because torch's own stage
+        # cannot split their backward.
+        is_checked = sys._getframe(1).f_code is _COMPILE_CHECK
+        return None if is_checked else self._submodule  # type: ignore[return-value]
+
+    @submod.setter
+    def submod(self, module: nn.Module) -> None:
+        self.replace_module(module)
+        self._submodule = module
+
+    def replace_module(self, module: nn.Module) -> None:
+        """Prepare the stage for another module."""
+        raise NotImplementedError
 
     # --- start of a step
 

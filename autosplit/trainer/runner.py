@@ -277,7 +277,8 @@ class Runner:
             graphs = traced(plan.stages)
             if len(graphs) == len(plan.stages):
                 plan.functions = [stage.functions for stage in graphs.values()]
-        self._tune(plan)
+        if self._tuner is not None:
+            self._tune(plan, self._tuner)
         if auditor is not None:
             auditor.measure_step(self.spans, executor.schedule, self.stages)
         checks: Sequence[float] = ()
@@ -310,11 +311,8 @@ class Runner:
             for stage in stages.values():
                 stage.publish()
 
-    def _tune(self, plan: StepPlan) -> None:
+    def _tune(self, plan: StepPlan, tuner: Tuner) -> None:
         """Pass the step's measurements to the tuner, and use the schedules that it decides on."""
-        tuner = self._tuner
-        if tuner is None:
-            return
         if not tuner.record_step(self.spans, [sizes.elements for sizes in plan.microbatches]):
             return
         self._tuner = None

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -259,7 +260,8 @@ class Transport:
         self._source = {
             message: peer for peer, messages in routes.receives.items() for message in messages
         }
-        self._local: dict[StageMessage, list[Tensor | None]] = {}
+        # Messages within the rank: each has a list of its own, which holds its tensors, if sent.
+        self._local = defaultdict[StageMessage, list[Any]](list)
 
     def begin_step(self, boundaries: Sequence[Boundaries]) -> None:
         """Prepare for the messages of a new step.
@@ -288,7 +290,7 @@ class Transport:
     @property
     def message_tensors(self) -> Iterator[Tensor]:
         """Tensors of all messages: received, sent, and between stages of this rank."""
-        for tensors in self._local.values():
+        for tensors in chain.from_iterable(self._local.values()):
             yield from (tensor for tensor in tensors if tensor is not None)
         for box in self._mailboxes.values():
             yield from box.message_tensors
@@ -323,7 +325,7 @@ class Transport:
         or did not send in time.
         """
         if message not in self._source:
-            return partial(self._local.pop, message)
+            return self._local[message].pop
         peer, routes = self._source[message], self._routes
         place = routes.receives[peer].index(message)
         return partial(
@@ -407,7 +409,7 @@ class Transport:
 
     def _put_call(self, message: StageMessage) -> Send:
         if message not in self._target:
-            return partial(self._local.__setitem__, message)
+            return self._local[message].append
         return partial(self._mailboxes[self._target[message]].start_send, message)
 
     def _refuse_unexpected(self, message: StageMessage, place: int) -> None:

@@ -83,7 +83,7 @@ def test_hand_over_keeps_the_tensors() -> None:
     transport.sender(F0)(tensors)
     received = transport.receiver(StageMessage(F0, 1))()
     assert all(a is b for a, b in zip(received, tensors, strict=True))
-    with pytest.raises(KeyError):
+    with pytest.raises(IndexError):
         transport.receiver(StageMessage(F0, 1))()
 
 
