@@ -146,8 +146,9 @@ def test_another_name_and_copies_of_shards() -> None:
         (mesh_of(**MESH), mesh_of(pp=2, fsdp=2)),
         (flat := mesh_of(dp_replicate=2, dp_shard=2), flat),
     ):
-        losses, *rest = by_hand(uneven, 2, 4 if mesh is flat else 2)
-        with trainer(mesh, sharded(other), max_grad_norm=1e9) as engine:
+        stages, shares = (1, 4) if mesh is flat else (2, 2)
+        losses, *rest = by_hand(uneven, stages, shares)
+        with trainer(mesh, sharded(other), stages, max_grad_norm=1e9) as engine:
             expected = losses[number_of(mesh)], *rest
             assert_step(engine, share_of(mesh), expected, exact=lambda _, m=mesh: m is not flat)
 
@@ -156,10 +157,13 @@ def _in_float32(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.float(), target)  # torch 2.11 has no loss of two dtypes
 
 
-@ranks(4)
+ALONG = {"dp_shard": 2}
+
+
+@ranks(2)
 def test_half_precision() -> None:
     """Microbatches' gradients of bfloat16 are added up, and reduced, in float32."""
-    mesh, model = mesh_of(**MESH), nn.Sequential(uneven(0), uneven(1)).bfloat16()
+    mesh, model = mesh_of(**ALONG), nn.Sequential(uneven(0)).bfloat16()
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for replica in range(2):
         local = {name: torch.zeros_like(total) for name, total in sums.items()}
@@ -170,8 +174,9 @@ def test_half_precision() -> None:
                 local[name] += p.grad
         for name, total in local.items():
             sums[name] += total / 2
-    with trainer(mesh, sharded(mesh, mp_policy=HALF), loss_fn=_in_float32) as engine:
-        engine.forward_backward(share_of(mesh))
+    with trainer(mesh, sharded(mesh, mp_policy=HALF), 1, loss_fn=_in_float32) as engine:
+        losses = engine.forward_backward(share_of(mesh))
+        assert torch.equal(engine.evaluate(share_of(mesh)), losses)
         for name, gradient in gradients_of(engine).items():
             assert torch.equal(gradient, sums[name]), name
 
@@ -182,23 +187,23 @@ def _copy(module: nn.Module) -> nn.Module:
     return built
 
 
-@ranks(4)
+@ranks(2)
 def test_clipped_training() -> None:
     """Three steps, of which two are taken early, held against one process."""
 
     def slow(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.5)
 
-    mesh, model = mesh_of(**MESH), nn.Sequential(uneven(0), uneven(1))
+    mesh, model = mesh_of(**ALONG), nn.Sequential(uneven(0))
     optimizer = slow(list(model.parameters()))
     for _ in range(3):
-        _, gradients, norm = by_hand(lambda i: _copy(model[i]), 2, 2)
+        _, gradients, norm = by_hand(lambda i: _copy(model[i]), 1, 2)
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.5, torch.tensor(norm))
         optimizer.step()
     options: dict[str, Any] = {"max_grad_norm": 0.5, "nonfinite": "skip"}
-    with trainer(mesh, sharded(mesh), optimizer_fn=slow, **options) as engine:
+    with trainer(mesh, sharded(mesh), 1, optimizer_fn=slow, **options) as engine:
         assert_skipped(engine, share_of(mesh), bad=number_of(mesh) == 0)
         for step in (engine.step_async, engine.step_async, engine.step):
             step(share_of(mesh))
@@ -208,15 +213,15 @@ def test_clipped_training() -> None:
                 assert torch.equal(parameter.full_tensor(), model.get_parameter(f"{at}.{name}"))
 
 
-@ranks(4)
+@ranks(2)
 def test_sharded_stages_between_steps() -> None:
     """Steps accumulate; buffers; parameters are freed between steps; what is not a
     number on one rank is none on all; and the modules can be used without the trainer, too.
     """
-    mesh = mesh_of(**MESH)
+    mesh = mesh_of(**ALONG)
     local = share_of(mesh)
     options: dict[str, Any] = {"max_grad_norm": 1.0, "nonfinite": "ignore"}
-    with trainer(mesh, sharded(mesh), **options) as engine:
+    with trainer(mesh, sharded(mesh), 1, **options) as engine:
         engine.forward_backward(local)
         once = gradients_of(engine)
         engine.forward_backward(local)
@@ -234,13 +239,13 @@ def test_sharded_stages_between_steps() -> None:
         assert module(local[0]).shape == local[0].shape
 
 
-@ranks(4)
+@ranks(2)
 def test_checkpoints() -> None:
     """They are taken up by the same mesh bit for bit, and by one process, and back."""
-    mesh = mesh_of(**MESH)
+    mesh = mesh_of(**ALONG)
     assert_round_trip(
-        lambda: trainer(mesh, sharded(mesh)),
-        lambda: trainer(build=uneven, ranks=1, **REFERENCE),
+        lambda: trainer(mesh, sharded(mesh), 1),
+        lambda: trainer(build=uneven, stages=1, ranks=1, **REFERENCE),
         lambda step: share_of(mesh, step),
     )
 
@@ -253,16 +258,16 @@ class NoNaN(nn.Module):
         return x.index_select(-1, torch.arange(WIDTH) + beyond)
 
 
-@ranks(4)
+@ranks(2)
 @pytest.mark.parametrize("sharding", [KEPT, FREED], ids=["kept", "freed"])
 def test_shares_of_other_numbers_of_microbatches(sharding: Any) -> None:
     """Refused where ranks would gather parameters together for each microbatch, which never ends;
     the next step may follow.
     """
-    mesh = mesh_of(**MESH)
+    mesh = mesh_of(**ALONG)
     inputs, targets = share_of(mesh)
     pairs = [*zip(inputs.chunk(4), targets.chunk(4), strict=True)]
-    with trainer(mesh, sharded(mesh, **sharding), 2) as engine:
+    with trainer(mesh, sharded(mesh, **sharding), 1) as engine:
         engine.step(microbatches=pairs)
         shorter = pairs[: 3 + number_of(mesh)]
         if sharding == FREED:
