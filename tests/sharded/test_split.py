@@ -227,7 +227,7 @@ def test_tied_lean_and_kept_after_the_forward() -> list[str]:
 
 @ranks(2)
 def test_blocks_are_gathered_one_by_one() -> list[str]:
-    pair = Pair(partial(sharded, reshard_after_forward=True), model=Model(blocks=4))
+    pair = Pair(partial(sharded, reshard_after_forward=True), model=Model(blocks=3))
     result = pair.train(1)  # memory is first taken where parameters are made
     with gathered_bytes() as theirs:
         pair.plain_step(pair.words())
@@ -289,7 +289,7 @@ def test_forwards_without_a_backward() -> list[str]:
 
 @ranks(2)
 def test_run_by_fsdp_before() -> list[str]:
-    pair = Pair(fully_shard)  # type: ignore[arg-type]
+    pair = Pair(fully_shard, model=Model(blocks=1))  # type: ignore[arg-type]
     with torch.no_grad():
         pair.mine(pair.words()[0])  # a root stays gathered
     return pair.train(1)
@@ -297,7 +297,7 @@ def test_run_by_fsdp_before() -> list[str]:
 
 @ranks(2)
 def test_requires_grad_set_while_gathered() -> list[str]:
-    pair = Pair(fully_shard)  # type: ignore[arg-type]
+    pair = Pair(fully_shard, model=Model(blocks=1))  # type: ignore[arg-type]
     first = [*pair.mine.parameters()], [*pair.plain.parameters()]
     result = pair.train(1)
     for needed, kept in ((False, False), (True, False), (False, True), (True, True)):
