@@ -35,7 +35,6 @@ SCALARS = 64  # bytes: losses
         {"schedule": workers.running_again(), "block": workers.Convolutions},
         # Running F again needs more memory than F saves.
         {"schedule": workers.running_again(), "block": partial(nn.Linear, 32, 32)},
-        {"grad_dtype": torch.float64},
         {"grad_dtype": torch.float64, "split_backward": False},
         {"grad_dtype": torch.bfloat16, "memory": "lean"},
         # Gradients of so many bytes are added inside of the graph.
