@@ -144,6 +144,20 @@ def test_the_first_operator_and_the_sample_of_a_nan_are_named(tmp_path: pathlib.
     assert json.loads((tmp_path / "fault.json").read_text())["fault"]["action"] == "0F2"
 
 
+class FrozenFirst(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.requires_grad_(index > 0)
+
+
+def test_a_frozen_first_stage_has_no_backward(tmp_path: pathlib.Path) -> None:
+    with trainer(tmp_path, block=FrozenFirst, alarms=[alarm]) as stages:
+        stages.step(*data())
+    assert "36 actions have no fault" in replay(tmp_path).output
+    result = replay(tmp_path, "--action", "0I0", "--python", tmp_path / "repro.py")
+    assert "0I0 computes nothing: no gradient of its stage is needed" in result.output
+
+
 def test_a_replay_has_the_threads_of_the_run(tmp_path: pathlib.Path) -> None:
     """Kernels add in another order with another number of threads."""
     threads, seen = torch.get_num_threads(), set[int]()
@@ -305,6 +319,28 @@ def test_a_flipped_bit_is_found(name: str, tmp_path: pathlib.Path) -> None:
     result = replay(tmp_path)
     assert result.exit_code == 1
     assert text in result.output
+
+
+@pytest.mark.parametrize("accumulation", ["fused", "joined"])
+def test_results_are_compared_however_gradients_are_added(
+    accumulation: str, tmp_path: pathlib.Path
+) -> None:
+    with (
+        damaged("forward", 1, FLIPS["output"][2]),
+        PipelineTrainer(
+            Block,
+            F.mse_loss,
+            torch.optim.SGD,
+            stages=2,
+            microbatches=4,
+            ranks=1,
+            stage_options=StageOptions(accumulation=accumulation),
+            run_options=RunOptions(recorder=Recorder(tmp_path, alarms=[alarm])),
+        ) as stages,
+    ):
+        stages.step(*data())
+    expected = r"0F0 on rank 0: result 0, .* has other bits than in the run"
+    assert re.search(expected, replay(tmp_path).output)
 
 
 HELD = {  # the call after which the bit flips, and the action that takes the tensor
@@ -533,7 +569,7 @@ def test_a_bundle_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "rank-0" / "record.json").write_text('{"rank": 0, "steps": []}')
     result = CliRunner().invoke(main, ["replay", str(tmp_path)])
     assert result.exit_code == 2
-    assert "rank-0 has format 0, and this version of autosplit replays format 1" in result.output
+    assert "rank-0 has format 0, and this version of autosplit replays format 2" in result.output
 
 
 @pytest.mark.parametrize(
