@@ -553,7 +553,12 @@ class Stage:
         Raises:
             SplitError: a microbatch has not run its W.
         """
-        hooked = self._weights.publish_sums()
+        if waiting := ", ".join(map(str, sorted(self._weights.in_flight))):
+            raise SplitError(
+                f"stage {self.index}: weight gradients of microbatch {waiting} are pending; "
+                "call backward_weight() for each first"
+            )
+        hooked = self._weights.sums.add_to_parameters()
         if self.waiting_hooks is None:
             call_accumulate_hooks(hooked)
         else:

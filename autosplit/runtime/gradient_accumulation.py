@@ -186,7 +186,7 @@ class GradientSums:
             if total.dtype is not dtype:
                 total = self._converted(total, dtype, parameter)
             parameter.grad = total
-        self.clear()
+        self._parameters = {}
         if not self._leaves.among(published).has_hooks():
             return []
         return [*filter(waits_for_gradient, published)]

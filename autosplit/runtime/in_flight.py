@@ -223,21 +223,6 @@ class StageBackward:
         """The report of ``last``, if this microbatch is the last of the step; else None."""
         return self.last[1] if self.last is not None and self.last[0] == microbatch else None
 
-    def publish_sums(self) -> list[Tensor]:
-        """Add the sums to the parameters' ``.grad``, and drop the sums. Return the parameters whose
-        hooks the caller must call, see ``GradientSums.add_to_parameters``.
-
-        Raises:
-            SplitError: a microbatch waits for W.
-        """
-        if self.in_flight:
-            waiting = ", ".join(map(str, sorted(self.in_flight)))
-            raise SplitError(
-                f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
-                "call backward_weight() for each first"
-            )
-        return self.sums.add_to_parameters()
-
     def clear(self) -> None:
         """Drop the microbatches between I and W, and the sums."""
         self.in_flight.clear()
