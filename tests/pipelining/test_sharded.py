@@ -23,12 +23,12 @@ from .programs import Make, Program, outputs_differ
 
 
 class Part(nn.Module):
-    """Two blocks, and a layer whose rows do not divide by two."""
+    """A block, and a layer whose rows do not divide by two."""
 
     def __init__(self) -> None:
         super().__init__()
-        make = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(2)]
-        self.blocks = nn.ModuleList(make)
+        block = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.blocks = nn.ModuleList([block])
         self.last = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def test_a_schedule_of_ours() -> list[str]:
 
 @ranks(4)
 def test_evaluation_and_then_training() -> list[str]:
-    program = Replicated("ScheduleDualPipeV", 4)
+    program = Replicated()
     result = program.beside("eval")
     for part in program.plain:
         part.zero_grad()
