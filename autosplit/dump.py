@@ -221,7 +221,7 @@ def split_figures(functions: SplitFunctions) -> dict[str, Any]:
     }
 
 
-_HALVES = ("forward", "backward_input", "backward_weight")
+_CALLED = re.compile(r"(.+)_(forward|backward_input|backward_weight|recomputed_\d+)")
 
 
 def dump(
@@ -280,8 +280,8 @@ def _kind_of(called: Subgraph) -> tuple[str, str]:
     """(kind of block that a subgraph belongs to, the graph's name: forward, backward_input,
     ...).
     """
-    half = next(half for half in _HALVES if called.name.endswith(f"_{half}"))
-    return called.name.removesuffix(f"_{half}"), half
+    name = _CALLED.fullmatch(called.name)
+    return (name[1], name[2]) if name else (called.name, "forward")
 
 
 _CALLS = """

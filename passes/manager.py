@@ -24,6 +24,7 @@ from .lowering.missing_tangents import without_tangents
 from .lowering.slices import slice_backward
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.collectives import overlap_collectives
+from .partition.recomputed_results import recompute_results
 from .partition.split_graphs import partition_forward_backward, split_backward
 from .rewrites.emit import dead_code
 from .rewrites.padded_sums import concatenate_padded_sums
@@ -57,6 +58,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("fold_transposes", fold_transposes),
     Pass("fold_powers", fold_powers),
     Pass("drop_summed_dimensions", drop_summed_dimensions),
+    Pass("recompute_results", recompute_results),
     Pass("partition", partition_forward_backward),
     Pass("split_backward", split_backward),
     Pass("overlap_collectives", overlap_collectives),
@@ -184,7 +186,7 @@ def _sizes(program: SplitGraphs) -> dict[str, int]:
 @dataclasses.dataclass
 class _Dump:
     """Writes readable files of the graphs: first ``00_capture.joint.py``. After each pass, it
-    writes a file for each graph whose operator counts changed, such as ``09_partition.forward.py``.
+    writes a file for each graph whose operator counts changed, such as ``10_partition.forward.py``.
     """
 
     folder: pathlib.Path | None

@@ -63,19 +63,23 @@ class Subgraph:
         module: the called graph; returns each computed value once.
         results: maps the role of a result to its position among the returned values, or, if the
             result is an input, to the role of the input. Results without an entry are constants.
+        recompute_time: the estimated time for which the backward of the block recomputes values of
+            this graph.
     """
 
     name: str
     module: fx.GraphModule
     results: Mapping[Role, int | Role]
+    recompute_time: float = 0.0
 
     @classmethod
-    def of(cls, name: str, module: fx.GraphModule) -> Subgraph:
+    def of(cls, name: str, module: fx.GraphModule, recompute_time: float = 0.0) -> Subgraph:
         """Make a subgraph of a graph whose inputs and outputs have roles.
 
         Args:
             name: the name of the subgraph.
             module: the graph; not changed.
+            recompute_time: the attribute.
         """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -92,7 +96,7 @@ class Subgraph:
                 pairs.append((role, value))
             results[role] = places[value]
         set_outputs(graph, pairs, copies)
-        return cls(name, module_like(module, graph, name), results)
+        return cls(name, module_like(module, graph, name), results, recompute_time)
 
     @functools.cached_property
     def arguments(self) -> list[Role]:

@@ -114,8 +114,8 @@ def test_blocks_have_a_folder_a_kind(tmp_path: pathlib.Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), *[SwiGLU() for _ in range(5)])
     split = autosplit.split(model, (torch.randn(2, 4, 16, requires_grad=True),))
     split.dump(tmp_path)
-    halves = ["backward_input.py", "backward_weight.py", "forward.py"]
-    assert sorted(path.name for path in (tmp_path / "SwiGLU_0").glob("*.py")) == halves
+    names = ["backward_input.py", "backward_weight.py", "forward.py", "recomputed_7.py"]
+    assert sorted(path.name for path in (tmp_path / "SwiGLU_0").glob("*.py")) == names
     assert (tmp_path / "forward.py").read_text().count("constants['SwiGLU_0_forward']") == 5
     crossing = (tmp_path / "boundary.md").read_text()
     assert all(f"| _{at}_down_input " in crossing for at in range(1, 6))

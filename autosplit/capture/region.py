@@ -122,8 +122,12 @@ class BlockRegion(CapturedBlock):
         """The graphs F, I and W that exist, as subgraphs, by name."""
         halves = ("forward", "backward_input", "backward_weight")
         graph_modules = {half: self.graphs.graphs().get(half) for half in halves}
+        regions = self.graphs.regions
+        times = {"forward": 0.0 if regions is None else regions.price.time}
         return {
-            h: Subgraph.of(f"{self.name}_{h}", m) for h, m in graph_modules.items() if m is not None
+            half: Subgraph.of(f"{self.name}_{half}", module, times.get(half, 0.0))
+            for half, module in graph_modules.items()
+            if module is not None
         }
 
     @cached_property

@@ -24,7 +24,7 @@ _STEPS = 24
 
 # Bytes per time of moving one byte. At lower rates, recomputing pointwise work frees hardly
 # anything; at higher rates, it would have to free more than it touches.
-_RATES = (2.0**-8, 8.0)
+RATES = (2.0**-8, 8.0)
 # Bytes per FLOP of a weight gradient that I computes. An [m, n] gradient over b rows has 2bmn FLOPs
 # and frees at most 8b(m + n) bytes, so at this multiplier all are deferred.
 _ALL_WAIT = 16.0
@@ -49,7 +49,7 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
     if memory.recompute:
         rate, regions, _ = _search(
             lambda rate: division.minimum_cut(rate, _ALL_WAIT),
-            _RATES,
+            RATES,
             lambda price: (price.bytes + _ALL_WAIT * price.flops, price.time),
             lambda regions: recompute_time(regions, reach) <= limit,
         )

@@ -64,10 +64,10 @@ def test_dump_numbers_every_stage_and_counts_the_difference(tmp_path: pathlib.Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "00_capture.joint.py",
         "01_divide_backward_operators.joint.py",
-        "09_partition.backward.py",
-        "09_partition.forward.py",
-        "10_split_backward.backward_input.py",
-        "10_split_backward.backward_weight.py",
+        "10_partition.backward.py",
+        "10_partition.forward.py",
+        "11_split_backward.backward_input.py",
+        "11_split_backward.backward_weight.py",
     ]
     divided = (tmp_path / "01_divide_backward_operators.joint.py").read_text()
     assert divided.startswith("# joint after divide_backward_operators: ")

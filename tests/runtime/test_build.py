@@ -26,7 +26,7 @@ def test_dump_variable_writes_every_stage_of_the_pipeline(
     assert folders == ["00_SwiGLU", "01_SwiGLU"]
     files = sorted(path.name for path in (tmp_path / "00_SwiGLU").iterdir())
     assert files[0] == "00_capture.joint.py"
-    assert files[-1] == "10_split_backward.backward_weight.py"
+    assert files[-1] == "11_split_backward.backward_weight.py"
 
 
 def test_dumps_of_ranks_do_not_mix(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
