@@ -59,11 +59,9 @@ def assert_as_eager(mesh: DeviceMesh, ways: str, along: str, shards: str, **opti
     [
         ({"pp": 2, "ep": 2}, "ep", {"schedule": "zb-h1", "memory": "lean"}),
         ({"pp": 2, "cp": 2}, "cp", {"memory": "lean"}),
-        ({"pp": 2, "efsdp": 1, "ep": 2}, "few", {}),
         ({"efsdp": 2, "ep": 2}, "few", {}),
-        ({"dp_shard": 2, "cp": 2}, "cp", {}),
     ],
-    ids=["ep", "cp", "efsdp 1", "efsdp", "dp_shard"],
+    ids=["ep", "cp", "efsdp"],
 )
 def test_a_step_is_that_of_eager_mode(
     sizes: dict[str, int], ways: str, options: dict[str, Any]
@@ -72,6 +70,16 @@ def test_a_step_is_that_of_eager_mode(
     along = "cp" if "cp" in sizes else "ep"
     shards = "dp_shard" if along == "cp" else "efsdp"
     assert_as_eager(mesh_of(**sizes), ways, along, shards, **options)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("sizes", "ways"), [({"efsdp": 1, "ep": 2}, "few"), ({"dp_shard": 1, "cp": 2}, "cp")]
+)
+def test_a_step_with_one_rank_along_the_shards(sizes: dict[str, int], ways: str) -> None:
+    """What is no expert is sharded over both ranks."""
+    shards, along = sizes
+    assert_as_eager(mesh_of(**sizes), ways, along, shards)
 
 
 @ranks(4)

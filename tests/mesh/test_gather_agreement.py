@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ class Branching(nn.Module):
 
     def __init__(self, least: int) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
         self.layers, self.least, self.skips = nn.ModuleList(layers), least, False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +36,7 @@ class Branching(nn.Module):
 
 def branching(index: int) -> Branching:
     torch.manual_seed(index)
-    return Branching(index * 2)
+    return Branching(index + 1)
 
 
 def sharded(mesh: DeviceMesh) -> Any:
@@ -56,9 +55,11 @@ def pairs_of(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     return [tuple(torch.randn(2, size, WIDTH, generator=generator)) for size in sizes]  # type: ignore[misc]
 
 
-def expected(sizes: list[list[int]], skips: list[bool]) -> tuple[list[Any], dict[str, Tensor]]:
+def expected(
+    stages: int, sizes: list[list[int]], skips: list[bool]
+) -> tuple[list[Any], dict[str, Tensor]]:
     """The losses of each share and the mean gradients, computed by autograd."""
-    model, losses = nn.Sequential(branching(0), branching(1)), []
+    model, losses = nn.Sequential(*map(branching, range(stages))), []
     sums: dict[str, Tensor] = {}
     for share, skipping in zip(sizes, skips, strict=True):
         model.zero_grad()
@@ -77,7 +78,7 @@ def expected(sizes: list[list[int]], skips: list[bool]) -> tuple[list[Any], dict
 def assert_trained(engine: Any, sizes: list[list[int]], skips: list[bool]) -> None:
     """Steps and evaluations are those of one process."""
     number = number_of(engine.mesh)
-    losses, gradients = expected(sizes, skips)
+    losses, gradients = expected(len(engine.schedule.placement), sizes, skips)
     for module in engine.modules.values():
         module.skips = skips[number] and 0 in engine.modules
     engine.optimizer.zero_grad()
@@ -93,10 +94,9 @@ def assert_trained(engine: Any, sizes: list[list[int]], skips: list[bool]) -> No
 
 
 @ranks(4)
-@pytest.mark.parametrize("options", [{}, {"split_backward": False}], ids=["split", "fused"])
-def test_ranks_that_call_other_blocks(options: Any) -> None:
+def test_ranks_that_call_other_blocks() -> None:
     mesh = mesh_of(**MESH)
-    with trainer(mesh, sharded(mesh), **options) as engine:
+    with trainer(mesh, sharded(mesh)) as engine:
         for sizes, skips in [
             ([[2, 2], [2, 2]], [False, False]),
             ([[2, 3], [3, 2]], [False, False]),
@@ -107,6 +107,14 @@ def test_ranks_that_call_other_blocks(options: Any) -> None:
             ([[2, 2], [2, 2]], [False, False]),
         ]:
             assert_trained(engine, sizes, skips)
+
+
+@ranks(2)
+def test_ranks_that_call_other_blocks_in_whole_backwards() -> None:
+    mesh = mesh_of(dp_shard=2)
+    with trainer(mesh, sharded(mesh), 1, split_backward=False) as engine:
+        for sizes in ([[2, 2], [2, 2]], [[2, 3], [3, 2]], [[3, 3], [2, 2]]):
+            assert_trained(engine, sizes, [False, False])
 
 
 @ranks(4)

@@ -93,12 +93,12 @@ def own_batch(mesh: DeviceMesh, step: int = 0) -> tuple[Tensor, Tensor]:
 def test_a_step_is_that_of_eager_mode() -> None:
     """Bit for bit the means over shares."""
     mesh = mesh_of(**MESH)
-    build = still(parallel(mesh, 1))
+    build = still(parallel(mesh, 1, 1))
     with loss_parallel():
         losses, *rest = of_shares(build(0), map(batch, range(2)), loss_of)
         with of_words(mesh, 1, sharded(mesh, build), memory="lean") as engine:
             expected = losses[mesh.get_local_rank("dp_shard")], *rest
-            assert_step(engine, own_batch(mesh), expected, named(1))
+            assert_step(engine, own_batch(mesh), expected, named(1, 1))
 
 
 @ranks(4)
@@ -161,7 +161,7 @@ def test_refusals() -> None:
     )
 
 
-# --- three dimensions, on eight ranks, of which one is killed -------------------------------------
+# --- blocks that no dimension divides, also in three dimensions on eight ranks ----------------
 
 
 _to_live = 0
@@ -191,13 +191,13 @@ def block() -> nn.Module:
     )
 
 
-def odd(mesh: DeviceMesh, stages: int) -> Callable[[int], Any]:
-    """Stages of such blocks, two in all; sharded, where the mesh has a dimension for that."""
+def odd(mesh: DeviceMesh, stages: int, count: int = 2) -> Callable[[int], Any]:
+    """Stages of so many such blocks; sharded, where the mesh has a dimension for that."""
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
     def build(index: int) -> Any:
         parts = []
-        for number in range(index * 2 // stages, (index + 1) * 2 // stages):
+        for number in range(index * count // stages, (index + 1) * count // stages):
             torch.manual_seed(number)
             parts.append(parallelize_module(block(), mesh["tp"], plan))
         module = nn.Sequential(*parts)
@@ -213,25 +213,32 @@ def mean_square(y: Tensor, _: Tensor) -> Tensor:
     return y.square().mean()
 
 
+@ranks(4)
+def test_replicas_whose_ranks_share_tensors() -> None:
+    mesh = mesh_of(dp_replicate=2, tp=2)
+    local = place(mesh, "dp_replicate")
+    losses, *rest = of_shares(odd(mesh, 1, 1)(0), map(batch, range(2)), mean_square)
+    with of_words(mesh, 1, odd(mesh, 1, 1), loss_fn=mean_square) as engine:
+        assert_step(engine, batch(local), (losses[local], *rest), named(1, 1))
+
+
 def eight_ranks(folder: Path) -> None:
-    """Steps are those of eager mode; then rank 5 is killed in the second microbatch of another,
+    """A step is that of eager mode; then rank 5 is killed in the second microbatch of another,
     and the others leave what they see of that in a folder.
     """
     global _to_live
     rank, rows = dist.get_rank(), set()
+    mesh = mesh_of(pp=2, dp_shard=2, tp=2)
+    local = place(mesh, "dp_shard")
     try:
-        for along in ("dp_replicate", "dp_shard"):
-            mesh = mesh_of(pp=2, **{along: 2}, tp=2)
-            local = place(mesh, along)
-            losses, *rest = of_shares(odd(mesh, 1)(0), map(batch, range(2)), mean_square)
-            with of_words(mesh, 2, odd(mesh, 2), loss_fn=mean_square) as engine:
-                assert_step(engine, batch(local), (losses[local], *rest), named(2))
-                if along == "dp_shard":
-                    for module in engine.modules.values():
-                        rows |= {p.to_local().shape[0] for p in module.parameters()}
-                    assert rows == ({2, 3} if local == 0 else {1, 2})
-                    _to_live = 2 if rank == 5 else 0
-                    engine.step(batch(local))
+        losses, *rest = of_shares(odd(mesh, 1)(0), map(batch, range(2)), mean_square)
+        with of_words(mesh, 2, odd(mesh, 2), loss_fn=mean_square) as engine:
+            assert_step(engine, batch(local), (losses[local], *rest), named(2))
+            for module in engine.modules.values():
+                rows |= {p.to_local().shape[0] for p in module.parameters()}
+            assert rows == ({2, 3} if local == 0 else {1, 2})
+            _to_live = 2 if rank == 5 else 0
+            engine.step(batch(local))
     except AutosplitError as error:
         (folder / str(rank)).write_text(str(error))
         raise
