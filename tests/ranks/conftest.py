@@ -1,57 +1,58 @@
-"""Ranks that ``launch`` starts and ranks that torchrun starts, once for all tests of processes."""
+"""Ranks that ``launch`` starts and ranks that torchrun's agent starts, once for all tests of
+processes; they begin with what takes longest to import.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from autosplit.ranks.launch import launch
-from tests.ranks.sockets import of_a_rank
-
-ROOT = Path(__file__).resolve().parents[2]
-
-TORCHRUN = """
-import json
-import sys
-from pathlib import Path
+from autosplit.ranks import launch as launching
 from autosplit.ranks.default_group import process_group
+from tests.interpreters import Servers, interpreters, rank_processes
 from tests.ranks.sockets import of_a_rank
-if __name__ == "__main__":
-    with process_group(timeout=60):
-        found = of_a_rank(3)
-    Path(sys.argv[1], f"{found['identity'][0] // 3}.json").write_text(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="session")
-def environment() -> dict[str, str]:
-    """Of a process that imports what this one does."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
 def launched() -> list[dict[str, Any]]:
     """Identity and sockets of two ranks, by rank."""
-    return launch(of_a_rank, 2, (3,), timeout=200, threads=2)
+    with mock.patch.object(launching, "get_context", return_value=rank_processes()):
+        return launching.launch(of_a_rank, 2, (3, os.getpid()), timeout=200, threads=2)
+
+
+def elastic_rank(folder: Path) -> None:
+    """Leave the identity and the sockets of this rank in a folder."""
+    with process_group(timeout=60):
+        result = of_a_rank(3)
+    (folder / f"{result['identity'][0] // 3}.json").write_text(json.dumps(result))
+
+
+def agent(folder: Path, servers: Servers) -> None:
+    """Do what ``torchrun --standalone --nproc-per-node 2`` does."""
+    servers.join(ranks=True)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=0, start_method="forkserver",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="ranks", monitor_interval=0.1,
+    )  # fmt: skip
+    elastic_launch(config, elastic_rank)(folder)
 
 
 @pytest.fixture(scope="session")
-def under_torchrun(
-    environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """The same of ranks that torchrun starts."""
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same of ranks that torchrun's agent starts."""
     folder = tmp_path_factory.mktemp("torchrun")
-    script = folder / "script.py"
-    script.write_text(TORCHRUN)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    subprocess.run(
-        [sys.executable, *command, str(folder)], env=environment, timeout=120, check=True
-    )
+    process = interpreters().Process(target=agent, args=(folder, Servers.running()))
+    process.start()
+    try:
+        process.join(120)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]

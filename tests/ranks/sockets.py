@@ -12,12 +12,14 @@ from tests.pipeline.workers import data, identify, trainer
 _LISTENS = "0A"
 
 
-def of_a_rank(factor: int) -> dict[str, Any]:
-    """Who this rank is, and after a step of a trainer, its sockets and those of its parent."""
+def of_a_rank(factor: int, launcher: int | None = None) -> dict[str, Any]:
+    """Who this rank is, and after a step of a trainer, its sockets and those of the process that
+    launched it, by default its parent.
+    """
     identity = identify(factor)
     with trainer() as engine:
         engine.step(data(8))
-        local, parents = (listening(pid) for pid in (os.getpid(), os.getppid()))
+        local, parents = (listening(pid) for pid in (os.getpid(), launcher or os.getppid()))
     return {"identity": identity, "rank": local, "parent": parents}
 
 

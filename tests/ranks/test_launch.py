@@ -56,7 +56,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "get_context", lambda method: rank_processes())
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_program_that_is_piped_in_launches_what_a_file_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

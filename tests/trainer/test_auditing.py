@@ -73,7 +73,6 @@ def weights(trainer: PipelineTrainer) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("options", "period"),
     [
-        ({}, 12),
         ({"split_backward": True, "max_grad_norm": 0.1}, 10),
         ({"schedule": "gpipe", "stages": 4, "grad_dtype": torch.float64}, 16),
     ],

@@ -14,7 +14,7 @@ from autosplit.pipeline import PipelineTrainer, StageOptions, build
 from tests.kept_ranks import Ranks
 from tests.pipeline import workers
 from tests.planner.planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
-from tests.planner.whole_models import llama_with_hidden_states
+from tests.planner.whole_models import llama
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "1f1b": ({}, 2),
@@ -49,26 +49,26 @@ def test_the_schedule_is_built_for_the_stages_that_are_cut() -> None:
 def test_a_model_that_puts_out_its_hidden_states() -> None:
     """They go from their stages to the last, and gradients back."""
     torch.manual_seed(0)
-    case = llama_with_hidden_states()
-    inputs = {name: value for name, value in case.kwargs.items() if torch.is_tensor(value)}
+    case = llama(1)
+    example = {**case.kwargs, "output_hidden_states": True}
 
     def loss_fn(output: Any, targets: Any) -> torch.Tensor:
         states = output.hidden_states
         return torch.stack([output.loss, *(state.square().mean() for state in states)]).sum()
 
     expected = copy.deepcopy(case.model)
-    loss_fn(expected(**case.kwargs), ()).backward()
+    loss_fn(expected(**example), ()).backward()
     with PipelineTrainer(
         case.model,
         loss_fn,
         sgd,
         stages=2,
-        example=case.kwargs,
+        example=example,
         microbatches=1,
         ranks=1,
         stage_options=StageOptions(planning={"costs": "estimate"}),
     ) as engine:
-        engine.forward_backward((inputs, ()))
+        engine.forward_backward((case.kwargs, ()))
         for module in engine.modules.values():
             for name, parameter in module.named_parameters():
                 assert torch.equal(parameter.grad, expected.get_parameter(name).grad), name

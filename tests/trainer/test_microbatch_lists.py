@@ -174,6 +174,8 @@ def test_replicas_take_lists_of_different_lengths() -> None:
     with trainer(mesh=mesh) as engine:
         for step, weighted in itertools.product(range(2), (False, True)):
             lists = [listed([5, 9, 7], step), listed([3 + step, 4], 10 + step)]
+            losses = engine.evaluate(microbatches=lists[share])
+            torch.testing.assert_close(losses, plain.evaluate(lists[share]))
             weights = [[float(x.numel()) if weighted else 1.0 for x, _ in pairs] for pairs in lists]
             expected = plain.step([*lists[0], *lists[1]], [*weights[0], *weights[1]])
             losses = engine.step(

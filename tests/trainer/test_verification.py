@@ -42,7 +42,6 @@ def assert_unchanged(earlier: list[Any], trainer: PipelineTrainer) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"stages": 3},
         {"stages": 3, "split_backward": False, **TIED},
         {"stages": 4, "schedule": "zb-v", "grad_dtype": torch.float64},
         {"stages": 2, "schedule": "1f1b", "memory_limit": "1GiB"},
