@@ -14,11 +14,14 @@ from benchmarks.batches.page import PAGE
 from benchmarks.batches.settings import Settings
 from benchmarks.results import Results
 
-SMALLEST = Settings((2,), (4,), draws=1, steps=3, engine_counts=(3,), unit=0.002, rounds=1)
+SMALLEST = Settings(
+    (2,), (4,), draws=1, steps=3, engine_counts=(3,), unit=0.002, rounds=1, repeats=1
+)
 
 
 @pytest.mark.usefixtures("launched_on_ranks")
-def test_parts_make_a_page(tmp_path: Path) -> None:
+def test_parts_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "LIMITS", {"no limit": None, "limit 1x": 1.0})
     results = Results.read(tmp_path / "results.json")
     rows = [*simulated.measure(SMALLEST)]
     assert all(step > 0.999 for row in rows for step in row["steps"]["found"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B
@@ -65,7 +66,17 @@ def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row() -> None:
         assert ("this rank only" in row.error) is (row.schedule == "fails")
 
 
-def test_allocations_of_a_step_are_measured() -> None:
+ON_RANK = memory._on_rank
+
+
+def one_layer(*args: Any) -> list[int]:
+    """What a rank does, with half as many layers as the benchmark."""
+    with mock.patch.object(memory, "LAYERS", 1):
+        return ON_RANK(*args)
+
+
+def test_allocations_of_a_step_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_on_rank", one_layer)
     cases = [
         dataclasses.replace(build("1f1b", 2, 4, split_backward=False), name=memory.BASELINE),
         dataclasses.replace(build("zb-h2", 2, 4), name="zb-h2", crosses_step=False),
