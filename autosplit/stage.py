@@ -24,8 +24,7 @@ from autosplit.runtime.options import SplitArguments, SplitOptions, split_option
 from autosplit.runtime.residuals import Residuals
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
-from autosplit.torch_internals.autograd import WithoutAutograd, is_autocast
-from autosplit.torch_internals.leaf_hooks import call_accumulate_hooks
+from autosplit.torch_internals.autograd import WithoutAutograd, call_accumulate_hooks, is_autocast
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .errors import SplitError

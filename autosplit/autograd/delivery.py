@@ -18,10 +18,10 @@ from autosplit.torch_internals.autograd import (
     WithoutAutograd,
     at_end_of_backward,
     checks_nan,
+    visit_leaves,
     without_autocast,
 )
 from autosplit.torch_internals.gradients import add_gradient, add_gradients
-from autosplit.torch_internals.leaf_hooks import visit_leaves
 
 from .lazy_gradient import _SLOT_LOCK, GradientSlot
 from .pending import PendingBound, PendingQueue, PendingWork

@@ -25,11 +25,15 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import (
+    Leaves,
+    LeavesCache,
     at_end_of_backward,
     checks_nan,
     current_backward,
     direct_apply,
     graph_is_kept,
+    has_accumulate_hooks,
+    has_hooks_of_users,
     has_saved_tensors_hooks,
     in_compiled_autograd,
     is_autocast,
@@ -38,12 +42,6 @@ from autosplit.torch_internals.autograd import (
     without_autocast,
 )
 from autosplit.torch_internals.distributed import called_by_stage_backward
-from autosplit.torch_internals.leaf_hooks import (
-    Leaves,
-    LeavesCache,
-    has_accumulate_hooks,
-    has_hooks_of_users,
-)
 
 from .delivery import weight_gradients
 from .late_hooks import weights_for_late_hooks

@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd import at_end_of_backward, current_backward, will_run
+from autosplit.torch_internals.autograd import (
+    Leaves,
+    at_end_of_backward,
+    current_backward,
+    nodes_of_leaves,
+    will_run,
+)
 from autosplit.torch_internals.group_hooks import GroupHook, MutedHooks, group_hooks
-from autosplit.torch_internals.leaf_hooks import Leaves, nodes_of_leaves
 
 from .delivery import weight_gradients
 from .pending import PendingQueue, PendingWork

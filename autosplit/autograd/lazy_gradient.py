@@ -33,7 +33,7 @@ from autosplit.torch_internals.autograd import (
 from autosplit.torch_internals.dtensor import dtensor_class, is_dtensor
 from autosplit.torch_internals.gradients import ZEROING, add_gradient
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
-from autosplit.torch_internals.references import tensor_users
+from autosplit.torch_internals.state import tensor_users
 
 if TYPE_CHECKING:
     from .pending import PendingQueue

@@ -32,8 +32,7 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import at_end_of_backward, current_backward, untraced
-from autosplit.torch_internals.references import any_referenced
-from autosplit.torch_internals.state import distinct_storage_bytes
+from autosplit.torch_internals.state import any_referenced, distinct_storage_bytes
 
 from .lazy_gradient import _SLOT_LOCK, GradientSlot, LazyGradient, pending_slot
 

@@ -29,9 +29,9 @@ from autosplit.errors import DeferralWarning, SplitError
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.specializations import calls_itself
 from autosplit.text.figures import few, short_source
+from autosplit.torch_internals.autograd import LeavesCache, has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, synchronises
 from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
-from autosplit.torch_internals.leaf_hooks import LeavesCache, has_gradient_hooks
 from autosplit.torch_internals.pytree import tree_flatten
 
 

@@ -21,9 +21,8 @@ from autosplit.autograd.function import WeightAnchor
 from autosplit.autograd.lazy_gradient import GradientSlot
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd import at_end_of_backward
+from autosplit.torch_internals.autograd import UncachedLeaves, at_end_of_backward
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
-from autosplit.torch_internals.leaf_hooks import UncachedLeaves
 
 if TYPE_CHECKING:
     from .backend import DynamoGraph

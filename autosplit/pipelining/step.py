@@ -21,8 +21,8 @@ from autosplit.ranks.fault_store import Fault, FaultStore
 from autosplit.ranks.first_error import RankError
 from autosplit.ranks.groups import disconnect
 from autosplit.runtime.specializations import CallSignature, ModuleCall
+from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.distributed import store_of
-from autosplit.torch_internals.leaf_hooks import call_accumulate_hooks
 from autosplit.torch_internals.pipelining_schedules import (
     RunningSchedule,
     action_lists,

@@ -41,10 +41,10 @@ from autosplit.passes.graph import inputs, outputs, source_line, tensor_of
 from autosplit.torch_internals.autograd import (
     at_end_of_backward,
     current_backward,
+    hook_tables,
     is_requested,
     without_autocast,
 )
-from autosplit.torch_internals.leaf_hooks import hook_tables
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 from autosplit.torch_internals.state import allows_other_memory
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.gradients import divide_together
-from autosplit.torch_internals.leaf_hooks import (
+from autosplit.torch_internals.autograd import (
     UncachedLeaves,
     has_tensor_hooks,
     waits_for_gradient,
 )
+from autosplit.torch_internals.dtensor import local_tensor
+from autosplit.torch_internals.gradients import divide_together
 
 from .compiled_graph import Accumulators
 

@@ -24,9 +24,8 @@ from autosplit.errors import SplitError, with_code
 from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
-from autosplit.torch_internals.autograd import WithoutAutograd, checks_nan
+from autosplit.torch_internals.autograd import WithoutAutograd, checks_nan, has_tensor_hooks
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.leaf_hooks import has_tensor_hooks
 
 from .residuals import BoundaryLayout, Residuals, State
 from .storages import PlacedStorage, StorageKey, is_plain, storage_of

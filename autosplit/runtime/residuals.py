@@ -19,8 +19,13 @@ from autosplit.device import follow, has_accelerator, stream_under
 from autosplit.errors import SplitError
 from autosplit.passes.analysis.aliasing import spanned_elements
 from autosplit.passes.lowering import codegen
-from autosplit.torch_internals.references import any_referenced
-from autosplit.torch_internals.state import UNCOUNTED, VERSION, allows_other_memory, versions
+from autosplit.torch_internals.state import (
+    UNCOUNTED,
+    VERSION,
+    allows_other_memory,
+    any_referenced,
+    versions,
+)
 
 from .storages import (
     DetachedStorage,

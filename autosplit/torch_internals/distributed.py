@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import ShardedError, SplitError
 
-from .leaf_hooks import without_hooks
+from .autograd import without_hooks
 
 
 def called_by_stage_backward() -> bool:

@@ -14,8 +14,7 @@ import torch.autograd.graph
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .autograd import current_backward
-from .leaf_hooks import hook_tables
+from .autograd import current_backward, hook_tables
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from autosplit.pipeline.simulation.simulate import Span, median_durations
 from autosplit.ranks.groups import Groups
 from autosplit.recorder.audit import ActionAudit
 from autosplit.stage import Stage
-from autosplit.torch_internals.leaf_hooks import has_tensor_hooks
+from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.trainer.tuning import MEASURED
 
 _LOG = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import EXPERT, TENSOR, Place
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import Groups
+from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.torch_internals.dtensor import (
     Sharding,
     local_tensor,
     sharding_of,
 )
-from autosplit.torch_internals.leaf_hooks import has_tensor_hooks
 from autosplit.trainer.agreement import difference
 from autosplit.trainer.copy_checks import (
     SHARDING_ADVICE,

@@ -47,7 +47,7 @@ from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
 from autosplit.recorder.flight import FlightRecorder, backwards_after_bubbles
 from autosplit.runtime.call_cache import CallCache
-from autosplit.torch_internals.leaf_hooks import call_accumulate_hooks
+from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.torch_internals.state import distinct_storage_bytes
 from autosplit.trainer.agreement import StepReduction

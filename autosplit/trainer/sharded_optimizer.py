@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, REPLICATE, SHARD
 from autosplit.ranks.groups import Groups
+from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.torch_internals.leaf_hooks import has_tensor_hooks
 from autosplit.trainer.copy_checks import check_built_alike, forms_of
 from autosplit.trainer.replicated_parameters import HOOK_ADVICE, broadcast_from
 from autosplit.trainer.stage_modules import Holder

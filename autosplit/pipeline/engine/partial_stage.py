@@ -27,10 +27,11 @@ from autosplit.errors import CaptureError, DeferralWarning, PythonStateError, Sp
 from autosplit.pipeline.engine.stage_protocols import flat_outputs
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.runtime.options import SplitOptions
-from autosplit.torch_internals.autograd import WithoutAutograd, without_autocast
-from autosplit.torch_internals.leaf_hooks import (
+from autosplit.torch_internals.autograd import (
     UncachedLeaves,
+    WithoutAutograd,
     call_accumulate_hooks,
+    without_autocast,
     without_hooks,
 )
 from autosplit.torch_internals.state import versions
