@@ -98,7 +98,8 @@ def trace(
         require_graph: whether the module must run as a graph, so that a first call may be made
             before the capture.
         regions: whether repeated blocks are captured once for each kind and called by the graphs.
-            Ignored if the memory setting computes some weight gradients in I.
+            Ignored if the memory setting computes some weight gradients in I, or if few blocks
+            repeat and the backend does not compile.
         gathering: gathers the parameters that graphs read, if ``fully_shard`` has sharded them.
         values: which tensors the forward may set as attributes of its modules in every call;
             ``"constant"`` allows tensors that need no gradient.
@@ -120,6 +121,7 @@ def trace(
         dump = dump_folder(module)
         split = None
         # Which weight gradients I computes early depends on all blocks together.
+        regions = regions and (compiler.compiles or _spares_tracing(module))
         if regions and not options.memory_policy.allows_early_weight_grads:
             split = partial(_split_block, compiler, options, dump)
         # Sharded parameters may have no memory now; then the run before must suffice.
@@ -137,6 +139,12 @@ def trace(
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
         traced.guards.freeze()
         return functions
+
+
+def _spares_tracing(module: nn.Module) -> bool:
+    from autosplit.capture.region_session import spares_tracing  # imports Dynamo
+
+    return spares_tracing(module)
 
 
 def _split_block(

@@ -1,0 +1,28 @@
+"""Models in which few blocks repeat are captured whole."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+import autosplit
+from autosplit.capture import export
+from tests import zoo
+from tests.capture.regions.blocks import WIDTH, Residual, Stack
+
+
+class OfWidth(zoo.Residual):
+    """The first two blocks are alike; others are wider."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH + max(1, index))
+
+
+@pytest.mark.parametrize(("model", "captures"), [(Stack(OfWidth, 6), 1), (Stack(Residual, 6), 2)])
+def test_captures(model: Stack, captures: int) -> None:
+    traced = mock.Mock(wraps=export.fullgraph_capture)
+    with mock.patch.object(export, "fullgraph_capture", traced):
+        autosplit.split(model)(torch.randn(5, WIDTH))
+    assert traced.call_count == captures
