@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from autosplit.device import has_accelerator
 from autosplit.passes.analysis.operators import OPERATORS, SUMS
 from autosplit.passes.graph import (
     STATE,
@@ -35,6 +36,7 @@ from .backend import Backend, Boxed, Code, Eager, collecting_new_objects_only
 
 if TYPE_CHECKING:
     from autosplit.torch_internals.inductor import LoweringError
+    from autosplit.torch_internals.kernel_files import KernelFiles
 
 aten = torch.ops.aten
 
@@ -53,8 +55,10 @@ class Inductor(Backend):
     generated: dict[str, str]
 
     def __init__(self) -> None:
-        from autosplit.torch_internals import inductor
+        from autosplit.torch_internals import inductor, instruction_set
 
+        if not has_accelerator():
+            instruction_set.start_test()
         self.decompositions = inductor.decompositions()
         self.generated = {}
         self._called: dict[Subgraph, Code] = {}
@@ -67,11 +71,16 @@ class Inductor(Backend):
         note_origins(joint.graph)
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
-        if subgraphs(module.graph):
-            return self._compile_around_calls(name, outline(module))
-        return self._compile_whole(name, module)
+        from autosplit.torch_internals.kernel_files import shared_files
 
-    def _compile_around_calls(self, name: str, outlined: fx.GraphModule) -> Code:
+        with shared_files() as kernels:
+            if subgraphs(module.graph):
+                return self._compile_around_calls(name, outline(module), kernels)
+            return self._compile_whole(name, module, kernels)
+
+    def _compile_around_calls(
+        self, name: str, outlined: fx.GraphModule, kernels: KernelFiles
+    ) -> Code:
         """Compile each subgraph once by Inductor, and the calls of the subgraphs as Python."""
         for node in [node for node in calls(outlined.graph) if SUBGRAPH in node.meta]:
             called: Subgraph = node.meta[SUBGRAPH]
@@ -81,7 +90,7 @@ class Inductor(Backend):
                     strides = operand.meta["val"].stride()
                     inner.meta["val"] = with_strides(inner.meta["val"], strides)
                 kind = f"{name}_{called.name}"
-                self._called[called] = self._compile_whole(kind, called.module)
+                self._called[called] = self._compile_whole(kind, called.module, kernels)
             chosen, results = self._called[called].strides, outputs(called.module.graph)
             for item in node.users:
                 role, value = results[item.args[1]]  # type: ignore[index]
@@ -90,7 +99,7 @@ class Inductor(Backend):
         call = Eager(subgraph_calls, self.gathering).compile(name, outlined).call
         return Code(call, _traced_crossing_strides(outlined))
 
-    def _compile_whole(self, name: str, module: fx.GraphModule) -> Code:
+    def _compile_whole(self, name: str, module: fx.GraphModule, kernels: KernelFiles) -> Code:
         from autosplit.torch_internals import inductor
 
         if not any(calls(module.graph)):
@@ -110,6 +119,7 @@ class Inductor(Backend):
                     static=[at for at, role in enumerate(roles) if role.kind in STATE],
                     visible=[at for at, (r, _) in enumerate(results) if r.kind not in _CROSSING],
                     donated=[at for at, n in enumerate(input_nodes.values()) if is_donated(n)],
+                    kernels=kernels,
                 )
         except inductor.LoweringError as error:
             if any(node.target in OPERATORS["addresses"] for node in module.graph.nodes):

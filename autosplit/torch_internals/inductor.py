@@ -7,15 +7,12 @@ import re
 import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
-from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import LoweringException
@@ -24,10 +21,10 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autosplit.errors import BackendError
 from autosplit.passes.analysis.operators import is_random
 
-from .patches import patched
+from .instruction_set import testing_one_set
+from .kernel_files import KernelFiles
 
 _TAG = "partitioner_tag"
 
@@ -111,6 +108,7 @@ def compile_module(
     static: Collection[int],
     visible: Collection[int],
     donated: Collection[int],
+    kernels: KernelFiles,
 ) -> Compiled:
     """Compile a graph by Inductor, which changes the graph in place.
 
@@ -124,6 +122,7 @@ def compile_module(
         donated: positions of inputs whose memory a backward may overwrite. A donated input must
             have a name that no other input has in any graph, because Inductor's cache compares
             graphs by text.
+        kernels: compiles the graph's C++ kernels.
 
     Raises:
         LoweringError: Inductor cannot compile an operator of the graph.
@@ -139,8 +138,8 @@ def compile_module(
         V.set_fake_mode(fakes),
         tracing(context),
         _settings(mode),
-        patched(AsyncCompile, "wait", _compile_kernels),
-        patched(AsyncCompile, "cpp_pybinding", lambda _, *kernel: _Kernel(*kernel)),
+        testing_one_set(),
+        kernels.collecting(),
     ):
         try:
             compiled: Any = compile_fx_inner(
@@ -177,126 +176,6 @@ def _settings(mode: str) -> AbstractContextManager[Any]:
     settings = {**torch._inductor.list_mode_options(mode), "triton.cudagraphs": False}
     context: AbstractContextManager[Any] = torch._inductor.config.patch(settings)
     return context
-
-
-class _Kernel(NamedTuple):
-    """A C++ kernel that is compiled with the other kernels of its graph.
-
-    Attributes:
-        argument_types: the C++ type of each argument.
-        source: source code that defines the function ``kernel``.
-    """
-
-    argument_types: Sequence[str]
-    source: str
-
-
-_await_other_kernels = AsyncCompile.wait
-
-
-def _compile_kernels(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
-    """Start to compile the C++ kernels of generated code; their first calls wait.
-
-    The C++ compiler runs in other processes. It compiles the kernels of one graph while Inductor
-    generates the code of the next graphs::
-
-        waiting in each graph   F generated | F's kernels | I generated | I's kernels | ...
-        first calls wait        F generated | I generated | W generated | call of F
-                                              F's kernels . I's kernels . W's kernels
-
-    Inductor writes a file for each kernel. Three quarters of the time of such a file are those of
-    torch's header, so a graph has few files here: one for each four processes of the compiler,
-    because several graphs are compiled at a time.
-
-    Args:
-        compiler: the object that starts the compilation.
-        scope: variables of the generated module.
-    """
-    kernels = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
-    threads = get_compile_threads()
-    submit = compiler.submit if threads > 1 else None
-    files = min(len(kernels), max(1, threads // 4))
-    for names in ([*kernels][at::files] for at in range(files)):
-        load = _start_compiling([kernels[name] for name in names], submit)
-        for number, name in enumerate(names):
-            scope[name] = _kernel_at_first_call(name, partial(load, number), scope)
-    _await_other_kernels(compiler, scope)
-
-
-def _start_compiling(
-    kernels: Sequence[_Kernel], submit: Callable[..., Any] | None
-) -> Callable[[int], Callable[..., Any]]:
-    """Start to compile a file of kernels. The returned function waits for the file, and returns
-    the kernel of a number.
-
-    Args:
-        kernels: the kernels.
-        submit: runs a function in another process; None: compile at the first call.
-    """
-    modules: list[Any] = [
-        type("Module", (CppPythonBindingsCodeCache,), {"entry_function": f"kernel_{at}"})
-        for at in range(len(kernels))
-    ]
-    load_first = modules[0].load_async(_file_of(kernels), submit_fn=submit)
-
-    def load(number: int) -> Callable[..., Any]:
-        first, module = load_first(), modules[number]
-        loaded = module._load_library_inner(first.__file__, first.key)
-        kernel: Callable[..., Any] = getattr(loaded, module.entry_function)
-        return kernel
-
-    return load
-
-
-# Headers of the bindings, which cannot be included inside of a namespace.
-_INCLUDES = (
-    "#define PY_SSIZE_T_CLEAN",
-    *(f"#include <{header}>" for header in ("Python.h", "sstream", "cstdlib", "cerrno")),
-)
-
-
-def _file_of(kernels: Sequence[_Kernel]) -> str:
-    """C++ source of several kernels, each in a namespace with its binding, which makes the file a
-    Python module named as the kernel.
-    """
-    lines = (line for kernel in kernels for line in kernel.source.splitlines())
-    parts = [*_INCLUDES, *dict.fromkeys(line for line in lines if line.startswith("#include"))]
-    for at, kernel in enumerate(kernels):
-        name = f"kernel_{at}"
-        arguments = ", ".join(
-            f"parse_arg<{kind.replace('const ', '')}>(args, {number})"
-            for number, kind in enumerate(kernel.argument_types)
-        )
-        binding = CppPythonBindingsCodeCache.suffix_template.format(
-            arg_len=len(kernel.argument_types),
-            call_entry_func=f"{name}({arguments}); Py_RETURN_NONE;",
-            entry_func=name,
-            extra_parse_arg="",
-        )
-        parts += [f"namespace {name}_file {{", f"#define kernel {name}", kernel.source]
-        parts += ["#undef kernel", binding, "}"]
-    return "\n".join(parts)
-
-
-def _kernel_at_first_call(
-    name: str, load: Callable[[], Callable[..., Any]], scope: dict[str, Any]
-) -> Callable[..., Any]:
-    """A function in place of a kernel, which loads the kernel and puts it into the scope.
-
-    The function raises BackendError if the kernel cannot be compiled.
-    """
-
-    def first_call(*args: Any) -> Any:
-        try:
-            scope[name] = compiled = load()
-        except Exception as error:
-            raise BackendError(
-                f"backend 'inductor' cannot compile the kernel {name} ({type(error).__name__}: "
-                f"{error}); backend='eager' runs every graph that can be split"
-            ) from error
-        return compiled(*args)
-
-    return first_call
 
 
 def fake_like(value: Tensor, graph: fx.Graph) -> Tensor:

@@ -158,14 +158,19 @@ STATE = (
         "lets BlockMask flatten the tensors of its function while torch compiles something",
     ),
     GlobalState(
+        "cpu_vec_isa.valid_vec_isa_list",
+        "autosplit/torch_internals/instruction_set.py",
+        "tests the CPU's best instruction set only, while the model is captured",
+    ),
+    GlobalState(
         "AsyncCompile.wait",
-        "autosplit/torch_internals/inductor.py",
+        "autosplit/torch_internals/kernel_files.py",
         "compiles C++ kernels while the next graphs are compiled",
     ),
     GlobalState(
         "AsyncCompile.cpp_pybinding",
-        "autosplit/torch_internals/inductor.py",
-        "compiles the C++ kernels of a graph in one file, which takes less time",
+        "autosplit/torch_internals/kernel_files.py",
+        "compiles the C++ kernels of several graphs in one file, which takes less time",
     ),
     # Other state of torch, changed while a graph is traced.
     GlobalState(
