@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.capture.attribute_values import AttributeValue, values_of
 from autosplit.capture.diagnosis import forward_of, user_errors
 from autosplit.capture.export import export
+from autosplit.capture.gradient_terms import gradient_counts
 from autosplit.capture.guards import Guards, unobserved
 from autosplit.capture.input_sizes import InputSizes, is_open
 from autosplit.capture.module_paths import name_modules
@@ -72,12 +73,14 @@ class TracedJoint:
         spec: structure of the result.
         shardings: maps the descriptor of an input or output that is a DTensor for the caller to its
             sharding.
+        counts: see ``gradient_counts``.
     """
 
     graph: fx.GraphModule
     names: tuple[str, ...]
     spec: TreeSpec
     shardings: Mapping[Any, Sharding]
+    counts: tuple[int | None, ...]
 
 
 def trace_joint(
@@ -111,7 +114,7 @@ def trace_joint(
     results.remove()
     sharding_by_desc = shardings(joint, module, tree_flatten(inputs)[0])
     spec = results.spec or joint.out_spec
-    return TracedJoint(joint.graph_module, results.names, spec, sharding_by_desc)
+    return TracedJoint(joint.graph_module, results.names, spec, sharding_by_desc, results.counts)
 
 
 def export_joint(
@@ -227,6 +230,7 @@ class _Results:
         spec: structure of the result, set by the trace. None if the trace returns no attribute
             values.
         copied: positions of leaves to return as copies.
+        counts: see ``gradient_counts``; set by the trace.
     """
 
     def __init__(self, exported: Any, detached: Collection[str]) -> None:
@@ -238,6 +242,7 @@ class _Results:
         self.names: tuple[str, ...] = ()
         self.spec: TreeSpec | None = None
         self.copied: set[int] = set()
+        self.counts: tuple[int | None, ...] = ()
         codegen.dynamo_bytecode_unflatten = self
 
     def remove(self) -> None:
@@ -264,6 +269,7 @@ class _Results:
                 values[index] = values[index].detach()
         for index in self.copied:
             values[index] = values[index].clone()
+        self.counts = gradient_counts(tree_flatten(inputs)[0], values)
         result = hold(tree_unflatten(values[: len(names)], spec))
         if not self._values:
             return result
@@ -287,6 +293,7 @@ class Capture:
             fixed.
         values: tensors that the forward sets as attributes of its modules; the graph returns them
             after the result.
+        gradient_counts: for each leaf of the inputs, the number of gradients that autograd sums.
     """
 
     joint: fx.GraphModule
@@ -297,6 +304,7 @@ class Capture:
     shardings: Mapping[Role, Sharding] = dataclasses.field(default_factory=dict)
     sizes: InputSizes | None = None
     values: tuple[AttributeValue, ...] = ()
+    gradient_counts: tuple[int | None, ...] = ()
 
 
 def capture(
@@ -409,7 +417,8 @@ def _traced(
     values = values_of(exported)
     outputs = traced.names[: len(traced.names) - len(values)]
     spec = traced.spec
-    return Capture(joint, inputs, outputs, spec, guards, sharding_by_role, sizes, values)
+    counts = traced.counts
+    return Capture(joint, inputs, outputs, spec, guards, sharding_by_role, sizes, values, counts)
 
 
 @contextlib.contextmanager

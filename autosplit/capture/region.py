@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from autosplit.capture.gradient_terms import path_of_term, return_terms
 from autosplit.capture.guards import BlockGuards
 from autosplit.capture.input_sizes import Within
 from autosplit.capture.region_session import CapturedBlock, computed
@@ -33,6 +34,7 @@ from autosplit.passes.graph import (
     ORIGIN,
     STATE,
     WEIGHT_OUTPUT,
+    computed_outputs,
     inputs,
     outputs,
     placeholders,
@@ -117,17 +119,22 @@ class BlockRegion(CapturedBlock):
         shape, strides = (map(self.within, sizes) for sizes in (value.shape, value.stride()))
         return torch.empty_strided([*shape], [*strides], dtype=value.dtype, device=value.device)
 
+    @property
+    def halves(self) -> dict[str, fx.GraphModule]:
+        """The graphs F, I and W that exist, by name."""
+        graphs = self.graphs.graphs()
+        return {
+            h: graphs[h] for h in ("forward", "backward_input", "backward_weight") if h in graphs
+        }
+
     @cached_property
     def parts(self) -> dict[str, Subgraph]:
         """The graphs F, I and W that exist, as subgraphs, by name."""
-        halves = ("forward", "backward_input", "backward_weight")
-        graph_modules = {half: self.graphs.graphs().get(half) for half in halves}
         regions = self.graphs.regions
         times = {"forward": 0.0 if regions is None else regions.price.time}
         return {
             half: Subgraph.of(f"{self.name}_{half}", module, times.get(half, 0.0))
-            for half, module in graph_modules.items()
-            if module is not None
+            for half, module in self.halves.items()
         }
 
     @cached_property
@@ -162,11 +169,18 @@ class BlockRegion(CapturedBlock):
         """Role and node of each output gradient that I takes, in order."""
         return inputs(self.graphs.joint.graph, Kind.TANGENT)
 
-    @cached_property
+    @property
     def input_grads(self) -> dict[Role, fx.Node]:
         """Role and node of each input gradient that I returns, in order."""
-        joint = self.graphs.joint.graph
-        return {r: v for r, v in outputs(joint, Kind.INPUT_GRAD) if isinstance(v, fx.Node)}
+        return dict(computed_outputs(self.graphs.joint.graph, Kind.INPUT_GRAD))
+
+    @property
+    def differentiated(self) -> list[str]:
+        """Names of the gradients that I returns or may return: one for each input, in order, then
+        further terms.
+        """
+        names = [role.name for role in (*self.input_roles, *self.input_grads)]
+        return [*dict.fromkeys(names)]
 
     @cached_property
     def input_roles(self) -> list[Role]:
@@ -183,22 +197,22 @@ class BlockRegion(CapturedBlock):
         """Whether the block's W computes a gradient."""
         return bool(outputs(self.graphs.joint.graph, *WEIGHT_OUTPUT))
 
-    def sums_differently(self, leaves: list[Any]) -> bool:
-        """Whether the gradient of an input would be summed in another order than by autograd.
-
-        The block first sums the gradients from its own reads of a tensor. Gradients from reads
-        outside of the block are added to that sum.
+    def sum_as_autograd(self, leaves: list[Any]) -> bool:
+        """Let I return gradients that are summed in autograd's order, see ``gradient_terms``; False
+        if it cannot.
 
         Args:
             leaves: leaves of the call's inputs; nodes of Dynamo's graph stand for tensors.
         """
-        names = {role.name: value for role, value in self.input_grads.items()}
-        for path, leaf in zip(self.capture.inputs, leaves, strict=True):
-            if path in names and isinstance(leaf, fx.Node):
-                is_sum = names[path].target is torch.ops.aten.add.Tensor
-                if leaves.count(leaf) > 1 or (is_sum and len(leaf.users) > 1):
-                    return True
-        return False
+        capture, parts = self.capture, self.graphs.graphs()
+        for path, leaf, count in zip(capture.inputs, leaves, capture.gradient_counts, strict=True):
+            if count == 0 or not isinstance(leaf, fx.Node):
+                continue
+            graphs = [parts[name].graph for name in ("joint", "backward_input")]
+            is_sum = count != 1 and len(leaf.users) > 1
+            if leaves.count(leaf) > 1 or (is_sum and not return_terms(graphs, path, count)):
+                return False
+        return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -233,7 +247,7 @@ class RegionCall:
         region = self.region
         leaves, _ = tree_flatten((args, kwargs))
         leaf_by_path = dict(zip(region.capture.inputs, leaves, strict=True))
-        tensors = [leaf_by_path[role.name] for role in region.input_roles]
+        tensors = [leaf_by_path[path_of_term(name)] for name in region.differentiated]
         results = _RegionFunction.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
         return region.result(dict(zip(region.result_nodes, results, strict=True)))
 
@@ -268,7 +282,7 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RegionCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = FORWARD(call.number, list(tensors))
+        results = FORWARD(call.number, list(tensors[: len(call.region.input_roles)]))
         ctx.call = call
         ctx.set_materialize_grads(False)
         trained = {role.name for role in call.region.tangents}
@@ -278,8 +292,8 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return (None for the call's number, gradient of the anchor, gradient of each input
-        tensor).
+        """Return (None for the call, gradient of the anchor, gradient of each input tensor, further
+        terms of these gradients). Autograd adds the terms of a tensor in their order.
         """
         call: RegionCall = ctx.call
         region = call.region
@@ -292,7 +306,7 @@ class _RegionFunction(torch.autograd.Function):
         grad_by_name = dict(
             zip([role.name for role in region.input_grads], input_grads, strict=True)
         )
-        return None, anchor, *[grad_by_name.get(role.name) for role in region.input_roles]
+        return None, anchor, *map(grad_by_name.get, region.differentiated)
 
 
 _NO_WORD = re.compile(r"\W+")

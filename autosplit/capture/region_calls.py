@@ -77,7 +77,7 @@ def refuse_uncallable(region: BlockRegion) -> None:
     if not (region.result_nodes and is_plain(capture.output_spec)):
         raise CaptureError("the block returns no tensor, or an object other than a tuple or list")
     boundary = [*inputs(graphs.joint.graph).values(), *region.result_nodes.values()]
-    inside = [value for part in region.parts.values() for value in _results(part.module)]
+    inside = [value for half in region.halves.values() for value in _results(half)]
     only_tensors = all(isinstance(node.meta["val"], Tensor) for node in boundary)
     if not (only_tensors and all(map(_crosses, inside))):
         raise CaptureError(
@@ -124,8 +124,7 @@ def bind(session: RegionSession[BlockRegion], exported: fx.GraphModule) -> list[
     calls: list[RegionCall] = []
     for node, name, block, region, guards in session.called_blocks(exported):
         refuse = partial(session.record_refusal, name)
-        if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
-            refuse("its gradient of a tensor that is also read elsewhere is a sum")
+        _refuse_sums(region, refuse, node.args, node.kwargs)
         detach = partial(session.detach, name)
         call = RegionCall(len(calls), region, block, name, guards, refuse, detach)
         with exported.graph.inserting_before(node):
@@ -134,6 +133,14 @@ def bind(session: RegionSession[BlockRegion], exported: fx.GraphModule) -> list[
         node.args, node.kwargs = (anchor, tuple(node.args), dict(node.kwargs)), {}
         calls.append(call)
     return calls
+
+
+def _refuse_sums(
+    region: BlockRegion, refuse: Callable[[str], None], args: Any, kwargs: Any
+) -> None:
+    """Refuse a block that would sum a gradient in another order than autograd."""
+    if not region.sum_as_autograd(tree_flatten((args, dict(kwargs)))[0]):
+        refuse("its gradient of a tensor that is also read elsewhere is a sum")
 
 
 def rebind(session: RegionSession[BlockRegion], exported: fx.GraphModule) -> list[RegionCall]:
@@ -151,6 +158,7 @@ def rebind(session: RegionSession[BlockRegion], exported: fx.GraphModule) -> lis
         return []
     for node, call in zip(nodes, calls, strict=True):
         region, guards = session.match_detached(call.name, call.region)
+        _refuse_sums(region, call.refuse, *node.args[1:])
         node.target = dataclasses.replace(call, region=region, guards=guards)
     return [node.target for node in nodes]
 

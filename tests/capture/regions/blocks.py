@@ -33,6 +33,14 @@ class Plain(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+class Gated(nn.Sequential):
+    """Modules in sequence, whose result is multiplied by a second input."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        result: Tensor = super().forward(x) * gate
+        return result
+
+
 class Stack(nn.Module):
     """Blocks between two products.
 

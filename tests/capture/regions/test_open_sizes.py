@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.regions.blocks import WIDTH, Plain, Residual, Stack, kinds
+from tests.capture.regions.blocks import WIDTH, Gated, Plain, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
 
@@ -79,22 +79,22 @@ def test_sizes_are_open_around_blocks(
     assert (len(split.functions), kinds(split)) == (captures, called)
 
 
-class ReadAgain(Stack):
-    """Reads the inputs of the last two blocks, which a second trace captures with the model, and
-    doubles long results of the others.
+class GivenTwice(Stack):
+    """Passes one tensor twice to the last two blocks, which a second trace captures with the model,
+    and doubles long results of the others.
     """
 
     def __init__(self) -> None:
-        super().__init__(lambda index: nn.Sequential(*map(Plain, range(1 + index // 2))), 4)
+        super().__init__(lambda index: Gated(*map(Plain, range(1 + index // 2))), 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for at, layer in enumerate(self.layers):
-            x = layer(x) if at < 2 else layer(x) * x
+            x = layer(x, x.sin() if at < 2 else x)
             if at == 1 and x.shape[1] > 10:
                 x = x * 2
         return self.head(x)
 
 
 def test_a_second_trace_captures_blocks_for_its_own_symbols() -> None:
-    split = assert_equals_autograd(ReadAgain(), batches(5, 7, 30))
+    split = assert_equals_autograd(GivenTwice(), batches(5, 7, 30))
     assert kinds(split) == [2]

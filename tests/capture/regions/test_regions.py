@@ -155,6 +155,40 @@ class TwoStacks(Stack):
         return self.head(y)
 
 
+class ReadAgain(Stack):
+    """The model reads the inputs of blocks again, after their calls."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) * x
+        return self.head(x)
+
+
+class Offset(Residual):
+    """Reads its input once: a sum of gradients belongs to another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.5)
+
+
+class Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Rounded(Residual):
+    """Any custom function might return no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + Rounding.apply(x)
+
+
 BLOCKS = (
     Dropping,
     Careful,
@@ -165,9 +199,14 @@ REFUSED: dict[str, Callable[[], Stack]] = {
     "transposing": lambda: Transposing(count=2),
     "modes": lambda: Modes(count=4),
     "recomputed": lambda: Recomputed(count=2),
+    "twice": lambda: Twice(count=2),
+    "read by a function": lambda: ReadAgain(Rounded, 2),
+}
+READ_AGAIN: dict[str, Callable[[], Stack]] = {
+    "later": lambda: ReadAgain(count=2),
+    "once": lambda: ReadAgain(Offset, 2),
     "listing": lambda: Listing(count=2),
     "in place": lambda: InPlace(count=2),
-    "twice": lambda: Twice(count=2),
     "two stacks": TwoStacks,
 }
 
@@ -194,6 +233,12 @@ def test_results_without_gradients_need_no_other_trace_of_the_model(model: type[
 @pytest.mark.parametrize("name", REFUSED)
 def test_blocks_are_captured_with_models_that_do_more_than_call_them(name: str) -> None:
     assert kinds(assert_equals_autograd(REFUSED[name](), batches())) == []
+
+
+@pytest.mark.parametrize("name", READ_AGAIN)
+def test_gradients_of_inputs_that_models_read_again_are_summed_in_order(name: str) -> None:
+    split = assert_equals_autograd(READ_AGAIN[name](), batches())
+    assert len(kinds(split)) == 1
 
 
 def test_blocks_that_are_the_models_own_submodules() -> None:

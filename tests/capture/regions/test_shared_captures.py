@@ -32,8 +32,8 @@ class Convolution(nn.Module):
         return x + values.copysign(sign).to(x.dtype) * mask
 
 
-class ReadOutside(Convolution):
-    """A block that is refused, because its model also reads its input."""
+class GivenTwice(Convolution):
+    """A block that is refused, because its model passes one tensor twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Varied(nn.Module):
         super().__init__()
         self.vary = vary
         self.layers = nn.ModuleDict({f"{n}_{time}": Convolution() for time in "01" for n in vary})
-        self.refused = nn.ModuleList(ReadOutside() for _ in range(2))
+        self.refused = nn.ModuleList(GivenTwice() for _ in range(2))
         for name, layer in self.layers.items():
             vary[name[:-2]][0](layer)
 
@@ -66,7 +66,7 @@ class Varied(nn.Module):
         for name, layer in self.layers.items():
             x = layer(*self.vary[name[:-2]][1](x * 0.5, mask * 2, 0.0))
         for layer in self.refused:
-            x = layer(x, mask, 0.0) * x
+            x = layer(x, x, 0.0) * mask
         return x
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit.capture import region_session
 from autosplit.runtime import build
-from tests.capture.regions.blocks import WIDTH, Plain, Residual, Stack, kinds
+from tests.capture.regions.blocks import WIDTH, Gated, Plain, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
 ODD = 2  # of three blocks, or more
@@ -159,16 +159,16 @@ def test_gradients(name: str) -> None:
     assert kinds(split) == expected
 
 
-class ReadAgain(Stack):
-    """Of three kinds of blocks, the model itself reads the inputs of two."""
+class GivenTwice(Stack):
+    """Of three kinds of blocks, two get one tensor as two inputs."""
 
     def __init__(self) -> None:
-        super().__init__(lambda index: nn.Sequential(Plain(0), *_linears(index // 2)), 6)
+        super().__init__(lambda index: Gated(Plain(0), *_linears(index // 2)), 6)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for at, layer in enumerate(self.layers):
-            x = layer(x) if at < ODD else layer(x) * x
+            x = layer(x, x.sin() if at < ODD else x)
         return self.head(x)
 
 
@@ -185,18 +185,18 @@ def test_each_kind_is_captured_once_whichever_are_refused(monkeypatch: pytest.Mo
         return split_block(*args)
 
     monkeypatch.setattr(build, "_split_block", counted)
-    split = assert_equals_autograd(ReadAgain(), [(torch.randn(5, WIDTH, requires_grad=True),)] * 2)
+    split = assert_equals_autograd(GivenTwice(), [(torch.randn(5, WIDTH, requires_grad=True),)] * 2)
     assert kinds(split) == [2]
     assert len(captured) == 3
 
 
-class Transposed(ReadAgain):
+class Transposed(GivenTwice):
     """The results of a third kind get gradients of another layout."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for at, layer in enumerate(self.layers):
-            x = layer(x) * x if at // ODD == 1 else layer(x)
+            x = layer(x, x if at // ODD == 1 else x.sin())
             if at >= 2 * ODD:
                 x = torch.bmm(x.t()[None], torch.eye(5)[None])[0].t().contiguous()
         return self.head(x)
