@@ -56,6 +56,8 @@ class Backend:
             graph may write into the memory of donated arguments (``donate``), but not into views of
             arguments.
         generated: generated source of each compiled graph, by the graph's name.
+        asserts_inputs: whether compiled graphs assert sizes and strides of their inputs, at each
+            call. False: guards and earlier graphs guarantee them.
         gathering: gathers the sharded parameters that graphs read; None if no parameter is sharded.
         mode: one of ``MODES``.
     """
@@ -63,6 +65,7 @@ class Backend:
     decompositions: dict[Any, Callable[..., Any]] | None = None
     compiles = False
     generated: Mapping[str, str] = {}
+    asserts_inputs = True
     gathering: Gathering | None = None
     mode = "default"
 

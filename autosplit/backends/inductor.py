@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autosplit.device import has_accelerator
+from autosplit.errors import BackendError
 from autosplit.passes.analysis.operators import OPERATORS, SUMS
 from autosplit.passes.graph import (
     STATE,
@@ -91,6 +92,8 @@ class Inductor(Backend):
                     inner.meta["val"] = with_strides(inner.meta["val"], strides)
                 kind = f"{name}_{called.name}"
                 self._called[called] = self._compile_whole(kind, called.module, kernels)
+            elif not self.asserts_inputs:
+                check_strides(node)
             chosen, results = self._called[called].strides, outputs(called.module.graph)
             for item in node.users:
                 role, value = results[item.args[1]]  # type: ignore[index]
@@ -105,7 +108,7 @@ class Inductor(Backend):
         if not any(calls(module.graph)):
             return _compile_eagerly(name, module)
         returned = outputs(module.graph)
-        copy, constants = _for_inductor(module)
+        copy, constants = _for_inductor(module, "" if self.asserts_inputs else "_guarded")
         computed = [at for at, (_, value) in enumerate(returned) if isinstance(value, fx.Node)]
         results = [returned[at] for at in computed]
         input_nodes = inputs(module.graph)
@@ -120,6 +123,7 @@ class Inductor(Backend):
                     visible=[at for at, (r, _) in enumerate(results) if r.kind not in _CROSSING],
                     donated=[at for at, n in enumerate(input_nodes.values()) if is_donated(n)],
                     kernels=kernels,
+                    asserts_inputs=self.asserts_inputs,
                 )
         except inductor.LoweringError as error:
             if any(node.target in OPERATORS["addresses"] for node in module.graph.nodes):
@@ -137,6 +141,25 @@ class Inductor(Backend):
             _with_contiguous_sums(call, sums) if sums else call,
             _chosen_strides(results, compiled.strides),
         )
+
+
+def check_strides(node: fx.Node) -> None:
+    """Check that a call passes the strides for which an earlier call's subgraph was compiled.
+    Strides of dimensions with one element are irrelevant, and sizes that depend on data unknown.
+
+    Raises:
+        BackendError: an operand has other strides.
+    """
+    called: Subgraph = node.meta[SUBGRAPH]
+    for inner, operand in zip(placeholders(called.module.graph), operands(node), strict=True):
+        compiled, value = inner.meta["val"], operand.meta["val"]
+        dimensions = zip(compiled.stride(), value.stride(), value.shape, strict=True)
+        fixed = [d for d in dimensions if all(type(number) is int for number in d)]
+        if any(expected != stride for expected, stride, size in fixed if size != 1):
+            raise BackendError(
+                f"{called.name} was compiled for strides {compiled.stride()} of {inner.name}, and "
+                f"another call passes {value.stride()}; backend='eager' accepts all strides"
+            )
 
 
 def _compile_eagerly(name: str, module: fx.GraphModule) -> Code:
@@ -191,8 +214,12 @@ def _chosen_strides(
     }
 
 
-def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
+def _for_inductor(module: fx.GraphModule, suffix: str) -> tuple[fx.GraphModule, list[Tensor]]:
     """Copy a graph without its names, for Inductor to change.
+
+    Args:
+        module: the graph.
+        suffix: appended to the names of inputs, because Inductor's cache compares graphs by text.
 
     Returns:
         (the copy, constant tensors that are the copy's last inputs). Inductor would compile the
@@ -205,7 +232,7 @@ def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
     for at, node in enumerate(inputs(module.graph).values()):
         # Inductor's cache compares graphs by text, which must therefore name donated inputs.
         kind = "donated" if is_donated(node) else "input"
-        copies[node] = _placeholder(graph, f"{kind}_{at}", node.meta["val"])
+        copies[node] = _placeholder(graph, f"{kind}_{at}{suffix}", node.meta["val"])
     constants = codegen.constants(module)
     tensors = {name: value for name, value in constants.items() if isinstance(value, Tensor)}
     entered = {

@@ -133,6 +133,7 @@ def trace(
             plain = partial(plain_call, module, spec, traced.values)
             make = checked(functions_class, plain)
             graphs = split_capture(traced, compiler, options, dump)
+            compiler.asserts_inputs = bool(traced.shardings or traced.sizes or gathering)
             functions = make(traced, graphs, compiler, Accumulation.named(options.accumulation))
         except PassError as error:
             name = type(module).__name__

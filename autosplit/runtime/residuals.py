@@ -227,16 +227,18 @@ class Residuals:
         return (*self.state, *self._layout.constants.tensors)
 
     def drop_tensors(self) -> None:
-        """Drop the tensors, because autograd keeps them, packed by the user's saved-tensor
-        hooks.
+        """Drop the tensors, because autograd keeps them, packed by the user's saved-tensor hooks.
+        Their specs take their places.
         """
         self._storages = None
-        self._tensors = [v if isinstance(v, _NUMBERS) else None for v in self._tensors]
+        self._tensors = [v if isinstance(v, _NUMBERS) else _spec(v) for v in self._tensors]
 
     def restore_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Restore the tensors as the user's hooks unpacked them."""
+        """Restore the tensors as the user's hooks unpacked them, with the strides that they had."""
         unpacked = iter(tensors)
-        values = [v if isinstance(v, _NUMBERS) else next(unpacked) for v in self._tensors]
+        values = [
+            v if isinstance(v, _NUMBERS) else _conform(next(unpacked), v) for v in self._tensors
+        ]
         self._tensors = self._without_donation(values)  # the hooks may keep what they returned
         self._recount()
 
@@ -457,6 +459,14 @@ def own_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
 def is_shared(value: Any) -> bool:
     """Whether NumPy, DLPack or another process can write into the tensor's memory."""
     return isinstance(value, Tensor) and not value.untyped_storage().resizable()
+
+
+def _spec(value: Tensor | None) -> TensorSpec | None:
+    return None if value is None or value.layout is not torch.strided else TensorSpec.of(value)
+
+
+def _conform(value: Any, spec: TensorSpec | None) -> Any:
+    return value if spec is None else spec.conform(value)
 
 
 def copied_at(values: Sequence[Any], places: Collection[int]) -> list[Any]:

@@ -172,6 +172,11 @@ STATE = (
         "autosplit/torch_internals/kernel_files.py",
         "compiles the C++ kernels of several graphs in one file, which takes less time",
     ),
+    GlobalState(
+        "PythonWrapperCodegen.codegen_input_size_asserts",
+        "autosplit/torch_internals/inductor.py",
+        "leaves out assertions that guards make, half a microsecond for each input of a graph",
+    ),
     # Other state of torch, changed while a graph is traced.
     GlobalState(
         "_KEPT.update",

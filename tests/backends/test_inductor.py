@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -19,13 +19,19 @@ from torch._inductor.output_code import CompiledFxGraph
 
 import autosplit
 from autosplit import SplitError, Stage
+from autosplit.backends.inductor import check_strides
 from autosplit.dynamo.pending_weights import backward_weight
 from autosplit.errors import BackendError
+from autosplit.passes import Kind, Role
+from autosplit.passes.graph import add_placeholder, set_outputs
+from autosplit.passes.subgraph import Subgraph, call_subgraph
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.pipeline.trainer_options import grouped
 from tests.zoo import Made, Residual
+
+aten = torch.ops.aten
 
 # Float32 against float64; what torch.compile meets on the same models.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -33,7 +39,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 _MIXED = "0F0 0F1 1F0 1F1 1B0 0B0 1I1 1W1 0I1 0W1"
 MIXED = Schedule("mixed", 2, 2, (tuple(map(Action.parse, _MIXED.split())),), (0, 0), True)
 
-WRITTEN_OVER = re.compile(r"buf\d+ = donated_\d+; del donated_\d+ +# reuse")
+WRITTEN_OVER = re.compile(r"buf\d+ = donated_\w+; del donated_\w+ +# reuse")
 
 
 def images() -> nn.Module:
@@ -283,6 +289,56 @@ def test_retained_and_hooked_values_survive_the_backward() -> None:
         torch.testing.assert_close(*results, **CLOSE)
     assert seen
     assert all(torch.equal(tensor, earlier) for tensor, earlier in seen)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_values_that_hooks_lay_out_anew_get_their_strides_back(blocks: int) -> None:
+    """Generated code does not assert strides that guards and earlier graphs guarantee."""
+    model = nn.Sequential(*(Image(0) for _ in range(blocks)))
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model, backend="inductor")
+    x = torch.randn(2, 4, 6, 6)
+    moved = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        other = tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+        moved.append(other.stride() != tensor.stride())
+        return other
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        split(x).square().sum().backward()
+    split.backward_weight()
+    plain(x).square().sum().backward()
+    assert any(moved)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+    for source in split.functions[0].generated.values():
+        assert not re.search(r"assert_size_stride\((input|donated)", source)
+
+
+def test_a_block_is_compiled_for_the_strides_of_all_its_calls() -> None:
+    inner, outer = fx.Graph(), fx.Graph()
+    x = add_placeholder(inner, "x", torch.zeros(2, 3), Role(Kind.INPUT, "x"))
+    y = inner.call_function(aten.sin.default, (x,))
+    set_outputs(inner, [(Role(Kind.OUTPUT, "y"), y)], {y: y})
+    block = Subgraph("block", fx.GraphModule({}, inner), {})
+    calls = []
+    for name, value in (("a", torch.zeros(2, 3)), ("b", torch.zeros(3, 2).T)):
+        argument = add_placeholder(outer, name, value, Role(Kind.INPUT, name))
+        (result,) = call_subgraph(outer, block, [argument], [torch.zeros(2, 3)])
+        calls.append(result.args[0])
+    check_strides(calls[0])
+    expected = r"strides \(3, 1\) of x, and another call passes \(1, 2\)"
+    with pytest.raises(BackendError, match=expected):
+        check_strides(calls[1])
+
+
+def test_inputs_of_open_sizes_are_asserted() -> None:
+    split = autosplit.split(nn.Linear(3, 2))
+    for rows in (4, 5):
+        split(torch.randn(rows, 3))
+    fixed, varying = split.functions
+    assert [fixed._backend.asserts_inputs, varying._backend.asserts_inputs] == [False, True]
 
 
 def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
