@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -91,19 +92,29 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def measured(module: str, arguments: Sequence[object], cache: str) -> dict[str, Any]:
+def measured(
+    module: str,
+    arguments: Sequence[object],
+    cache: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Figures that a fresh process prints as JSON.
 
     Args:
         module: what the process runs.
         arguments: of its command line.
         cache: folder of torch's caches; empty for a cold start.
+        variables: further environment variables.
 
     Raises:
         RuntimeError: the process failed.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "XDG_CACHE_HOME": cache,
+        **variables,
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

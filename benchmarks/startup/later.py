@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..page import KEEPING
 from ..results import Rows, Target, table, verdicts
 from .first_step import WAYS, measured, run_step, set_up_process
 from .measure import Settings
@@ -36,7 +37,9 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
             for width in TARGETS:
                 with tempfile.TemporaryDirectory() as cache:
                     arguments = model, layers, width
-                    turns = [measured(__name__, arguments, cache) for _ in range(settings.turns)]
+                    turns = [
+                        measured(__name__, arguments, cache, KEEPING) for _ in range(settings.turns)
+                    ]
                 name = f"{model} {layers} {width}"
                 yield {"name": name, "model": model, "layers": layers, "width": width, "ms": turns}
 

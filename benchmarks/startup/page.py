@@ -47,7 +47,7 @@ PARTS: dict[str, Part[Settings]] = {
     "later": Part(
         "Later steps with Inductor",
         "Both ways in one process, one step each in turns for ten seconds; medians. Gradients are "
-        "added to those of earlier steps.",
+        "added to those of earlier steps. Malloc keeps freed memory.",
         later.measure,
         later.render,
     ),
