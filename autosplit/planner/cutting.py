@@ -301,6 +301,7 @@ def cut_model(
     memory_limit: float | Sequence[float] = math.inf,
     precision: MixedPrecision = OWN_DTYPES,
     aux_losses: Collection[str] = (),
+    alone: bool = False,
 ) -> tuple[WholeModel, Solution]:
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
@@ -318,6 +319,8 @@ def cut_model(
             keep it.
         precision: the dtypes of parameters, inputs and outputs.
         aux_losses: names of attributes in which the forward leaves auxiliary losses.
+        alone: whether this process cuts for itself, even if there is a process group. Otherwise
+            all ranks have the cuts of rank 0.
 
     Returns:
         (captured model, best cuts with their schedule).
@@ -349,7 +352,6 @@ def cut_model(
             f"{type(whole.model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
             f"stages={stages}"
         )
-    alone = request.ranks == 1  # this process plans alone, even within a process group
     options = replace(options, device=device_of_trainer(alone=alone))
 
     def find() -> Solution:

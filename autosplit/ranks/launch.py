@@ -278,7 +278,7 @@ class _Process:
         self.pipe = pipe
         self.outcome: Success | Failure | None = None
 
-    def read(self) -> None:
+    def read_report(self) -> None:
         """Read the rank's report. A pipe that ends without a report means that the process died."""
         try:
             self.outcome = pickle.loads(self.pipe.recv_bytes())
@@ -347,7 +347,7 @@ def _collect(processes: list[_Process], deadline: float, timeout: float) -> list
             break
         for pipe in connection.wait([process.pipe for process in waiting], seconds):
             process = next(process for process in waiting if process.pipe is pipe)
-            process.read()
+            process.read_report()
             if isinstance(process.outcome, Failure):
                 failures.append(process.outcome)
                 deadline = min(deadline, time.monotonic() + _GRACE)

@@ -267,6 +267,7 @@ def partition(
         seconds=seconds,
         cut_at=cut_at,
         memory_limit=math.inf if memory_limit is None else memory_limit,
+        alone=ranks == 1,
     )
     return Plan(whole, solution, options, memory_limit)
 

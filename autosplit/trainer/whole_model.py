@@ -113,6 +113,7 @@ def cut_whole_model(
         memory_limit=options.limits(len(first.ranks)) or math.inf,
         precision=MixedPrecision(sharding.get("mp_policy"), groups),
         aux_losses=options.stages.aux_losses,
+        alone=options.mesh_layout is None and len(first.ranks) == 1,
         **planning,
     )
     parts = Partition(whole, solution.firsts)

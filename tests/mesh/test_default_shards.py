@@ -256,6 +256,21 @@ def test_tied_shards_start_equal_and_stay_equal() -> None:
     assert all(torch.equal(values[0], value) for row in everywhere for value in row)
 
 
+@ranks(2)
+def test_replicas_have_the_same_cuts_where_each_has_other_costs() -> None:
+    """Each replica has one rank with two stages, and finds another block to be the slow one."""
+    mesh = mesh_of(pp=1, dp_replicate=2)
+    plan = partition(uneven_model(), torch.zeros(2, WIDTH), stages=2, ranks=1, costs="estimate")
+    costs = plan.arguments["costs"]
+    slow = dist.get_rank() * (len(costs["blocks"]) - 1)
+    blocks = [(float(at == slow), *block[1:]) for at, block in enumerate(costs["blocks"])]
+    planning = {"costs": {**costs, "blocks": blocks}}
+    losses, *rest = by_hand(uneven, 2, 2)
+    with of_cut(mesh, planning=planning) as engine:
+        expected = losses[number_of(mesh)], *rest
+        assert_step(engine, share_of(mesh), expected, lambda stage, name: name)
+
+
 @ranks(4)
 def test_checkpoints_have_the_names_of_the_whole_model() -> None:
     """And load into stages that are cut at other places."""
