@@ -47,6 +47,16 @@ class MicrobatchList:
     beside_batch: bool = False
 
 
+class _NotPassed:
+    def __repr__(self) -> str:
+        return "<not passed>"
+
+
+NOT_PASSED: Any = _NotPassed()
+"""In place of ``target``, if a call has only a batch. ``target=None`` says that this rank has no
+targets, and the batch is the inputs."""
+
+
 def paired(
     batch: Any,
     target: BatchPart | None,
@@ -57,17 +67,19 @@ def paired(
 
     Args:
         batch: the pair; or only the inputs, with ``target``; or None, with ``named``.
-        target: the targets.
+        target: the targets; None if this rank has none; ``NOT_PASSED`` if they are in the pair.
         named: the inputs by name.
         microbatches: pairs (inputs, targets), in place of ``batch``, ``target`` and ``named``.
     """
+    is_pair = target is NOT_PASSED and not named
+    target = None if target is NOT_PASSED else target
     if microbatches is not None:
         has_batch = batch is not None or target is not None or bool(named)
         return MicrobatchList(microbatches, has_batch)
     if named:
         # A batch beside named inputs becomes a pair that is an error on all ranks.
         batch = named if batch is None else (batch, named)
-    return batch if target is None and not named else (batch, target)
+    return batch if is_pair else (batch, target)
 
 
 def chunk_sizes(samples: int, count: int) -> list[int]:

@@ -20,7 +20,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import await_device
 from autosplit.ranks.session import choose_device
 from autosplit.trainer.agreement import StepReduction, check_unanimous
-from autosplit.trainer.batches import Batch, BatchPart, Inputs, paired
+from autosplit.trainer.batches import NOT_PASSED, Batch, BatchPart, Inputs, paired
 from autosplit.trainer.default_shards import shard_by_default
 from autosplit.trainer.loss_gradients import Weight
 from autosplit.trainer.options import (
@@ -263,7 +263,7 @@ class PipelineTrainer(StepReports):
     def step(
         self,
         batch: Batch | Inputs | None = None,
-        target: BatchPart | None = None,
+        target: BatchPart | None = NOT_PASSED,
         *,
         microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
@@ -284,7 +284,8 @@ class PipelineTrainer(StepReports):
                 stage's rank; other ranks may pass None. An input that requires a gradient gets the
                 gradient of the step's loss, as from ``backward()``, on the one rank whose stage
                 reads it. Other ranks must pass it detached, or None.
-            target: the targets, as in torch's pipelines: ``step(x, target=y)``.
+            target: the targets, as in torch's pipelines: ``step(x, target=y)``. None on a rank that
+                has no targets: ``step(x, target=None)``.
             microbatches: a list of (inputs, targets) in place of a batch that is cut: as many as
                 there are, each of its own sizes. Inputs and targets may be any objects that hold
                 tensors, with the same structure, dtypes and numbers of dimensions. Replicas may
@@ -321,7 +322,7 @@ class PipelineTrainer(StepReports):
     def step_async(
         self,
         batch: Batch | Inputs | None = None,
-        target: BatchPart | None = None,
+        target: BatchPart | None = NOT_PASSED,
         *,
         microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
@@ -376,7 +377,7 @@ class PipelineTrainer(StepReports):
     def forward_backward(
         self,
         batch: Batch | Inputs | None = None,
-        target: BatchPart | None = None,
+        target: BatchPart | None = NOT_PASSED,
         *,
         microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
@@ -415,7 +416,7 @@ class PipelineTrainer(StepReports):
     def verify(
         self,
         batch: Batch | Inputs | None = None,
-        target: BatchPart | None = None,
+        target: BatchPart | None = NOT_PASSED,
         *,
         microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
@@ -439,7 +440,7 @@ class PipelineTrainer(StepReports):
     def evaluate(
         self,
         batch: Batch | Inputs | None = None,
-        target: BatchPart | None = None,
+        target: BatchPart | None = NOT_PASSED,
         *,
         microbatches: Sequence[Any] | None = None,
         weight: Weight | None = None,
@@ -480,7 +481,7 @@ class PipelineTrainer(StepReports):
         rows: list[Any] = []
         with self._guard.during("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(
-                paired(batch, None, {}, microbatches),
+                paired(batch, NOT_PASSED, {}, microbatches),
                 observer=lambda output, targets: rows.append(metric_fn(output, targets)),
             )
             metrics: list[Any] = next(filter(None, self._groups.gather(rows)))
