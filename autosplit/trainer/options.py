@@ -143,11 +143,11 @@ class RunOptions:
             and excludes another profiler.
         nonfinite: the treatment of a step in which a gradient on any rank has an infinity or a NaN;
             equal on all ranks. ``"raise"``: end the trainer with an error that names the stages,
-            the ranks, and the microbatches whose loss is not finite. ``"skip"``: drop the
-            gradients, those of earlier calls of ``forward_backward`` included, and count the step
-            in ``metrics()``. With both, no optimizer moves on any rank. ``"ignore"``: do not check.
-            Only gradients are checked: a loss may be NaN if all gradients are finite, as for a
-            microbatch without targets.
+            the ranks, and the microbatches whose loss is not finite. ``"skip"``: drop the step
+            at its end, with the gradients of all its batches, those of ``forward_backward``
+            included, and count it in ``metrics()``. With both, no optimizer moves on any rank.
+            ``"ignore"``: do not check. Only gradients are checked: a loss may be NaN if all
+            gradients are finite, as for a microbatch without targets.
         audit: whether a rank that waits for others runs an action of the step again meanwhile, and
             compares the bits of what it computed, before any optimizer moves. The first three steps
             are measured; ``trainer.auditor`` then has the period in which every action is audited
@@ -160,8 +160,8 @@ class RunOptions:
         grad_scaler: a ``torch.amp.GradScaler`` of each rank, with equal options, which scales the
             losses for float16. A step whose gradients are not finite is dropped on all ranks, as
             with ``nonfinite="skip"``. Gradients are unscaled after their reduction, before norm and
-            clipping. Each step and each ``forward_backward`` updates the scale, equally on all
-            ranks.
+            clipping. The scale is updated once a step, after its last batch, equally on all ranks.
+            ``forward_backward`` does not update it.
         recorder: the flight recorder, see ``autosplit.Recorder``; None: nothing is
             recorded. Give all ranks equal options. ``step_async`` then waits for the other ranks at
             its end.

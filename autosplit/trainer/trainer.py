@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.engine.evaluation import eval_mode
 from autosplit.pipeline.engine.stage_builder import SplitStage
@@ -178,6 +179,7 @@ class PipelineTrainer(StepReports):
         self.planning = source.planning
         self.shared_parameters = union_of_groups(source.shared, stage_options.shared_parameters)
         self._max_norm, self._optimizer_moves = max_grad_norm, True
+        self._accumulates = False  # whether ``forward_backward`` was the last training call
         self.evaluation: dict[str, float] = {}
         self.device, self.mesh = choose_device(device, layout), mesh
         factory = options.factory(cut=source.cut)
@@ -215,6 +217,8 @@ class PipelineTrainer(StepReports):
             self.modules = rank_model.modules
             rank_model.build_optimizer(optimizer_fn)
             self.optimizer = rank_model.optimizer
+            if self._drops_nonfinite:
+                self._watch_optimizer()
             # After the barrier, every rank has built its part.
             everybody = self._groups.everybody
             everybody.barrier()
@@ -310,9 +314,7 @@ class PipelineTrainer(StepReports):
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
         start = perf_counter()
-        losses = self.forward_backward(
-            batch, target, microbatches=microbatches, weight=weight, **named
-        )
+        losses = self._run(batch, target, microbatches, weight, named, ends_step=True)
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
                 self._model.step(self._max_norm, self._figures.norm, self._barrier)
@@ -363,7 +365,7 @@ class PipelineTrainer(StepReports):
                 )
             waits = self._max_norm is not None or self._runner.flight is not None
             if waits or self._drops_nonfinite:
-                self._finish_reduction(agreement)
+                self._finish_reduction(agreement, ends_step=True)
                 self._figures.seconds = perf_counter() - start
             else:
                 agreement.check_local()
@@ -387,17 +389,33 @@ class PipelineTrainer(StepReports):
 
         Arguments, result and errors are those of ``step``. Returns when all ranks are done.
         """
+        return self._run(batch, target, microbatches, weight, named, ends_step=False)
+
+    def _run(
+        self,
+        batch: Batch | Inputs | None,
+        target: BatchPart | None,
+        microbatches: Sequence[Any] | None,
+        weight: Weight | None,
+        named: dict[str, Tensor],
+        *,
+        ends_step: bool,
+    ) -> Tensor:
+        """Run the schedule, wait for all ranks, and return the losses; see ``step``."""
         start = perf_counter()
         with self._around_step():
             with self._guard.during("the forward and backward"):
                 agreement = self._runner.train(paired(batch, target, named, microbatches), weight)
-            losses = self._finish_reduction(agreement)
+            losses = self._finish_reduction(agreement, ends_step=ends_step)
             self._figures.seconds = perf_counter() - start
         return losses
 
-    def _finish_reduction(self, agreement: StepReduction) -> Tensor:
-        """Wait for the losses of a step and return them. Also decide, equally on all ranks, whether
-        optimizers may move.
+    def _finish_reduction(self, agreement: StepReduction, *, ends_step: bool) -> Tensor:
+        """Wait for the losses of a batch and return them. Also decide, equally on all ranks,
+        whether optimizers may move.
+
+        Gradients that are not finite stay in ``.grad`` until the step ends. So the sums with later
+        batches are not finite either, unless gradients are cleared in between.
         """
         figures, losses = self._figures, agreement.wait()
         figures.reduction = agreement
@@ -406,12 +424,42 @@ class PipelineTrainer(StepReports):
         self._optimizer_moves = agreement.finite
         if self._optimizer_moves:
             self._runner.backward_batch()
-        else:
+        self._accumulates = True
+        if ends_step:
+            self._end_step()
+        return losses
+
+    def _end_step(self) -> None:
+        """Drop the gradients of a step that are not all finite, and update the scale."""
+        self._accumulates = False
+        if not self._optimizer_moves:
             self._model.drop_gradients()
-            figures.skipped += 1
+            self._figures.skipped += 1
         if self.grad_scaler is not None:
             self._runner.losses.update_scale(self.grad_scaler, finite=self._optimizer_moves)
-        return losses
+
+    def _watch_optimizer(self) -> None:
+        """End a step of ``forward_backward`` alone where the user calls the optimizer."""
+        if self.optimizer is not None:
+            with suppress(AttributeError):  # an object that wraps an optimizer may take no hooks
+                hook = self.optimizer.register_step_pre_hook(self._end_own_step)
+                self._releases.append(hook.remove)
+
+    def _end_own_step(self, *_: object) -> None:
+        """End the step before the user's own call of the optimizer.
+
+        Raises:
+            PipelineError: there is a ``grad_scaler``. A rank without an optimizer would not update
+                its scale.
+        """
+        if not self._accumulates:
+            return
+        if self.grad_scaler is not None:
+            raise PipelineError(
+                "with grad_scaler, the trainer calls the optimizer, so that all ranks update the "
+                "scale: pass the last batch of the step to trainer.step(...)"
+            )
+        self._end_step()
 
     def verify(
         self,

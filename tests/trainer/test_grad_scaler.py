@@ -15,7 +15,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
-from tests.trainer.test_nonfinite import kinked, weights
+from tests.trainer.test_nonfinite import infinite, kinked, weights
 
 ROWS, COUNT, NORM = 8, 4, 0.5
 
@@ -56,10 +56,46 @@ def test_steps_equal_those_of_torch_under_float16() -> None:
             torch.testing.assert_close(mine, other.detach())
 
 
+@pytest.mark.parametrize("call", ["step", "step_async"])
+def test_steps_of_several_batches_equal_those_of_torch(call: str) -> None:
+    """Weights, scale and growth: a step is dropped whole, and updates the scale once."""
+    model, reference = workers.whole(2), scaler(growth_interval=3)
+    optimizer = workers.sgd([*model.parameters()])
+    good, bad = workers.data(ROWS), infinite()
+    with trainer(ranks=1, grad_scaler=scaler(growth_interval=3)) as engine:
+        mine: Any = engine.grad_scaler
+        steps = ((good, bad, good), (bad, good), (bad, bad), (good, good), (good,), (good, good))
+        for batches in steps:
+            for inputs, targets in batches:
+                for x, y in zip(inputs.chunk(COUNT), targets.chunk(COUNT), strict=True):
+                    loss = F.mse_loss(model(x), y)
+                    reference.scale(loss / COUNT).backward()  # type: ignore[no-untyped-call]
+            reference.step(optimizer)
+            reference.update()
+            optimizer.zero_grad()
+            for batch in batches[:-1]:
+                engine.forward_backward(batch)
+            getattr(engine, call)(batches[-1])
+            assert mine.state_dict() == reference.state_dict()
+            assert not any(engine.gradients().values())
+            for weight, other in zip(weights(engine), model.parameters(), strict=True):
+                torch.testing.assert_close(weight, other.detach())
+        assert engine.metrics()["skipped"] == 3
+
+
+def test_the_user_may_not_call_the_optimizer_of_a_scaled_step() -> None:
+    with trainer(ranks=1) as engine:
+        engine.forward_backward(workers.data(ROWS))
+        with pytest.raises(
+            PipelineError, match=r"pass the last batch of the step to trainer\.step"
+        ):
+            engine.optimizer.step()  # type: ignore[union-attr]
+
+
 def test_accumulated_gradients_are_those_without_a_scale() -> None:
-    """Of parameters and of the batch, with weights, when the scale changes between two calls."""
+    """Of parameters and of the batch, with weights."""
     results: list[list[Tensor]] = []
-    for options in ({"grad_scaler": None}, {"grad_scaler": scaler(growth_interval=1)}):
+    for options in ({"grad_scaler": None}, {"grad_scaler": scaler()}):
         with trainer(ranks=1, **options) as engine:
             inputs, targets = workers.data(ROWS)
             inputs.requires_grad_()

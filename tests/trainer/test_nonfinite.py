@@ -74,18 +74,48 @@ def test_a_skipped_step_leaves_no_trace(call: str, options: dict[str, Any]) -> N
 
 
 @ranks(2)
-def test_gradients_of_accumulated_steps_are_dropped() -> None:
-    """An optimizer that the user calls after the step has no gradients to use."""
+@pytest.mark.parametrize("call", ["step", "step_async"])
+@pytest.mark.parametrize("earlier", ["bad", "good bad"])
+def test_a_step_of_several_batches_is_skipped_whole(call: str, earlier: str) -> None:
+    """Although its last batch is finite; the next step is as if it had never been."""
+    good = workers.data(ROWS)
+    batches = {"good": good, "bad": infinite()}
+    with workers.trainer(nonfinite="skip") as one, workers.trainer(nonfinite="skip") as other:
+        before = weights(one)
+        for name in earlier.split():
+            one.forward_backward(batches[name])
+            one.evaluate(good)
+        getattr(one, call)(good)
+        assert_equal(before, weights(one))
+        assert not any(one.gradients().values())
+        for engine in (one, other):
+            engine.forward_backward(good)
+            getattr(engine, call)(good)
+        assert_equal(weights(one), weights(other))
+        assert one.metrics()["skipped"] == 1
+
+
+@ranks(2)
+def test_an_optimizer_that_the_user_calls_skips_the_step_too() -> None:
     with workers.trainer(nonfinite="skip") as trainer:
-        earlier = weights(trainer)
+        earlier, optimizer = weights(trainer), trainer.optimizer
+        assert optimizer is not None
         trainer.forward_backward(workers.data(ROWS))
         losses = trainer.forward_backward(infinite())
         assert losses.isinf().tolist() == [False, True, False, False]
-        assert not any(trainer.gradients().values())
-        trainer.optimizer.step()  # type: ignore[union-attr]
-        assert_equal(earlier, weights(trainer))
         # Evaluation has no gradients to look at.
         assert trainer.evaluate(infinite()).isinf().any()
+        trainer.forward_backward(workers.data(ROWS))
+        optimizer.step()
+        assert_equal(earlier, weights(trainer))
+        assert not any(trainer.gradients().values())
+        assert trainer.metrics()["skipped"] == 1
+        # Cleared gradients begin a step, too.
+        trainer.forward_backward(infinite())
+        optimizer.zero_grad()
+        trainer.forward_backward(workers.data(ROWS))
+        optimizer.step()
+        assert not all(map(torch.equal, earlier, weights(trainer)))
 
 
 class Kink(nn.Module):
