@@ -121,6 +121,15 @@ class BoundaryLayout:
         """The call after which the saved or deferred tensors may be written, as text for errors."""
         return "Call backward_weight()" if self.before_weight else "Run the backward"
 
+    @property
+    def recomputation(self) -> str:
+        """The setting under which fewer tensors may not be written, as text for errors."""
+        if self.before_weight:
+            return ""
+        return (
+            ' With memory="fast", nothing is recomputed, and the backward reads fewer parameters.'
+        )
+
 
 class Residuals:
     """The values that one graph leaves for the next, for one microbatch.
@@ -401,8 +410,7 @@ class Residuals:
         written = ", ".join(name for name, then, count in pairs if then != count)
         raise SplitError(
             f"tensors were written in place between {layout.interval}: {written}. {layout.remedy} "
-            "before "
-            "writing, or write into a clone."
+            f"before writing, or write into a clone.{layout.recomputation}"
         )
 
     def _check_sums(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -187,6 +188,35 @@ def test_constant_written_between_forward_and_backward() -> None:
     assert_equals_autograd(split.model, leaves(3, 4))
     assert torch.equal(split(x), split.model(x))
     assert len(split.functions) == 1
+
+
+def test_parameter_written_from_which_the_backward_recomputes() -> None:
+    """Autograd's backward does not read what is added after a norm; a recomputation does."""
+
+    def block() -> nn.Module:
+        mlp = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
+        return Made(
+            lambda m, x: m.norm(x + m.mlp(x)) + m.added,
+            mlp=mlp,
+            norm=nn.LayerNorm(128),
+            added=nn.Parameter(torch.zeros(128)),
+        )
+
+    def run(model: Any, written: Tensor) -> None:
+        output = model(torch.linspace(-1, 1, 8192).view(64, 128))
+        with torch.no_grad():
+            written.add_(0.1)
+        output.square().sum().backward()
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(128, 128), block(), block(), nn.Linear(128, 3))
+    expected, fast = copy.deepcopy(plain), copy.deepcopy(plain)
+    with pytest.raises(SplitError, match=r'1\.added.* With memory="fast", nothing is recomp'):
+        run(autosplit.split(plain), plain[1].added)
+    run(expected, expected[1].added)
+    run(autosplit.split(fast, memory="fast"), fast[1].added)
+    pairs = zip(fast.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
 
 
 def test_constant_given_other_data() -> None:
