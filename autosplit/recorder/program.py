@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from autosplit.errors import ReplayError
 Fault = Callable[[Any], str]
 """Returns what is wrong with a value, in words; empty if nothing is."""
 Names = dict[str, Any]
+Role = tuple[str, str]
+"""The kind and the name of an argument or result, see ``passes.graph.Role``."""
 
 _FILLS = ("full", "scalar_tensor", "masked_fill", "where")
 """Operators that make infinite values on purpose, as masks do."""
@@ -58,13 +61,16 @@ class FaultOrigin(NamedTuple):
         reason: text on what is wrong with the value.
         values: the tensors that the operator read and computed, by name.
         samples: the samples of the microbatch for which the value is wrong; empty if it is wrong
-            for all.
+            for all, or if it derives from parameters and buffers alone.
+        argument: the role of the argument of the program in which the fault begins; None if it
+            begins in the program.
     """
 
     statement: Statement
     reason: str
     values: Mapping[str, Tensor]
     samples: Sequence[int]
+    argument: Role | None
 
 
 class Program:
@@ -86,6 +92,8 @@ class Program:
         self._globals: Names = {}
         exec(self.source, self._globals)
         (function,) = [n for n in ast.parse(self.source).body if isinstance(n, ast.FunctionDef)]
+        arguments = zip(_argument_names(function), facts["inputs"], strict=True)
+        self._roles: dict[str, Role] = {value: (kind, name) for value, (kind, name) in arguments}
         self._statements = [*map(Statement.of, function.body[:-1])]
         values: Any = function.body[-1]
         self._outputs = [ast.unparse(value) for value in values.value.elts]
@@ -106,8 +114,27 @@ class Program:
             yield statement
             exec(statement.code, names)
 
+    def sample_results(self, sample_arguments: Set[Role]) -> set[Role]:
+        """The roles of the results that derive from arguments that have samples."""
+        names = self._sample_values(sample_arguments)
+        results = zip(self._outputs, self.facts["outputs"], strict=True)
+        return {(kind, name) for value, (kind, name) in results if value in names}
+
+    def _sample_values(self, sample_arguments: Set[Role]) -> set[str]:
+        """The names of the values that derive from arguments that have samples."""
+        names = {name for name, role in self._roles.items() if role in sample_arguments}
+        for statement in self._statements:
+            if not names.isdisjoint(statement.operands):
+                names.add(statement.name)
+        return names
+
     def origin(
-        self, arguments: Sequence[Any], result: int | None, fault: Fault, rows: int
+        self,
+        arguments: Sequence[Any],
+        result: int | None,
+        fault: Fault,
+        rows: int,
+        sample_arguments: Set[Role],
     ) -> FaultOrigin:
         """Find the operator from which a wrong result comes: the first one that computed a wrong
         value, the first one that reads a wrong argument, or the one that raises.
@@ -117,7 +144,9 @@ class Program:
             result: the position of the wrong result; None if the program raises.
             fault: a function that returns what is wrong with a value, as text.
             rows: the number of samples of the microbatch.
+            sample_arguments: the roles of the arguments that have samples.
         """
+        examine = partial(self._examine, arguments, fault, rows, sample_arguments)
         faults: dict[str, str] = {}
         makers: dict[str, Statement] = {}
         names: Names = {}
@@ -127,26 +156,37 @@ class Program:
                 makers[statement.name] = statement
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            return self._examine(arguments, statement, text, fault, rows)
+            return examine(statement, text, None)
         wrong = self._outputs[result or 0]
         faults[wrong] = fault(names[wrong])
         first = _first(wrong, makers, faults)
         for operand in makers[first].operands if first in makers else ():
             # NaN out of infinity: name what made that, unless it is a mask.
             root = _first(operand, makers, faults)
-            if (
-                faults[operand]
-                and root in makers
-                and not any(fill in makers[root].operator for fill in _FILLS)
-            ):
+            if faults[operand] and not self._may_be_mask(root, makers):
                 first = root
         # A statement that reads the size of a wrong value computes nothing wrong.
         affected = (s for s in makers.values() if faults.get(s.name))
         reader = next(s for s in affected if first in (s.name, *s.operands))
-        return self._examine(arguments, reader, faults[first], fault, rows)
+        return examine(reader, faults[first], self._roles.get(first))
+
+    def _may_be_mask(self, name: str, makers: Mapping[str, Statement]) -> bool:
+        """Whether infinity in a value may be on purpose: masks are filled, or come as buffers and
+        inputs.
+        """
+        if name in makers:
+            return any(fill in makers[name].operator for fill in _FILLS)
+        return name not in self._roles or self._roles[name][0] != "parameter"
 
     def _examine(
-        self, arguments: Sequence[Any], statement: Statement, reason: str, fault: Fault, rows: int
+        self,
+        arguments: Sequence[Any],
+        fault: Fault,
+        rows: int,
+        sample_arguments: Set[Role],
+        statement: Statement,
+        reason: str,
+        argument: Role | None,
     ) -> FaultOrigin:
         """Run the program again up to a statement, and then run the statement for each sample
         alone.
@@ -157,16 +197,27 @@ class Program:
                 break
         tensors = ((name, names[name]) for name in statement.operands)
         values = {name: t.clone() for name, t in tensors if isinstance(t, Tensor)}
+        by_sample = values.keys() & self._sample_values(sample_arguments)
         samples = []
         for sample in range(rows):
-            trial = {name: _alone(tensor, sample, rows) for name, tensor in values.items()}
+            trial = values | {name: _alone(values[name], sample, rows) for name in by_sample}
             result = _result(statement, {**names, **trial})
             if result is None or fault(result):
                 samples.append(sample)
         result = _result(statement, names)
         if isinstance(result, Tensor):
             values[statement.name] = result
-        return FaultOrigin(statement, reason, values, samples if len(samples) < rows else ())
+        samples = samples if len(samples) < rows else []
+        return FaultOrigin(statement, reason, values, samples, argument)
+
+
+def _argument_names(function: ast.FunctionDef) -> list[str]:
+    """The names to which a program unpacks its arguments, in order."""
+    unpack = function.body[0]
+    targets = unpack.targets if isinstance(unpack, ast.Assign) else []
+    return [
+        name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)
+    ]
 
 
 def _check_registered(operator: str, names: Names) -> None:

@@ -34,13 +34,14 @@ from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.pipeline.simulation.simulate import Span, Timeline
 from autosplit.recorder.bundle import BundlePart
 from autosplit.recorder.digests import digest
-from autosplit.recorder.program import Program
+from autosplit.recorder.program import Program, Role
 from autosplit.text.figures import few
 from autosplit.torch_internals.pytree import tree_map
 
 _F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
-Role = tuple[str, str]
 _SUMMED = (ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
+_FAULTY_STATE = {"NaN": ("parameter", "buffer"), "infinity": ("parameter",)}
+"""Kinds of state that never have a fault on purpose. Buffers may be masks of infinities."""
 _GRADIENTS = ("input_grad", "parameter_grad")
 
 
@@ -274,9 +275,11 @@ class StepReplay:
         """Lines of text on the operator that first computed a wrong value."""
         program = self.program(action)
         *earlier, rows = [self._rows(action.stage, m) for m in range(action.microbatch + 1)]
-        arguments = self.program_arguments(action)
+        arguments, samples = self.program_arguments(action), self._sample_arguments(action)
         with self._as_in_run(action):
-            origin = program.origin(arguments, result, self._fault, rows)
+            origin = program.origin(arguments, result, self._fault, rows, samples)
+        if origin.argument and origin.argument[0] in _FAULTY_STATE.get(origin.reason, ()):
+            return self._state_origin(action, origin.argument)
         module, line = program.facts["lines"].get(origin.statement.name, ["", ""])
         lines = [
             f"{origin.reason} in {origin.statement.operator}",
@@ -291,6 +294,33 @@ class StepReplay:
         width = max([9, *map(len, origin.values)])
         lines += [f"{name:{width}} {_described(value)}" for name, value in origin.values.items()]
         return "\n  ".join(lines)
+
+    def _state_origin(self, action: Action, role: Role) -> str:
+        """Lines of text on a parameter or buffer that was not finite before an action."""
+        (kind, name), value = role, self._argument(action, *role)
+        began = "the step" if self._fault(self._state_of(action.stage, name)) else str(action)
+        shown = name.removeprefix(self._stage(action.stage)["prefix"])
+        place = (~value.isfinite()).nonzero()[0].tolist()
+        lines = [
+            f"{kind} {shown} was not finite when {began} began",
+            f"where     first at {place}",
+            f"{shown:9} {_described(value)}",
+            "do        load a checkpoint in which it is finite; the step before, or the checkpoint "
+            "that the run loaded, has the cause",
+        ]
+        return "\n  ".join(lines)
+
+    def _sample_arguments(self, action: Action) -> set[Role]:
+        """The roles of an action's arguments that derive from inputs or gradients of outputs; the
+        others derive from parameters and buffers alone.
+        """
+        roles: set[Role] = {(kind, name) for kind, name in self.program(action).facts["inputs"]}
+        samples = {role for role in roles if role[0] in ("input", "tangent")}
+        for kind, call in (("saved", _F), ("deferred", _I)):
+            if any(role[0] == kind for role in roles):
+                maker = Action(action.stage, call, action.microbatch)
+                samples |= self.program(maker).sample_results(self._sample_arguments(maker))
+        return samples & roles
 
     def _rows(self, stage: int, microbatch: int) -> int:
         """The number of samples of a microbatch."""

@@ -144,6 +144,88 @@ def test_the_first_operator_and_the_sample_of_a_nan_are_named(tmp_path: pathlib.
     assert json.loads((tmp_path / "fault.json").read_text())["fault"]["action"] == "0F2"
 
 
+def linear(index: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_parameter_that_was_not_finite_is_named_and_no_sample(
+    value: float, tmp_path: pathlib.Path
+) -> None:
+    """Infinity becomes NaN in a later operator."""
+    inputs, targets = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    with trainer(tmp_path, block=linear) as stages:
+        stages.modules[0][0].weight.data[4:, 3] = value
+        with torch.no_grad():
+            stages.modules[0][2].weight[:, 4:] = torch.tensor([1.0, -1.0])
+        with pytest.raises(PipelineError, match="not finite"):
+            stages.step(inputs, targets)
+    lines = replay(tmp_path).output.splitlines()
+    assert lines[1] == "0F0 on rank 0: parameter 0.weight was not finite when the step began"
+    assert lines[2] == "  where     first at [4, 3]"
+    assert "2 of 36 numbers not finite" in lines[3]
+    assert "load a checkpoint in which it is finite" in lines[4]
+    assert "samples" not in "".join(lines)
+
+
+def test_a_buffer_that_was_not_finite_is_named_with_the_action_before_which(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Microbatch 1 reads what microbatch 0 wrote."""
+    with trainer(tmp_path, block=Moving) as stages, pytest.raises(PipelineError):
+        stages.step(*data())
+    assert "0F1 on rank 0: buffer mean was not finite when 0F1 began" in replay(tmp_path).output
+
+
+class Moving(nn.Module):
+    """A stage whose buffer becomes NaN in its first forward, after it was read."""
+
+    mean: Tensor
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) + self.mean
+        self.mean.copy_(torch.log(-y.detach().square().mean(0)))
+        return y
+
+
+def test_an_overflow_from_large_weights_blames_no_sample(tmp_path: pathlib.Path) -> None:
+    inputs, targets = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    with trainer(tmp_path, block=linear) as stages:
+        stages.modules[0][0].weight.data[:, :3] = 3e38
+        with pytest.raises(PipelineError, match="not finite"):
+            stages.step(inputs, targets)
+    output = replay(tmp_path).output
+    assert "0F0 on rank 0: infinity in aten.addmm" in output
+    assert "samples" not in output
+
+
+class Magnitude(nn.Module):
+    """A stage whose gradient is NaN at 0, where its output is finite."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(self.fc(x).square())
+
+
+def test_the_sample_of_a_gradient_is_named(tmp_path: pathlib.Path) -> None:
+    """By tensors that the forward saved and the gradients of outputs."""
+    inputs, targets = data()
+    inputs[5] = 0
+    with trainer(tmp_path, block=Magnitude) as stages, pytest.raises(PipelineError):
+        stages.step(inputs, targets)
+    output = replay(tmp_path).output
+    assert "2I2 on rank 0: infinity in aten.div" in output
+    assert "samples   5 of the batch, in microbatch 2" in output
+
+
 class FrozenFirst(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
