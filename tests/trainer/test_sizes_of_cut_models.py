@@ -16,7 +16,6 @@ from autosplit.pipeline import StageOptions
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.kept_ranks import ranks
 from tests.pipeline.trainer_options import grouped
-from tests.planner.whole_models import llama
 
 VOCABULARY = 16
 LENGTHS = [[5, 9, 7], [8, 8], [12, 3, 10]]
@@ -112,11 +111,15 @@ def losses_of(whole: nn.Module, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 @ranks(2)
 def test_lists_of_other_lengths_have_the_bits_of_plain_autograd() -> None:
-    plain = Plain()
+    """Also after a batch that the model cannot take, which is refused."""
+    plain, wrong = Plain(), (tokens(2, 8)[None], tokens(2, 8))
     with trainer() as engine:
         for step, lengths in enumerate(LENGTHS):
             pairs = listed(lengths, step)
             losses = plain.step(pairs)
+            for call in (engine.step, engine.evaluate):
+                with pytest.raises(BatchError, match="number of dimensions must be the same"):
+                    call(microbatches=[wrong])
             if step % 2:
                 assert torch.equal(engine.evaluate(microbatches=pairs), losses)
             assert torch.equal(engine.step(microbatches=pairs), losses)
@@ -154,16 +157,6 @@ def test_a_smaller_last_batch_and_other_microbatch_sizes_are_trained() -> None:
         for gradients in engine.gradients().values():
             for name, gradient in gradients.items():
                 torch.testing.assert_close(gradient, whole.get_parameter(name).grad)
-
-
-@ranks(2)
-def test_a_batch_that_the_model_cannot_take_is_refused_and_the_next_is_trained() -> None:
-    good, wrong = listed([5, 9]), (tokens(2, 8)[None], tokens(2, 8))
-    with trainer() as engine:
-        for call in (engine.step, engine.evaluate, engine.step):
-            with pytest.raises(BatchError, match="number of dimensions must be the same"):
-                call(microbatches=[wrong])
-            assert torch.equal(engine.evaluate(microbatches=good), engine.step(microbatches=good))
 
 
 @ranks(2)
@@ -221,25 +214,36 @@ def test_a_stage_that_cannot_see_which_branch_was_taken_is_refused() -> None:
         assert torch.equal(engine.step(microbatches=pairs), expected.detach())
 
 
-def test_a_causal_language_model_is_called_by_keywords_at_every_length() -> None:
-    case = llama(1)
-    whole = case.model
+class WithLoss(nn.Module):
+    """Called by keywords; computes its loss itself, beside other outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model()
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.body(ids) * mask[..., None]
+        return {"loss": loss_fn(logits, labels), "logits": logits}
+
+
+def test_a_model_with_its_own_loss_is_called_by_keywords_at_every_length() -> None:
+    whole = WithLoss()
 
     def batch(samples: int, length: int) -> dict[str, Tensor]:
-        ids = torch.randint(50, (samples, length))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        ids, labels = tokens(samples, length), tokens(samples, length, 1)
+        return {"ids": ids, "mask": (ids > 2).float(), "labels": labels}
 
     with PipelineTrainer(
         whole,
-        lambda output, _: output.loss,
+        lambda output, _: output["loss"],
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         stages=2,
         ranks=1,
-        example=case.kwargs,
+        example=batch(2, 8),
         microbatches=2,
-        stage_options=StageOptions(planning={"costs": "estimate"}),
+        stage_options=StageOptions(planning={"costs": "estimate", "cut_at": ["body.layers.1"]}),
     ) as engine:
-        inputs = [batch(*shape) for shape in [(2, 5), (3, 11), (4, 30)]]
-        expected = torch.stack([whole(**keywords).loss for keywords in inputs]).detach()
+        inputs = [batch(*shape) for shape in [(2, 5), (3, 11), (4, 9)]]
+        expected = torch.stack([whole(**keywords)["loss"] for keywords in inputs]).detach()
         pairs = [(keywords, torch.zeros(len(keywords["labels"]))) for keywords in inputs]
         assert torch.equal(engine.step(microbatches=pairs), expected)
