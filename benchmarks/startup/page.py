@@ -42,7 +42,7 @@ PARTS: dict[str, Part[Settings]] = {
         "Inductor",
         'Beside `torch.compile`. Ours is `split(backend="inductor")`.',
         lambda settings: measure(settings, "autosplit inductor", "inductor", (4, 12)),
-        partial(render, Aim(12, 0.4, 1.05)),
+        partial(render, Aim(12, 0.4, 0.9)),
     ),
     "later": Part(
         "Later steps with Inductor",
