@@ -228,7 +228,7 @@ class SplitPipelineStage(RuntimeStage):
         chunk, args, kwargs = fwd_chunk_id, self.arguments(fwd_chunk_id, args), kwargs or {}
         call = ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
         leaves = call.leaves
-        gathered = bool(self.sharding.groups) and self.sharding.unshard()
+        gathered = self.sharding.unshard()
         functions, state = self._step_graphs(call)
         results = self._results_of(functions)
         del args, call
@@ -281,8 +281,7 @@ class SplitPipelineStage(RuntimeStage):
         if flight.functions.has_backward:
             arrived = self._results_of(flight.functions).arrived(grads)
             grads.clear()
-            if self.sharding.groups:
-                self.sharding.unshard()
+            self.sharding.unshard()
             with WithoutAutograd():
                 run: Callable[..., list[Tensor | None]] = self._weights.backward_input
                 if full_backward:
@@ -310,8 +309,7 @@ class SplitPipelineStage(RuntimeStage):
         if not last_backward and self._is_followed_by_weight(bwd_chunk_id):
             return
         chunks, self._weights_to_run = self._weights_to_run, []
-        if self.sharding.groups:
-            self.sharding.unshard()
+        self.sharding.unshard()
         with WithoutAutograd():
             self._call_graph("W", chunks, self._weights.backward_weight, *chunks)
         if self.sharding.groups:

@@ -210,8 +210,7 @@ class StepReduction:
                 )
             self._check_finite(numbers)
         index = self._layout.index
-        first = index * max(self._counts)
-        losses = numbers[first : first + self._counts[index]]
+        losses = self._by_pipeline(numbers)[index][: self._counts[index]]
         return torch.tensor(losses, dtype=self._dtype, device="cpu")
 
     def _by_pipeline(self, numbers: list[float]) -> list[list[float]]:

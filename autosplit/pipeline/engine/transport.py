@@ -271,6 +271,8 @@ class Transport:
                 message.
         """
         self._boundaries = boundaries
+        for tensors in self._local.values():
+            tensors.clear()  # a step that failed may have left some
         for box in self._mailboxes.values():
             box.begin_step(boundaries)
 
