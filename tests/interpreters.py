@@ -11,6 +11,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.popen_forkserver import Popen
 from multiprocessing.process import BaseProcess
 
+from torch.distributed.launcher.api import LaunchConfig
+
 _PLACES = ("_forkserver_address", "_forkserver_authkey")  # the latter since Python 3.14
 
 
@@ -53,6 +55,15 @@ class _RankProcess(ForkServerProcess):
 
 class _RankContext(ForkServerContext):
     Process = _RankProcess
+
+
+def torchrun_config(run_id: str, *, max_restarts: int = 0) -> LaunchConfig:
+    """What ``torchrun --standalone --nproc-per-node 2`` passes to its agent."""
+    return LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=max_restarts,
+        start_method="forkserver", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        run_id=run_id, monitor_interval=0.1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

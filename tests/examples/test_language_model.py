@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from autosplit.checkpoint import read_checkpoint
 from autosplit.errors import CheckpointError
 from examples import language_model
 from examples.language_model import Settings, Windows, read_tokens
-from tests.interpreters import Servers, interpreters
+from tests.interpreters import Servers, interpreters, torchrun_config
 from tests.kept_ranks import Ranks
 
 STEPS, KILLED = 4, 3  # counted from 1 and from 0; a checkpoint follows every second step
@@ -97,11 +97,7 @@ def rank(options: list[str]) -> None:
 def agent(options: list[str], servers: Servers, pipe: Connection) -> None:
     """Do what ``torchrun --nproc-per-node 2 --max-restarts 1`` does."""
     servers.join(ranks=True)
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method="forkserver",
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="restarts", monitor_interval=0.1,
-    )  # fmt: skip
-    elastic_launch(config, rank)(options)
+    elastic_launch(torchrun_config("restarts", max_restarts=1), rank)(options)
     pipe.send("done")
 
 

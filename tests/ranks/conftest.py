@@ -11,11 +11,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
 from autosplit.ranks import launch as launching
 from autosplit.ranks.default_group import process_group
-from tests.interpreters import Servers, interpreters, rank_processes
+from tests.interpreters import Servers, interpreters, rank_processes, torchrun_config
 from tests.ranks.sockets import of_a_rank
 
 
@@ -36,11 +36,7 @@ def elastic_rank(folder: Path) -> None:
 def agent(folder: Path, servers: Servers) -> None:
     """Do what ``torchrun --standalone --nproc-per-node 2`` does."""
     servers.join(ranks=True)
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=0, start_method="forkserver",
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="ranks", monitor_interval=0.1,
-    )  # fmt: skip
-    elastic_launch(config, elastic_rank)(folder)
+    elastic_launch(torchrun_config("ranks"), elastic_rank)(folder)
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,7 @@ def trainer(
     loss: Any = F.mse_loss,
     schedule: str | Schedule = "1f1b",
     count: int = 3,
+    stage_options: StageOptions | None = None,
     **options: Any,
 ) -> PipelineTrainer:
     recorder = Recorder(folder=folder, **options)
@@ -75,6 +76,7 @@ def trainer(
         stages=count,
         microbatches=4,
         ranks=1,
+        stage_options=stage_options,
         run_options=RunOptions(recorder=recorder),
     )
 
@@ -407,18 +409,10 @@ def test_a_flipped_bit_is_found(name: str, tmp_path: pathlib.Path) -> None:
 def test_results_are_compared_however_gradients_are_added(
     accumulation: str, tmp_path: pathlib.Path
 ) -> None:
+    options = StageOptions(accumulation=accumulation)
     with (
         damaged("forward", 1, FLIPS["output"][2]),
-        PipelineTrainer(
-            Block,
-            F.mse_loss,
-            torch.optim.SGD,
-            stages=2,
-            microbatches=4,
-            ranks=1,
-            stage_options=StageOptions(accumulation=accumulation),
-            run_options=RunOptions(recorder=Recorder(tmp_path, alarms=[alarm])),
-        ) as stages,
+        trainer(tmp_path, count=2, stage_options=options, alarms=[alarm]) as stages,
     ):
         stages.step(*data())
     expected = r"0F0 on rank 0: result 0, .* has other bits than in the run"
