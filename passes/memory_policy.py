@@ -38,6 +38,7 @@ class Memory:
             gradient. In a pipeline, no other stage waits for I of such a stage.
         collectives: costs of collectives; they decide which weight gradients I computes to hide
             collectives.
+        recomputes_results: whether the backward may recompute results of called graphs.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Memory:
     budget: int | None = None
     defer_whole_backward: bool = False
     collectives: CollectiveCosts = CollectiveCosts()  # noqa: RUF009 (immutable)
+    recomputes_results: bool = True
 
     @property
     def allows_early_weight_grads(self) -> bool:

@@ -6,6 +6,7 @@ A module whose first call has side effects is called once before its capture.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import random
@@ -31,7 +32,6 @@ from autosplit.errors import (
 from autosplit.passes import Kind, PassError, SplitGraphs, run
 from autosplit.passes.graph import inputs
 from autosplit.passes.lowering.codegen import generate
-from autosplit.passes.partition.recomputed_results import recompute_results
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_unsupported_shardings
@@ -182,13 +182,13 @@ def split_capture(
         BackendError: the backend cannot prepare the graph.
     """
     prepare_joint(traced.joint, compiler)
-    passes = options.passes
+    memory = options.memory_policy
     # Recomputing a block's norm would gather the block's weights once more. Compilers choose the
     # strides of a result, and may choose others where they recompute it.
     if compiler.gathering or compiler.compiles:
-        passes = tuple(entry for entry in passes if entry.run is not recompute_results)
+        memory = dataclasses.replace(memory, recomputes_results=False)
     with writing(dump) if dump else contextlib.nullcontext():
-        graphs = run(traced.joint, passes=passes, memory=options.memory_policy, dump=dump)
+        graphs = run(traced.joint, passes=options.passes, memory=memory, dump=dump)
     for name, graph in graphs.graphs().items():
         trace_artifact(f"autosplit_{name}", partial(generate, name, graph))
     return graphs

@@ -39,7 +39,7 @@ def recompute_results(program: SplitGraphs) -> bool:
     """
     graph = program.joint.graph
     called = [node.meta[SUBGRAPH] for node in calls(graph) if SUBGRAPH in node.meta]
-    if not called:
+    if not (called and program.memory.recomputes_results):
         return False
     total = sum(map(duration, calls(graph)))
     left = program.memory.recompute * total - sum(block.recompute_time for block in called)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.passes import Kind
+from autosplit.passes import PASSES, Kind
 from autosplit.passes.analysis.boundary import boundaries, total_bytes
 from autosplit.passes.analysis.operator_cost import duration
 from autosplit.passes.graph import STATE, SUBGRAPH, calls, inputs
@@ -132,5 +134,7 @@ def test_returned_results_are_not_recomputed() -> None:
 
 def test_sharded_blocks_are_not_gathered_for_it() -> None:
     gathering = mock.Mock(block=lambda name, call: call)
-    options: Any = {"regions": True, "gathering": gathering}
-    assert not recomputed(trace(stack(), (batch(),), {}, SplitOptions(), **options))
+    arguments: Any = {"regions": True, "gathering": gathering}
+    wrapped = tuple([dataclasses.replace(entry, run=partial(entry.run)) for entry in PASSES])
+    for options in (SplitOptions(), SplitOptions(passes=wrapped)):
+        assert not recomputed(trace(stack(), (batch(),), {}, options, **arguments))
