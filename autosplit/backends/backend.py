@@ -28,7 +28,7 @@ from autosplit.passes.subgraph import Subgraph, inline, inner_calls, subgraphs
 from autosplit.torch_internals.operators import DirectOperators
 
 if TYPE_CHECKING:
-    from autosplit.sharded import Gathering
+    from autosplit.gathering import Gathering
 
 Boxed = Callable[[list[Any]], list[Any]]
 

@@ -56,7 +56,8 @@ class MixedPrecision:
             yield
 
     def _hooks(self, model: nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        from autosplit.torch_internals.fsdp import cast_hook  # imports much of torch.distributed
+        # This imports much of torch.distributed.
+        from autosplit.torch_internals.fsdp_view import cast_hook
 
         if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
             cast = cast_hook(self.policy.param_dtype, output=False)

@@ -47,7 +47,7 @@ from .options import SplitOptions
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
-    from autosplit.sharded import Gathering
+    from autosplit.gathering import Gathering
 
 # Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
 # process: two threads must not trace at once.

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from autosplit.errors import PipelineError
+from autosplit.gathering import BlockGathers, Gathering
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.ranks.control import Control
-from autosplit.sharded import BlockGathers, Gathering
 from autosplit.trainer.batch_agreement import digest_of
 
 _DIGEST_BITS = 47

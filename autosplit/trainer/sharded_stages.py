@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
+from autosplit.gathering import GatherOrder
 from autosplit.mesh.costs import Link, measure_all_reduce
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
 from autosplit.pipeline.schedule.gathers import add_gathers
 from autosplit.pipeline.schedule.schedule import SHARDING, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.collectives import StageCollectives
 from autosplit.ranks.groups import Groups
-from autosplit.sharded import GatherOrder, ShardedModule
+from autosplit.sharded import ShardedModule
 from autosplit.stage import Stage
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.trainer.copy_checks import is_expert

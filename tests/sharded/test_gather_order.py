@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from autosplit.sharded import GatherOrder
+from autosplit.gathering import GatherOrder
 
 
 class Group:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autosplit.errors import ScheduleError
+from autosplit.gathering import Gathering, GatherOrder
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement import complete_by_stage
@@ -30,7 +31,6 @@ from autosplit.pipeline.simulation.collectives import (
 )
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.ranks.groups import Groups
-from autosplit.sharded import Gathering, GatherOrder
 from tests.pipeline.tables import rows_of
 from tests.pipeline.tables import schedule_of as table
 
