@@ -7,7 +7,7 @@ step(microbatches=[...])        a ``MicrobatchList``: nothing is cut
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,13 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError, with_code
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
+from autosplit.trainer.batch_checks import (
+    check_alike,
+    check_complete,
+    check_cuttable,
+    check_has_data,
+    kind,
+)
 
 BatchPart: TypeAlias = "Tensor | Sequence[Tensor]"
 """The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
@@ -266,7 +273,7 @@ class BatchSplitter:
         if not isinstance(batch.batches, tuple | list) or not batch.batches:
             raise PipelineError(
                 "microbatches must be a list of pairs (inputs, targets), at least one, in place of "
-                f"a batch; got {_kind(batch.batches)}"
+                f"a batch; got {kind(batch.batches)}"
             )
         checked, first = dict[str, Any](), dict[str, Any]()
         for number, pair in enumerate(batch.batches):
@@ -275,7 +282,7 @@ class BatchSplitter:
             except PipelineError as error:
                 raise PipelineError(f"microbatches[{number}]: {error}") from error
             first = first or leaves
-            _check_alike(number, leaves, first)
+            check_alike(number, leaves, first)
             checked |= {f"microbatches[{number}].{path}": leaf for path, leaf in leaves.items()}
         return checked
 
@@ -288,7 +295,7 @@ class BatchSplitter:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise PipelineError(
                 with_code(
-                    f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part is a "
+                    f"a batch is a pair (inputs, targets); got {kind(batch)}. Either part is a "
                     "tensor or a tuple of tensors. For a model that computes its own loss, call "
                     "step({...}, target=())",
                     wrong="trainer.step(x)",
@@ -307,25 +314,14 @@ class BatchSplitter:
             leaves, values = self._by_path(name, part), self._top_values(name, part)
             for path, value in values.items():
                 if cuts and (value is not None or name == "targets" or used is None):
-                    self._check_tensor(name, path, value)
-            self._check_complete(leaves, used or ())
+                    check_cuttable(name, path, value, self._count)
+            check_complete(leaves, used or (), self._names)
             for path, leaf in leaves.items():
                 if isinstance(leaf, Tensor):
-                    _check_has_data(path, leaf, self._device)
+                    check_has_data(path, leaf, self._device)
             # None stands for an input that this rank leaves out.
             checked |= {p: v for p, v in leaves.items() if v is not None or p not in values}
         return checked
-
-    def _check_complete(self, leaves: Mapping[str, object], used: Iterable[int]) -> None:
-        """Raise PipelineError if an input that a stage of this rank uses was left out."""
-        present = [leaf is not None for leaf in leaves.values()]
-        for number in sorted(used):
-            if number >= len(present) or not present[number]:
-                wanted = repr(self._names[number]) if self._names else f"number {number}"
-                raise PipelineError(
-                    f"a stage of this rank uses the batch's input {wanted}, which is missing; got "
-                    f"{sum(present)} inputs: pass the input on this rank"
-                )
 
     def _by_path(self, name: str, part: Any) -> Mapping[str, object]:
         """Return the tensors and numbers of a part by path, in order; None for one that was left
@@ -354,38 +350,6 @@ class BatchSplitter:
             leaves |= {path: value} if is_leaf else dict(flatten_named(path, value))
         return leaves
 
-    def _check_tensor(self, name: str, path: str, tensor: object) -> None:
-        """Check a tensor whose samples are cut into microbatches, or that has no dimensions.
-
-        Raises:
-            PipelineError: the tensor has no samples, or the value is no tensor.
-        """
-        if isinstance(tensor, Mapping):
-            if name == "targets":
-                values = ", ".join(f"{path}[{key!r}]" for key in tensor)
-                raise PipelineError(
-                    f"expected a tensor for the batch's {path}, got a dictionary: "
-                    "loss_fn(output, targets) gets a tensor, or a tuple of tensors in the order in "
-                    f"which they are passed: target={values if len(tensor) == 1 else f'({values})'}"
-                )
-            raise PipelineError(
-                f"the batch's {name} have names ({', '.join(map(str, tensor))}), and this trainer "
-                "takes them in order: step((x, y), target=z). To pass inputs by name, cut the "
-                "model with an example that is a dictionary"
-            )
-        if not isinstance(tensor, Tensor):
-            advice = ": torch.from_numpy(array) makes a tensor on the array's memory"
-            raise PipelineError(
-                f"the batch's {name} must be a tensor or a tuple of tensors; "
-                f"got a {type(tensor).__name__}{advice if hasattr(tensor, '__array__') else ''}. "
-                "Other objects cannot be cut: pass step(microbatches=[...])"
-            )
-        if tensor.dim() and not len(tensor):
-            raise PipelineError(
-                f"the batch's {path} has shape {list(tensor.shape)}: 0 samples along dimension 0 "
-                f"cannot be cut into {self._count} microbatches"
-            )
-
 
 def _with_leaves(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return named inputs, in which the tensors of each object replace the object, under the
@@ -405,57 +369,8 @@ def _pairs(batch: Batch | MicrobatchList | None) -> Sequence[Any]:
     return batch.batches or () if isinstance(batch, MicrobatchList) else [batch]
 
 
-def _check_alike(number: int, leaves: Mapping[str, Any], first: Mapping[str, Any]) -> None:
-    """Check that a microbatch of a list has the structure, the dtypes and the numbers of dimensions
-    of the first; sizes and numbers may differ.
-
-    Raises:
-        PipelineError: names the difference.
-    """
-    forms = [{path: _form(leaf) for path, leaf in of.items()} for of in (leaves, first)]
-    for path in {**forms[1], **forms[0]}:
-        form, first_form = (of.get(path, "nothing") for of in forms)
-        if form != first_form:
-            raise PipelineError(
-                f"microbatches[{number}].{path} is {form}, but microbatches[0].{path} is "
-                f"{first_form}: the microbatches of a step have the same structure, dtypes and "
-                "numbers of dimensions; only sizes and values of numbers may differ"
-            )
-
-
-def _check_has_data(path: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise PipelineError for a sparse tensor, or for a meta tensor, which has no data to move to
-    the device.
-    """
-    if str(tensor.layout).startswith("torch.sparse"):
-        raise PipelineError(
-            f"the batch's {path} is a sparse tensor ({tensor.layout}), which no stage takes: pass "
-            "a dense tensor (x.to_dense()), or its indices and values as two tensors"
-        )
-    if tensor.is_meta and device.type != "meta":
-        raise PipelineError(
-            f"the batch's {path} is a tensor on the meta device, which has no data: pass a tensor "
-            "with data, such as torch.zeros_like(x, device='cpu')"
-        )
-
-
 def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _form(leaf: object) -> str:
-    if not isinstance(leaf, Tensor):
-        return f"a {type(leaf).__name__}"
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    return f"a tensor of {leaf.dim()} dimensions and {dtype}"
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of length {len(value)}"
-    return f"a {type(value).__name__}"
 
 
 def signature(batch: object) -> Hashable:

@@ -25,7 +25,7 @@ from autosplit.trainer.sharded_optimizer import check_group, check_replicas_buil
 from autosplit.trainer.stage_modules import StageSource
 
 if TYPE_CHECKING:
-    from autosplit.trainer.options import TrainerOptions
+    from autosplit.trainer.trainer_options import TrainerOptions
 
 _OPTIONS = ("mp_policy", "reshard_after_forward", "groups")
 

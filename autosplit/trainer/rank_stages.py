@@ -36,7 +36,6 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
 from autosplit.trainer.aux_losses import WithAuxLosses, check_holders
 from autosplit.trainer.batches import Batch, Microbatches, MicrobatchList
-from autosplit.trainer.options import TrainerOptions
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.stage_modules import (
     LossFunction,
@@ -48,6 +47,7 @@ from autosplit.trainer.stage_modules import (
 )
 from autosplit.trainer.step_metrics import check_part_names
 from autosplit.trainer.step_plans import Kind, StepPlan
+from autosplit.trainer.trainer_options import TrainerOptions
 
 
 class RankStages:

@@ -70,13 +70,14 @@ from autosplit.trainer.loss_gradients import (
     Weight,
     step_weights,
 )
-from autosplit.trainer.options import MEMORY, TrainerOptions
+from autosplit.trainer.options import MEMORY
 from autosplit.trainer.rank_memory import LargestMicrobatches, RankMemory
 from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.rank_stages import RankStages
 from autosplit.trainer.stage_modules import Holder, LossFunction, Observer, StageSource
 from autosplit.trainer.step_orders import StepOrders
 from autosplit.trainer.step_plans import StepPlan, StepPlans
+from autosplit.trainer.trainer_options import TrainerOptions
 from autosplit.trainer.tuning import Tuner
 from autosplit.trainer.verification import Gradients, Verification, differences, gradients_of
 

@@ -10,8 +10,8 @@ from autosplit.errors import BatchError, PipelineError, ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.trainer.limited_schedules import LimitedSchedules
 from autosplit.trainer.list_orders import ListOrders
-from autosplit.trainer.options import TrainerOptions
 from autosplit.trainer.step_plans import StepPlan
+from autosplit.trainer.trainer_options import TrainerOptions
 
 
 class StepOrders:

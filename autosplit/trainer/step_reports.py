@@ -21,7 +21,7 @@ from autosplit.ranks.session import RankSession
 from autosplit.text.progress import working
 from autosplit.trainer.auditing import Auditor
 from autosplit.trainer.batches import Batch
-from autosplit.trainer.options import Record, TrainerOptions, check_record
+from autosplit.trainer.options import Record, check_record
 from autosplit.trainer.report_page import (
     RankReport,
     boundary_rows,
@@ -38,6 +38,7 @@ from autosplit.trainer.step_metrics import (
     peak_rate,
     whole_mesh,
 )
+from autosplit.trainer.trainer_options import TrainerOptions
 
 T = TypeVar("T")
 

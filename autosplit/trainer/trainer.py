@@ -28,18 +28,16 @@ from autosplit.trainer.options import (
     MemoryLimit,
     RunOptions,
     StageOptions,
-    TrainerOptions,
-    as_pipeline_error,
     check_arguments,
     check_record,
     parse_limit,
-    store_for,
 )
 from autosplit.trainer.rank_model import OptimizerFunction, RankModel, ShardFunction
 from autosplit.trainer.runner import Runner
 from autosplit.trainer.sharded_optimizer import shard_stages
 from autosplit.trainer.stage_modules import LossFunction, StageSource, union_of_groups
 from autosplit.trainer.step_reports import StepReports
+from autosplit.trainer.trainer_options import TrainerOptions, as_pipeline_error, store_for
 from autosplit.trainer.verification import Verification
 from autosplit.trainer.whole_model import (
     Example,

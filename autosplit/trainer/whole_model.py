@@ -15,12 +15,12 @@ from autosplit.pipeline.engine.stage_builder import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.options import SplitOptions
 from autosplit.trainer.default_shards import group_names
-from autosplit.trainer.options import TrainerOptions
 from autosplit.trainer.stage_modules import (
     Partitioned,
     StageList,
     StageSource,
 )
+from autosplit.trainer.trainer_options import TrainerOptions
 
 Model: TypeAlias = "StageList | nn.Module"
 Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
