@@ -16,6 +16,7 @@ from autosplit.compare.example import failures_of, search_working_directory
 from autosplit.errors import FactoryError, ReplayError
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.recorder.bundle import differing_copies, read_parts
+from autosplit.recorder.faults import FaultSearch
 from autosplit.recorder.replay import StepReplay
 from autosplit.report import draw_timelines
 from autosplit.text.files import write_text
@@ -65,7 +66,7 @@ def replay(
             importlib.import_module(module)
     parts = read_parts(folder)
     pipelines = sorted({part.facts["pipeline"] for part in parts.values()})
-    steps = [StepReplay(parts, number, bound) for number in pipelines if pipeline in (None, number)]
+    steps = [StepReplay(parts, number) for number in pipelines if pipeline in (None, number)]
     if not steps:
         raise ReplayError(f"no part of pipeline {pipeline}: expected --pipeline {pipelines}")
     facts = steps[0].facts
@@ -81,7 +82,7 @@ def replay(
             step.check_recorded(action)
         actions = [action] if action is not None else step.actions(first, last)
         count += len(actions)
-        shown, fault, error = _examine(step, actions, shows=bool(first or last))
+        shown, fault, error = _examine(FaultSearch(step, bound), actions, shows=bool(first or last))
         refusal = error if fault else refusal or error
         if fault:
             break
@@ -102,12 +103,12 @@ def replay(
 
 
 def _examine(
-    step: StepReplay, actions: Sequence[Action], *, shows: bool
+    search: FaultSearch, actions: Sequence[Action], *, shows: bool
 ) -> tuple[Action, str, ReplayError | None]:
     """Run actions up to the first that is wrong.
 
     Args:
-        step: the step.
+        search: compares the actions with their replay.
         actions: the actions.
         shows: whether to print each action that is right.
 
@@ -117,11 +118,11 @@ def _examine(
     """
     shown, fault = actions[0], ""
     try:
-        for shown, fault in step.findings(actions):
+        for shown, fault in search.findings(actions):
             if fault:
                 break
             if shows:
                 click.echo(f"{shown}: as recorded")
     except ReplayError as error:
-        return *(step.recorded_fault(actions) or (shown, "")), error
+        return *(search.recorded_fault(actions) or (shown, "")), error
     return shown, fault, None

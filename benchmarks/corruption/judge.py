@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autosplit.recorder.bundle import read_parts
+from autosplit.recorder.faults import FaultSearch
 from autosplit.recorder.replay import StepReplay
 
 from .faults import BITS, Fault
@@ -51,7 +52,7 @@ def _step_of(bundle: pathlib.Path) -> int:
 def _replayed(folder: pathlib.Path) -> str:
     """What a replay finds first; else the alarm."""
     step = StepReplay(read_parts(folder))
-    for _, finding in step.findings(step.actions()):
+    for _, finding in FaultSearch(step).findings(step.actions()):
         if finding:
             return finding
     return f"no fault; {step.facts['alarm']}: {step.facts['text']}"

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModel
 from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions
 from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.recorder.bundle import read_parts
+from autosplit.recorder.faults import FaultSearch
 from autosplit.recorder.replay import StepReplay
 
 ACTIONS = {"F": "1F0", "I": "1I0", "W": "1W0", "F with a NaN in a sample": "1F2"}
@@ -79,7 +80,7 @@ def replay(bundle: pathlib.Path, action: Action) -> tuple[float, float, str]:
         if kind is action.kind:
             break
     read = perf_counter()
-    ((_, text),) = step.findings([action])
+    ((_, text),) = FaultSearch(step).findings([action])
     return read - start, perf_counter() - read, text
 
 

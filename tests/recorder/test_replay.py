@@ -29,6 +29,7 @@ from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline import PipelineTrainer, Recorder, RunOptions, Schedule, StageOptions
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.recorder.bundle import read_parts
+from autosplit.recorder.faults import FaultSearch
 from autosplit.recorder.program import Program
 from autosplit.recorder.replay import StepReplay
 from autosplit.stage import Stage
@@ -275,7 +276,7 @@ def test_a_replay_drops_the_results_of_earlier_microbatches(recorded: pathlib.Pa
     (bundle,) = recorded.iterdir()
     step = StepReplay(read_parts(bundle))
     with mock.patch.object(Program, "run", run):
-        for _, text in step.findings(step.actions()):
+        for _, text in FaultSearch(step).findings(step.actions()):
             assert not text
     assert sum(ref() is not None for ref in results) < len(results) / 2  # of four microbatches
 
