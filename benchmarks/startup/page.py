@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..page import Page, Part
-from . import later, restart
+from . import later, restart, second
 from .measure import Aim, Settings, measure, render
 
 TEMPLATE = """\
@@ -50,6 +50,13 @@ PARTS: dict[str, Part[Settings]] = {
         "added to those of earlier steps. Malloc keeps freed memory.",
         later.measure,
         later.render,
+    ),
+    "second": Part(
+        "A second process with Inductor",
+        "The first process starts with empty caches, the second with what torch kept of the first "
+        "in `TORCHINDUCTOR_CACHE_DIR`. autosplit keeps nothing of its own.",
+        second.measure,
+        second.render,
     ),
     "restart": Part(
         "Restarts",

@@ -151,6 +151,9 @@ def test_identical_stages_are_compiled_once() -> None:
     after = dict(counters["inductor"])
     assert after["fxgraph_cache_hit"] - earlier[1].get("fxgraph_cache_hit", 0) == 3  # F, I, W
     assert after.get("fxgraph_cache_miss") == earlier[1].get("fxgraph_cache_miss")
+    artifacts = torch.compiler.save_cache_artifacts()
+    assert artifacts is not None
+    assert len(artifacts[1].inductor_artifacts) >= 3
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,15 @@ def test_later_steps_make_a_page(tmp_path: Path) -> None:
     assert "Target 512 wide ≤ 1.01: met everywhere." in page
 
 
+def test_second_processes_make_a_page(tmp_path: Path) -> None:
+    results = Results.read(tmp_path / "results.json")
+    for model, seconds in ("llama", 3.0), ("bert", 6.0):
+        row = {"name": f"{model} 12", "model": model, "layers": 12, "theirs": [[40.0, 4.0]]}
+        results.update("second", [{**row, "ours": [[10.0, seconds]]}], "command", "environment")
+    page = PAGE.render(results)
+    assert "Target over the first process ≤ 0.35: missed by bert (0.60)." in page
+
+
 def test_restarts_make_a_page(tmp_path: Path) -> None:
     starts = {
         "first": [{"seconds": 24.0, "building": 16.0, "whole": 1, "stages": 5, "timed": 1}],
