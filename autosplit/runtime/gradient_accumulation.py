@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
-    UncachedLeaves,
-    has_tensor_hooks,
+    TENSOR_HOOKS,
     waits_for_gradient,
 )
 from autosplit.torch_internals.dtensor import local_tensor
@@ -59,7 +58,9 @@ class GradientSums:
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
         self._bound: dict[int, _BoundSums] = {}  # by the id of the names
-        self._leaves = UncachedLeaves()
+        # The parameters of the last search that found no hooks, and the number of hooks that the
+        # process had registered.
+        self._unhooked: tuple[list[int], int] = [], -1
         self.memory_for: Callable[[Tensor, torch.dtype], Tensor | None] | None = None
 
     def into(
@@ -91,7 +92,7 @@ class GradientSums:
         parameters = [*map(state.__getitem__, names)]
         if not all(map(is_, map(self._parameters.get, names), parameters)):
             self.set_parameters(names, parameters)
-        if skipped or has_tensor_hooks(parameters):
+        if skipped or any(map(TENSOR_HOOKS, parameters)):
             return None
         if all(map(self.tensors.__contains__, names)):
             sums = Accumulators([*map(self.tensors.__getitem__, names)])
@@ -137,7 +138,7 @@ class GradientSums:
         """
         parameters = [*map(self._parameters.__getitem__, names)]
         is_copied = borrowed or self.dtype is not None or self.memory_for is not None
-        is_plain = not (is_copied or skipped or has_tensor_hooks(parameters))
+        is_plain = not (is_copied or skipped or any(map(TENSOR_HOOKS, parameters)))
         if is_plain and self.tensors.keys().isdisjoint(names):
             self.tensors |= zip(names, gradients, strict=True)
             return
@@ -145,7 +146,7 @@ class GradientSums:
             if name in skipped:
                 continue
             copied = name in borrowed
-            if has_tensor_hooks([parameter]):
+            if TENSOR_HOOKS(parameter):
                 # A hook may keep its argument, and return any tensor.
                 (gradient,) = torch.autograd.grad(parameter, parameter, gradient)
                 copied = True
@@ -187,9 +188,13 @@ class GradientSums:
                 total = self._converted(total, dtype, parameter)
             parameter.grad = total
         self._parameters = {}
-        if not self._leaves.among(published).has_hooks():
+        ids = [*map(id, published)]
+        if self._unhooked == (ids, RemovableHandle.next_id):
             return []
-        return [*filter(waits_for_gradient, published)]
+        hooked = [*filter(waits_for_gradient, published)]
+        if not hooked:
+            self._unhooked = ids, RemovableHandle.next_id  # a search for nodes registers hooks
+        return hooked
 
     def clear(self) -> None:
         """Drop the sums."""

@@ -189,7 +189,8 @@ def _dispatch_outside() -> tuple[Any, Any]:
 _OUTSIDE = _dispatch_outside()
 
 
-_TENSOR_HOOKS = attrgetter("_backward_hooks")
+TENSOR_HOOKS = attrgetter("_backward_hooks")
+"""Reads the hooks of ``register_hook`` of a tensor; None if it never had any."""
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -299,7 +300,7 @@ class _TransientLeaves(Leaves):
 
 def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
     """Whether a parameter has a hook of ``register_hook``."""
-    return any(map(_TENSOR_HOOKS, parameters))
+    return any(map(TENSOR_HOOKS, parameters))
 
 
 def has_hooks_of_users(tensor: Tensor) -> bool:
@@ -307,7 +308,7 @@ def has_hooks_of_users(tensor: Tensor) -> bool:
 
     Hooks of FSDP do not count: they need to know when a gradient is computed, not its value.
     """
-    hooks = (_TENSOR_HOOKS(tensor) or {}).values()
+    hooks = (TENSOR_HOOKS(tensor) or {}).values()
     return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
@@ -351,7 +352,7 @@ def hook_tables(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
     """The dictionaries of hooks on tensors and on their autograd nodes, without empty
     dictionaries.
     """
-    tables = [table for t in tensors for table in (_TENSOR_HOOKS(t), _LATE_HOOKS(t)) if table]
+    tables = [table for t in tensors for table in (TENSOR_HOOKS(t), _LATE_HOOKS(t)) if table]
     return [*tables, *filter(None, node_hooks(tensors))]
 
 

@@ -23,8 +23,8 @@ from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import few, milliseconds, parse_size, size_text
 from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.trainer.options import StageOptions
-from autosplit.trainer.rank_model import OptimizerFunction
 from autosplit.trainer.stage_modules import LossFunction
+from autosplit.trainer.trained_parameters import OptimizerFunction
 from autosplit.trainer.trainer import PipelineTrainer
 
 _LONGEST = 40  # characters of the name of a block

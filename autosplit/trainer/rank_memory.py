@@ -125,12 +125,12 @@ class RankMemory:
     def fixed_by_owner(self) -> tuple[int, int, int]:
         """(bytes of parameters and buffers, of gradients, of optimizer state)."""
         state = distinct_storage_bytes(state_of(self._model.modules.values()))
-        trained = [p for p in self._model.parameters if p.requires_grad]
+        trained = [p for p in self._model.trained.parameters if p.requires_grad]
         gradients = sum(
             local_tensor(p).numel() * (self._grad_dtype or p.dtype).itemsize for p in trained
         )
         gradients += sum(bucket.flag_bytes for bucket in self._written_buckets)
-        return state, gradients, state_bytes(self._model.optimizer)
+        return state, gradients, state_bytes(self._model.trained.optimizer)
 
     @property
     def _written_buckets(self) -> list[GradientBucket]:
@@ -241,12 +241,12 @@ class RankMemory:
         """
         (messages, moves), model = self._traffic, self._model
         stages = traced(step.stages).values()
-        state = storage_sizes([*state_of(model.modules.values()), *model.optimizer_state])
+        state = storage_sizes([*state_of(model.modules.values()), *model.trained.optimizer_state])
 
         def holdings(arguments: Iterable[Tensor]) -> tuple[int, int]:
             """(fixed bytes, all bytes) that the rank holds now, with the next call's arguments."""
             sums = (gradient for stage in stages for gradient in stage.gradients.values())
-            gradients = [*(parameter.grad for parameter in model.parameters), *sums]
+            gradients = [*(parameter.grad for parameter in model.trained.parameters), *sums]
             kept = [
                 *batch,
                 *arguments,

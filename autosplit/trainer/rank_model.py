@@ -1,11 +1,10 @@
-"""One rank's part of the model: its modules, parameters, gradients and optimizer."""
+"""One rank's part of the model: its modules, and the reductions of their gradients."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,33 +16,25 @@ from autosplit.ranks.groups import Groups
 from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistribute_gradient
 from autosplit.torch_internals.gradients import scale_together
-from autosplit.torch_internals.state import StateReader
 from autosplit.trainer.gradient_buckets import GradientBuckets, Wait
-from autosplit.trainer.gradient_norms import GradientNorms, are_small
 from autosplit.trainer.replicated_parameters import ReplicatedParameters
 from autosplit.trainer.sharded_stages import ShardedStages
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.stage_start import agree_on_start, build_seeded_modules
+from autosplit.trainer.trained_parameters import OptimizerFunction, TrainedParameters
 
-OptimizerFunction: TypeAlias = "Callable[[list[Any]], torch.optim.Optimizer]"
-"""Builds an optimizer of a list of parameters, or of a list of (name, parameter) if its argument is
-called ``named`` or ``named_parameters``.
-"""
 ShardFunction: TypeAlias = "Callable[[Mapping[int, nn.Module]], frozenset[int]]"
 """Shards a rank's stages, by index; returns the ``id`` of trained parameters that stay whole."""
-_NAMED_ARGUMENTS = ("named", "named_parameters")
 
 
 class RankModel:
-    """This rank's stage modules and trained parameters, with their gradients and their optimizer.
+    """This rank's stage modules and their trained parameters.
 
     A step calls, in this order:
 
-        check                 the user has not changed which parameters are trained
+        checks                the user has not changed which parameters are trained
         reducing_gradients    around the actions: sums ``.grad`` over copies at its end
-        gradient_norms        of the reduced gradients
         post_step             buffers of replicas become equal
-        step                  gradients are clipped, the optimizer updates parameters
 
     Collective: all ranks must construct it together.
 
@@ -58,15 +49,13 @@ class RankModel:
 
     Attributes:
         modules: this rank's modules by stage.
-        parameters: the parameters that need a gradient, each once.
-        optimizer: updates ``parameters``; None before ``build_optimizer``, and on a rank without
-            parameters to train.
+        trained: the parameters that need a gradient, with their optimizer.
         sharded: the stages that ``fully_shard`` has sharded.
         buckets: the buffers of the gradients that are reduced over copies.
+        checks: functions to call before a step, which raise PipelineError.
         post_step: functions to call after the actions of a step.
         reduces: whether a step reduces gradients over copies of tied parameters or over other
             ranks.
-        counts_all: whether the norm of the model's gradient counts all parameters of this rank.
 
     Raises:
         PipelineError: a stage is not a module; also raises the errors of ``ShardedStages`` and
@@ -104,9 +93,11 @@ class RankModel:
         self._tied_shards = GradientBuckets(copies.tied_shards, {}, groups, synchronize, shares=1)
         self._tied = copies if shared else None
         has_shards, has_replicas = bool(sharded.parameters), groups.layout.shares > 1
-        self._checks = [
+        self.trained = TrainedParameters(modules, copies.is_counted)
+        self.checks = [
             *([copies.check_hooks] if shared or has_shards else []),
             *([sharded.check_reduction, sharded.free_all] if has_shards else []),
+            self.trained.check_parameters,
         ]
         self.post_step = [
             *([synchronize] if device.type == "cuda" else []),
@@ -118,15 +109,8 @@ class RankModel:
             *([lambda: [sharded.start()]] if has_shards else []),
             *([lambda: [self._sum_tied_shards]] if copies.tied_shards else []),
         ]
-        self.parameters = _trainable(modules.values())
-        self._has_small_gradients = are_small(self.parameters)
-        self._has_dtensors = any(map(is_dtensor, self.parameters))
+        self._has_dtensors = any(map(is_dtensor, self.trained.parameters))
         self.reduces = bool(self._reductions) or self._has_dtensors
-        self._counted = [p for p in self.parameters if copies.is_counted(p)]
-        self.counts_all = len(self._counted) == len(self.parameters)
-        self._parameter_ids = frozenset(map(id, self.parameters))
-        self._state_readers = {stage: StateReader(module) for stage, module in modules.items()}
-        self.optimizer: torch.optim.Optimizer | None = None
 
     def arrange_buckets(self, stages: Mapping[int, Stage], schedule: Schedule) -> None:
         """Order gradients in their buffers by the order in which a step completes them; collective
@@ -182,20 +166,16 @@ class RankModel:
         tied.
 
         Raises:
-            PipelineError: ``optimizer_fn`` returns no optimizer; or the optimizer has other
-                parameters, needs a closure, or has other options for a tied parameter than another
-                rank's.
+            PipelineError: as ``TrainedParameters.build_optimizer``, or the optimizer has other
+                options for a tied parameter than another rank's.
         """
-        if self.parameters:
-            named = _takes_names(optimizer_fn)
-            self.optimizer = optimizer_fn(self.named_parameters() if named else self.parameters)
-            _check_optimizer(self.optimizer, self.parameters)
+        self.trained.build_optimizer(optimizer_fn, self._names)
         if self._tied is not None:
-            self._tied.check_optimizers(self.optimizer)
+            self._tied.check_optimizers(self.trained.optimizer)
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return ``parameters`` with their names in the whole model. In a list of stages they begin
-        with the stage's index, as in an ``nn.Sequential`` of the stages.
+    def _names(self) -> Mapping[int, str]:
+        """Map the ``id`` of a parameter to its name in the whole model. In a list of stages it
+        begins with the stage's index, as in an ``nn.Sequential`` of the stages.
 
         A tied parameter has one name on all ranks, the first of its names in the whole model. So
         groups that are made by names have it in the same group everywhere.
@@ -205,8 +185,7 @@ class RankModel:
             for stage, module in self.modules.items()
             for name, parameter in module.named_parameters()
         ]
-        first_names = {id(parameter): name for name, parameter in reversed(named)}
-        return [(first_names[id(parameter)], parameter) for parameter in self.parameters]
+        return {id(parameter): name for name, parameter in reversed(named)}
 
     def _model_name(self, stage: int, name: str) -> str:
         """Return the first name in the whole model of a stage's parameter."""
@@ -216,100 +195,16 @@ class RankModel:
         stage, name = self._first_holders.get((stage, name), (stage, name))
         return f"{stage}.{name}"
 
-    @property
-    def optimizer_state(self) -> list[Tensor]:
-        """The tensors of the optimizer's state."""
-        states = {} if self.optimizer is None else self.optimizer.state
-        values = (value for state in states.values() for value in state.values())
-        return [value for value in values if isinstance(value, Tensor)]
-
-    def step(
-        self, max_norm: float | None, norm: float | None, barrier: Callable[[], None] | None = None
-    ) -> None:
-        """Clip the gradients, call the optimizer, wait for all ranks, and drop the gradients.
-
-        Args:
-            max_norm: the norm to which the gradient of the whole model is clipped; None does not
-                clip.
-            norm: the norm of the whole model's gradient before clipping.
-            barrier: a function that returns when every rank has called it, and raises if a rank
-                fails; None: do not wait for other ranks.
-        """
-        if max_norm is not None and norm is not None:
-            _clip(self.parameters, max_norm, norm)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        if barrier is not None:
-            barrier()
-        self.drop_gradients()
-
-    def check_parameters(self) -> None:
-        """Check that no parameter is trained that was not when the trainer was built. Also run the
-        step's other checks, such as ``check_hooks``.
-
-        No optimizer would update a newly trained parameter, no norm would count it, and its copies
-        would become different.
-
-        Raises:
-            PipelineError: names a newly trained parameter.
-        """
-        for call in self._checks:
-            call()
-        for stage, reader in self._state_readers.items():
-            for name, tensor in reader.read().items():
-                is_new = tensor.requires_grad and id(tensor) not in self._parameter_ids
-                if is_new and isinstance(tensor, nn.Parameter):  # else a buffer
-                    raise PipelineError(
-                        f"parameter {name!r} of stage {stage} was unfrozen, added or replaced "
-                        "after the trainer was built, and is not in its optimizer: build a new "
-                        "trainer, or copy values into the existing parameters (load_state_dict "
-                        "without assign=True)"
-                    )
-
     def restore_process_groups(self) -> None:
         """Restore the process groups that sharded modules had before the trainer."""
         self.sharded.restore_process_groups()
-
-    def gradient_norms(self, *, squares: bool) -> GradientNorms:
-        """Start computing the norms of this rank's gradients; see ``GradientNorms``.
-
-        Args:
-            squares: whether to compute the sum of squares, which counts each parameter of the model
-                on one rank only. Without it, all parameters of this rank are included.
-        """
-        counted = self._counted if squares else self.parameters
-        return GradientNorms(counted, squares=squares, small=self._has_small_gradients)
-
-    def nonfinite_stage(self, norms: GradientNorms) -> int | None:
-        """Return the last of this rank's stages with a gradient that is not finite; None if all are
-        finite.
-        """
-        nonfinite = {*map(id, norms.nonfinite())}
-        for stage, module in sorted(self.modules.items(), reverse=True) if nonfinite else ():
-            if any(id(parameter) in nonfinite for parameter in module.parameters()):
-                return stage
-        return None
-
-    def drop_gradients(self) -> None:
-        """Drop all gradients, including gradients of parameters that are not in the optimizer.
-
-        Gradients outside of the optimizer would grow with every step, and count in the norm.
-        """
-        optimizer = self.optimizer
-        if (
-            optimizer is not None
-            and type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
-        ):
-            optimizer.zero_grad(set_to_none=True)  # it may do more
-        for parameter in self.parameters:
-            parameter.grad = None
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
         """Context that sets gradients of earlier steps aside, so that others can be computed. At
         its end, it restores the earlier gradients and all buffers.
         """
-        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        gradients = [(parameter, parameter.grad) for parameter in self.trained.parameters]
         buffers = [buffer for module in self.modules.values() for buffer in module.buffers()]
         values = [buffer.clone() for buffer in buffers]
         for parameter, _ in gradients:
@@ -340,7 +235,7 @@ class RankModel:
         Raises:
             LostPeerError: another rank did not take part.
         """
-        earlier_gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        earlier_gradients = [(parameter, parameter.grad) for parameter in self.trained.parameters]
         for parameter, _ in earlier_gradients:
             parameter.grad = None
         self.buckets.begin()
@@ -396,75 +291,3 @@ def _check_tied(index: int, module: nn.Module, shared: Sequence[Sequence[Holder]
                 "shared_parameters does not have it: build the trainer by plan.trainer(...), or "
                 "pass StageOptions(shared_parameters=plan.shared)"
             )
-
-
-def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that need a gradient, each once."""
-    trained = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    return list(trained.values())
-
-
-_DOUBLE = (torch.float64, torch.complex128)
-
-
-def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
-    """Scale this rank's gradients in place by max_norm / norm, if ``norm`` is greater.
-
-    This is the rule of ``torch.nn.utils.clip_grad_norm_`` for the norm of the whole model.
-    """
-    # This rank's part of a DTensor can be scaled by a plain number.
-    terms: Any = [
-        _NormTerm(local_tensor(parameter.grad))
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
-    is_double = any(term.grad.dtype in _DOUBLE for term in terms)
-    dtype = torch.float64 if is_double else torch.float32
-    total: Tensor = torch.tensor(norm, dtype=dtype, device="cpu")
-    torch.nn.utils.clip_grads_with_norm_(terms, max_norm, total)
-
-
-class _NormTerm(NamedTuple):
-    """A gradient as ``.grad`` of an object, which torch's clipping accepts as a parameter."""
-
-    grad: Tensor
-
-
-def _takes_names(optimizer_fn: Callable[..., object]) -> bool:
-    """Whether the function's first argument is called ``named`` or ``named_parameters``."""
-    try:
-        names = [*inspect.signature(optimizer_fn).parameters]
-    except (TypeError, ValueError):  # a builtin has no signature
-        return False
-    return bool(names) and names[0] in _NAMED_ARGUMENTS
-
-
-def _needs_closure(optimizer: Any) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
-def _check_optimizer(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Check that an optimizer can run without a closure, and has only this rank's parameters.
-
-    Raises:
-        PipelineError: the optimizer needs a closure, or has parameters of other ranks.
-    """
-    if not hasattr(optimizer, "param_groups"):
-        raise PipelineError(
-            f"optimizer_fn must return a torch.optim.Optimizer; got a {type(optimizer).__name__}"
-        )
-    if _needs_closure(optimizer):
-        raise PipelineError(
-            f"{type(optimizer).__name__} runs the model again in its step(closure), which a "
-            "pipeline cannot do within a step: use an optimizer with step(), such as "
-            "torch.optim.AdamW"
-        )
-    expected = set(map(id, parameters))
-    updated = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(parameter not in expected for parameter in updated)
-    if foreign:
-        raise PipelineError(
-            f"optimizer_fn built an optimizer of {len(updated)} parameters, {foreign} of which are "
-            "not this rank's: build it from the list that optimizer_fn is called with"
-        )

@@ -62,7 +62,6 @@ from autosplit.trainer.batches import (
     MicrobatchList,
     deliver_gradients,
 )
-from autosplit.trainer.gradient_norms import GradientNorms
 from autosplit.trainer.limited_schedules import LimitedSchedules
 from autosplit.trainer.loss_gradients import (
     LossGradients,
@@ -77,6 +76,7 @@ from autosplit.trainer.rank_stages import RankStages
 from autosplit.trainer.stage_modules import Holder, LossFunction, Observer, StageSource
 from autosplit.trainer.step_orders import StepOrders
 from autosplit.trainer.step_plans import StepPlan, StepPlans
+from autosplit.trainer.trained_parameters import GradientNorms
 from autosplit.trainer.trainer_options import TrainerOptions
 from autosplit.trainer.tuning import Tuner
 from autosplit.trainer.verification import Gradients, Verification, differences, gradients_of
@@ -269,7 +269,7 @@ class Runner:
         if hooked:
             call_accumulate_hooks(hooked)
         needs_norms = self.clips or self._checks_finite
-        norms = model.gradient_norms(squares=self.clips) if needs_norms else None
+        norms = model.trained.gradient_norms(squares=self.clips) if needs_norms else None
         for call in model.post_step:
             call()
         self.spans = recorder.spans() if recorder is not None else []
@@ -284,7 +284,7 @@ class Runner:
             auditor.measure_step(self.spans, executor.schedule, self.stages)
         checks: Sequence[float] = ()
         if flight is not None:
-            checked = None if self.clips and not model.counts_all else norms
+            checked = None if self.clips and not model.trained.counts_all else norms
             are_finite = checked is not None and not checked.nonfinite()
             checks = flight.end_actions(self.spans, are_finite=are_finite)
         reduction = self._start_reduction(plan, losses, microbatches, weights, norms, checks)
@@ -366,7 +366,8 @@ class Runner:
         """Return (plan of a training step, its executor, inputs by microbatch, targets by
         microbatch).
         """
-        self._model.check_parameters()
+        for check in self._model.checks:
+            check()
         plan, inputs, targets = self._plans.agree_on_plan(
             batch, weights, evaluates=False, waits=waits
         )
@@ -587,7 +588,7 @@ class Runner:
         if self.spans and not plan.evaluates:
             window = window_of(self.spans)
         if norms is not None and self._checks_finite:
-            nonfinite = self._model.nonfinite_stage(norms)
+            nonfinite = self._model.trained.nonfinite_stage(norms)
         tensors = _tensors(batch) if self._shares_tensors else []
         if weights is not None:
             numbers = weights.of_each(len(plan.microbatches))

@@ -32,11 +32,12 @@ from autosplit.trainer.options import (
     check_record,
     parse_limit,
 )
-from autosplit.trainer.rank_model import OptimizerFunction, RankModel, ShardFunction
+from autosplit.trainer.rank_model import RankModel, ShardFunction
 from autosplit.trainer.runner import Runner
 from autosplit.trainer.sharded_optimizer import shard_stages
 from autosplit.trainer.stage_modules import LossFunction, StageSource, union_of_groups
 from autosplit.trainer.step_reports import StepReports
+from autosplit.trainer.trained_parameters import OptimizerFunction
 from autosplit.trainer.trainer_options import TrainerOptions, as_pipeline_error, store_for
 from autosplit.trainer.verification import Verification
 from autosplit.trainer.whole_model import (
@@ -200,7 +201,7 @@ class PipelineTrainer(StepReports):
         synchronize = partial(await_device, self.device, self._guard, options.run.timeout)
         with self._guard.during("building the model"):
             store = store_for(options, schedule, self.device)
-            self._model = rank_model = RankModel(
+            rank_model = RankModel(
                 source,
                 self.shared_parameters,
                 schedule,
@@ -214,7 +215,8 @@ class PipelineTrainer(StepReports):
                 rank_model.sharded.refuse_factory(factory)
             self.modules = rank_model.modules
             rank_model.build_optimizer(optimizer_fn)
-            self.optimizer = rank_model.optimizer
+            self._trained = rank_model.trained
+            self.optimizer = self._trained.optimizer
             if self._drops_nonfinite:
                 self._watch_optimizer()
             # After the barrier, every rank has built its part.
@@ -315,7 +317,7 @@ class PipelineTrainer(StepReports):
         losses = self._run(batch, target, microbatches, weight, named, ends_step=True)
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
-                self._model.step(self._max_norm, self._figures.norm, self._barrier)
+                self._trained.step(self._max_norm, self._figures.norm, self._barrier)
         self._figures.seconds = perf_counter() - start
         return losses
 
@@ -370,7 +372,7 @@ class PipelineTrainer(StepReports):
                 self._runner.backward_batch()
         if self._optimizer_moves:
             with self._guard.during("the optimizer step"):
-                self._model.step(self._max_norm, self._figures.norm)
+                self._trained.step(self._max_norm, self._figures.norm)
         self._figures.seconds = perf_counter() - start
         return agreement
 
@@ -431,7 +433,7 @@ class PipelineTrainer(StepReports):
         """Drop the gradients of a step that are not all finite, and update the scale."""
         self._accumulates = False
         if not self._optimizer_moves:
-            self._model.drop_gradients()
+            self._trained.drop_gradients()
             self._figures.skipped += 1
         if self.grad_scaler is not None:
             self._runner.losses.update_scale(self.grad_scaler, finite=self._optimizer_moves)

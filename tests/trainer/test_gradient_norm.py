@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.trainer.gradient_norms import GradientNorms
+from autosplit.trainer.trained_parameters import GradientNorms
 
 
 def with_gradient(gradient: Tensor | None) -> nn.Parameter:

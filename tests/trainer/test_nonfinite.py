@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer
-from autosplit.trainer.gradient_norms import GradientNorms
+from autosplit.trainer.trained_parameters import GradientNorms
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
 
