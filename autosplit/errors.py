@@ -173,7 +173,7 @@ class BatchError(PipelineError):
 
 
 class AuditError(PipelineError):
-    """An action that a rank ran again had other bits."""
+    """An action gave other bits when a rank ran it a second time."""
 
 
 class FactoryError(PipelineError):

@@ -137,7 +137,8 @@ class Gathering:
         return run
 
     def gather_all(self, *, is_forward: bool) -> None:
-        """Gather all groups and free them, as ranks do that run a graph meanwhile.
+        """Gather all groups and free them, so that ranks which run a graph meanwhile can gather
+        theirs.
 
         Args:
             is_forward: whether the graph is a forward.
@@ -239,8 +240,8 @@ def _blocks(node: fx.Node) -> set[fx.Node | None]:
 
 
 def _inputs_of_blocks(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[list[int]]:
-    """For each call of a repeated block, the places of those of its arguments that are inputs of
-    the graph.
+    """For each call of a repeated block, the places in ``inputs`` of the arguments that are inputs
+    of the graph.
     """
     places = {node: place for place, node in enumerate(inputs)}
     return [

@@ -349,9 +349,8 @@ class Stage:
         self._saved[microbatch] = MicrobatchState(state.functions, residuals, state.module_state)
 
     def copy_of(self, microbatch: int) -> Stage:
-        """A stage of the same module and graphs that holds nothing but this microbatch, as far as
-        this stage holds it. Both refer to the same tensors, but for copies of those that a graph
-        may overwrite.
+        """Return a stage of the same module and graphs that holds only this microbatch's state. The
+        two stages share its tensors, except those that a graph may overwrite, which are copied.
         """
         owner, twin = f"stage {self.index}", object.__new__(Stage)
         vars(twin).update(vars(self))
@@ -364,8 +363,8 @@ class Stage:
         return twin
 
     def take_from(self, twin: Stage, microbatch: int) -> None:
-        """Take what a copy of this stage holds of the microbatch, after it has run an action, and
-        its weight gradients.
+        """Take the microbatch's state and the weight gradients of ``twin``, a copy of this stage,
+        after it has run an action.
         """
         for phase, copy in zip(self._phases, twin._phases, strict=True):
             if microbatch in phase:

@@ -96,7 +96,7 @@ class Regions:
         weight: W.
         early_weight_grads: weight gradients that I computes and returns.
         kept: parameters and buffers that W reads from the module, so that they are not saved.
-        price: of the minimum cut.
+        price: the price of the minimum cut.
         cuts: the nodes that cross the boundary after F, and the nodes that cross the boundary after
             I.
     """

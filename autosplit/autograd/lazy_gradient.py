@@ -160,8 +160,8 @@ class LazyGradient(Tensor):
             return self._real
         if inside:
             raise SplitError(
-                "a gradient that was read from .grad while a part of it was pending is used by "
-                "the computation of that part: call backward_weight() before you read .grad"
+                "the computation of a weight gradient reads this gradient itself, which was taken "
+                "from .grad before: call backward_weight() before you read .grad"
             )
         raise SplitError(
             "a gradient that was read from .grad while a part of it was pending has no value: the "

@@ -178,8 +178,8 @@ def _traced_strides(returned: Sequence[tuple[Role, Any]]) -> list[Strides | None
 
 
 def _with_strides(call: Boxed, strides: Sequence[Strides | None]) -> Boxed:
-    """Wrap a call: results with other strides than the next graph expects are copied, as operators
-    pass on the strides of inputs. Symbolic strides are not compared.
+    """Wrap a call: copy results whose strides are not those that the next graph expects. They may
+    differ, because operators pass on the strides of inputs. Symbolic strides are not compared.
     """
     fixed = [s if s and all(isinstance(n, int) for n in s) else None for s in strides]
 

@@ -22,7 +22,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def holds_size(value: Any) -> bool:
-    """Whether a value is a symbolic size, or several numbers with one."""
+    """Whether a value is a symbolic size, or a tuple of numbers that contains one."""
     numbers = value if isinstance(value, tuple | list) else [value]
     return any(isinstance(number, _SYMBOLIC) for number in numbers)
 
@@ -104,8 +104,8 @@ class ForwardSizes:
 class ArgumentSizes:
     """The sizes of a forward, as a part of its graph computes them from its own arguments.
 
-    A size of an argument is a symbol, follows from the symbols of all arguments, or is taken for a
-    symbol of its own: after a pooling, ``s // 2`` if no argument has the size ``s``.
+    A size of an argument is a symbol, follows from the symbols of all arguments, or becomes a new
+    symbol: after pooling, for example, ``s // 2`` if no argument has the size ``s``.
 
     Args:
         env: the shape environment of the symbols.
@@ -158,7 +158,7 @@ class ArgumentSizes:
                 self._computed[symbol] = (node, dimension)
 
     def _is_unknown(self, size: Any) -> bool:
-        """Whether a size follows from none that was read so far."""
+        """Whether a size cannot be computed from the sizes that were read so far."""
         symbols = self._resolve(size).free_symbols
         return not symbols <= {*self._places, *self._symbols.values()}
 

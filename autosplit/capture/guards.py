@@ -153,9 +153,9 @@ class ForwardScope:
 
 
 def _same(array: Any) -> Any:
-    """Return a NumPy array unchanged. Dynamo's expressions call this function instead of converting
-    the array. Guards compare constants by identity, and each conversion would make a new tensor.
-    The graph's tensor shares the array's memory, and so has the array's present values.
+    """Return a NumPy array unchanged. Guards call it where Dynamo's expressions convert the array
+    to a tensor, because guards compare constants by identity and each conversion makes a new
+    tensor. The values need no guard: the graph's tensor shares the array's memory.
     """
     return array
 
@@ -184,8 +184,8 @@ class BlockGuards:
     Args:
         guards: guards of the block's graphs. They must consist of Dynamo's own guards alone.
         module: the block.
-        args: positional inputs with the forms of the call's inputs.
-        kwargs: keyword inputs with the forms of the call's inputs.
+        args: positional inputs with the structure of the call's inputs.
+        kwargs: keyword inputs with the structure of the call's inputs.
     """
 
     def __init__(

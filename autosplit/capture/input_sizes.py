@@ -124,7 +124,7 @@ class InputSizes:
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The symbols whose values a call's inputs have."""
+        """The symbols whose values can be read from a call's inputs."""
         return {*self._places}
 
     @property
@@ -250,8 +250,8 @@ def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:
 
 
 def _symbols(traced: Any) -> Iterator[tuple[str, int, sympy.Symbol]]:
-    """Yield (kind, dimension, symbol) of each size that is a single symbol. ``traced`` is a tensor
-    or a number.
+    """Yield (kind, dimension, symbol) for each size, stride and offset of a tensor that is a single
+    symbol; kind is "size", "stride" or "offset". A number has kind "value".
     """
     sizes = _sizes(traced) if isinstance(traced, Tensor) else [("value", 0, traced)]
     for kind, at, size in sizes:

@@ -423,7 +423,7 @@ def _traced(
 
 @contextlib.contextmanager
 def same_tensors(module: nn.Module) -> Iterator[None]:
-    """Context at whose end a module has its parameters and buffers again. AOTAutograd and
+    """Context that restores a module's parameters and buffers at its end. AOTAutograd and
     ``torch.func.functional_call`` leave substitutes in a submodule that has two names.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]

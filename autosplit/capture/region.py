@@ -227,7 +227,8 @@ class RegionCall:
         guards: conditions under which the region is valid for the block.
         refuse: a function that records why the block cannot be captured separately. The trace goes
             on, so that one trace finds all such blocks, and its result is dropped.
-        detach: a function that records the path of a result without a gradient, likewise.
+        detach: a function that records the path of a result that gets no gradient; the trace goes
+            on, too.
     """
 
     number: int

@@ -140,13 +140,13 @@ def _refuse_sums(
 ) -> None:
     """Refuse a block that would sum a gradient in another order than autograd."""
     if not region.sum_as_autograd(tree_flatten((args, dict(kwargs)))[0]):
-        refuse("its gradient of a tensor that is also read elsewhere is a sum")
+        refuse("it would sum the gradient of an input in another order than autograd")
 
 
 def rebind(session: RegionSession[BlockRegion], exported: fx.GraphModule) -> list[RegionCall]:
-    """Bind calls of blocks again of which some results turned out to get no gradient, and return
-    all calls. Empty if there are none, or if Dynamo must trace the model again: a block is refused,
-    or sizes are symbols of Dynamo's trace.
+    """Bind blocks again of which some results turned out to get no gradient, and return all calls.
+    Return an empty list if there is no such block, or if Dynamo must trace the model again: a block
+    is refused, or sizes are symbols of Dynamo's trace.
     """
     if not session.has_detached or session.is_outdated:
         return []

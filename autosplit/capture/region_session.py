@@ -198,8 +198,8 @@ class RegionSession(Generic[R]):
     Attributes:
         detached: as passed.
         blocks: the blocks that Dynamo does not trace into, by name.
-        is_outdated: whether the session has added to ``refused``, or to ``detached`` with symbolic
-            sizes, so that its result is dropped.
+        is_outdated: whether the session's result must be dropped: it has added to ``refused``, or
+            to ``detached`` while sizes are symbolic.
         has_detached: whether the session has added to ``detached`` since blocks were bound.
     """
 
@@ -324,8 +324,8 @@ class RegionSession(Generic[R]):
         self.detached[name] = self.detached.get(name, frozenset()) | {path}
 
     def match_detached(self, name: str, region: R) -> tuple[R, BlockGuards]:
-        """Return (region, the block's guards) for a call of a block that an earlier region fitted,
-        without the gradients that nothing needs.
+        """Return (region, the block's guards) for a call that an earlier region fitted. The
+        returned region leaves out the gradients that nothing needs.
         """
         leaves, spec = tree_flatten((region.args, region.kwargs))
         with self.opaque():

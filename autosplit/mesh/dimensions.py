@@ -210,8 +210,9 @@ def _names(mesh: Any) -> tuple[str, ...]:
     names = mesh.mesh_dim_names
     if not names:
         raise PipelineError(
-            f"the dimensions of the mesh of {tuple(mesh.shape)} ranks have no names: pass "
-            f"init_device_mesh(..., mesh_dim_names=(...)) names of {known_dimensions()}"
+            f"the dimensions of the mesh of {tuple(mesh.shape)} ranks have no names: create it by "
+            "init_device_mesh(..., mesh_dim_names=(...)), with one name for each dimension, of "
+            f"{known_dimensions()}"
         )
     check_dimensions(names)
     return tuple(names)

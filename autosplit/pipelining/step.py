@@ -281,10 +281,11 @@ class StageStep:
             self._steps.hooked += parameters
 
     def scale(self, factor: int) -> None:
-        """Divide the stage's gradients, unless the step has divided the gradients that it added.
+        """Divide the stage's gradients, unless the step has divided them already.
 
         Raises:
-            PipelineError: gradients of earlier steps are among them.
+            PipelineError: ``.grad`` contains gradients of earlier steps, which would be divided
+                again.
         """
         stage = self._stage
         if not stage.has_backward or self.divisor != 1:  # torch calls it in an evaluation, too

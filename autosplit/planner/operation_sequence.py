@@ -215,8 +215,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _forbidden(line: OperationSequence) -> dict[int, str]:
-    """Map each position at which a cut would divide operations that must be in one stage to the
-    reason.
+    """Map each position at which a cut is illegal to the reason: it would divide operations that
+    must be in one stage.
     """
     reasons: dict[int, str] = {}
     for first, last, why in (*_unsendable(line), *_settings_changed(line), *_writes(line)):

@@ -265,7 +265,8 @@ class _GraphWriter:
         copies.update(zip(constants, map(graph.get_attr, self.root), strict=True))
 
     def _read_by(self, node: fx.Node) -> Sequence[fx.Node]:
-        """The nodes that an operation reads, or the block that begins with it."""
+        """The nodes that an operation reads. If a block begins with the operation, the block's
+        inputs."""
         call = self._calls.get(node)
         return node.all_input_nodes if call is None else call.inputs
 

@@ -116,9 +116,9 @@ _ADDRESS = "127.0.0.1"
 _NAMES = ("lo", "lo0")
 
 
-def is_positive(value: object, below: float = math.inf) -> bool:
-    """Whether ``value`` is a number (not a bool) above 0 and at most ``below``."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) <= below
+def is_positive(value: object, maximum: float = math.inf) -> bool:
+    """Whether ``value`` is a number (not a bool) above 0 and at most ``maximum``."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) <= maximum
 
 
 def wait_limit(timeout: float) -> timedelta:

@@ -221,7 +221,7 @@ class Groups(Control):
         return next((group for group, ranks in groups if self._world_rank in ranks), None)
 
     def control_of_sets(self, sets: Sequence[Sequence[int]]) -> Control:
-        """Control of the ranks in that set which has this rank; collective over all ranks.
+        """Control of the ranks in the set that has this rank; collective over all ranks.
 
         Args:
             sets: as for ``new_group_of_sets``; one of them has this rank.

@@ -1,4 +1,4 @@
-"""``ActionAudit``: an action that runs again from what it took, and whose bits are compared.
+"""``ActionAudit`` runs an action a second time from the same arguments, and compares the bits.
 
 ::
 

@@ -132,8 +132,8 @@ def read_parts(folder: Path) -> dict[int, BundlePart]:
 
 
 def differing_copies(parts: Mapping[int, BundlePart]) -> list[str]:
-    """Texts on the parameters, buffers and gradients of which replicas have different bits, each
-    with the ranks; ranks that fewer others agree with come first.
+    """Texts on the parameters, buffers and gradients that differ between replicas. Each text lists
+    the ranks; those with which the fewest others agree come first.
     """
     ranks_by_bits: dict[tuple[str, tuple[int, ...]], dict[str, list[int]]] = {}
     for rank, part in parts.items():

@@ -149,8 +149,8 @@ def _block_sums(values: Tensor) -> Tensor:
 def _extremes(values: Tensor) -> tuple[Tensor, ...]:
     """Numbers that are finite if and only if all numbers of the tensor are; none for integers.
 
-    Of a CPU tensor, its sum if that is finite, which takes a third of the time. Else the least and
-    the greatest number, which are NaN if any number is.
+    For a CPU tensor, its sum if the sum is finite, which takes a third of the time. Otherwise the
+    least and the greatest number, which are NaN if any number is.
     """
     if not values.is_floating_point() or not values.numel():
         return ()

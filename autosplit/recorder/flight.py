@@ -41,12 +41,12 @@ from autosplit.torch_internals.state import StateReader
 
 
 class EqualCopies(NamedTuple):
-    """Parameters whose copies must have the same bits.
+    """Copies of parameters that must be equal on several ranks, bit for bit.
 
     Attributes:
-        owners: the ranks that have the copies, as text.
-        sets: the ranks, in sets in which all bits are equal.
-        places: the parameters of this rank, as (stage, name).
+        owners: name of the ranks that hold copies, such as "replicas"; for reports.
+        sets: sets of ranks; all ranks of a set must hold equal copies.
+        places: (stage, name) of each of the parameters on this rank.
     """
 
     owners: str
@@ -128,7 +128,7 @@ class FlightRecorder:
             return self._watch_held(bound) if records_held else bound
 
         def noted_fetch() -> list[Any]:
-            """Record first what may be recorded before the input arrives."""
+            """Record what is known before the input arrives, then fetch the input."""
             tape = self._tape
             if tape is None:  # no step is recorded while gradients are verified
                 return fetch()
@@ -205,7 +205,7 @@ class FlightRecorder:
         """End the tape of the step; see ``StepTape.end``.
 
         Returns:
-            The numbers of this rank that all ranks exchange: of its alarms, and checksums.
+            The numbers that this rank sends to all ranks: its alarms and checksums.
             ``checks_of_ranks`` then returns the numbers of all ranks.
         """
         tape: Any = self._tape

@@ -36,9 +36,10 @@ class Recorder:
             ``"replicas"``: parameters or gradients differ where their bits must be equal.
             ``"signal"``: the process gets SIGUSR1. Each alarm except the signal causes one bundle a
             run.
-        digests: ``"boundaries"``: of what actions take from other stages and give to them.
-            ``"all"``: also of the tensors that a stage holds between F, I and W, after the action
-            that leaves them and before the action that takes them, in which a bit may flip.
+        digests: the tensors that get digests. ``"boundaries"``: tensors that stages send to each
+            other. ``"all"``: also tensors that a stage holds between F, I and W, once after the
+            action that leaves them and once before the action that takes them. Two different
+            digests show that a bit flipped in memory.
         steps: the number of steps whose digests are kept.
         log: a folder for one file a rank, with a line of JSON a step; None: no file.
         tensors: whether bundles have tensors and programs. Without them, a bundle cannot be run

@@ -102,8 +102,8 @@ class StepReplay:
         if not order:
             ends = f"{first or 'the first'} to {last or 'the last'}"
             raise ReplayError(
-                f"no action from {ends} had begun when the step was written: choose a range that "
-                "the step reached, and its first action first"
+                f"the recorded step has no action from {ends}: choose actions that began before "
+                "the step ended, and name the earlier one first"
             )
         return order
 

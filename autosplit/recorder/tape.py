@@ -164,7 +164,7 @@ class StepTape:
     def functions_of(self, index: int) -> dict[int, Any]:
         """The graphs of a stage by microbatch, in the order in which the microbatches began F.
 
-        Of a microbatch whose F raised, the graphs that the stage used last. None for a stage
+        A microbatch whose F raised has the graphs that the stage used last. None for a stage
         without graphs.
         """
         latest = getattr(self._stages[index], "functions", None)

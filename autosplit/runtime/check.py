@@ -362,9 +362,9 @@ def _assert_close(
     except AssertionError as error:
         line = next((source_line(v) for r, v in outputs(joint) if r == role), "")
         raise CheckError(
-            f"{role} (of {line}) is not what plain autograd computes. {error}\nLeave passes of "
-            "your own out of the option passes=, whose graphs AUTOSPLIT_DUMP=dir shows; without "
-            "any, use the unsplit model, and report this"
+            f"{role} (of {line}) is not what plain autograd computes. {error}\nIf passes= has "
+            "passes of your own, leave them out; AUTOSPLIT_DUMP=dir shows the graphs after each "
+            "pass. Otherwise use the unsplit model, and report this"
         ) from None
 
 

@@ -156,7 +156,7 @@ class GradientSums:
                 self.tensors[name] = self._as_sum(parameter, gradient, copied)
 
     def divide(self, divisor: int, undivided: Container[int]) -> None:
-        """Divide the sums, all in one call, but for those of the parameters with the ids
+        """Divide the sums, in one call, except the sums of parameters whose ``id`` is in
         ``undivided``.
         """
         names = [name for name in self.tensors if id(self._parameters[name]) not in undivided]

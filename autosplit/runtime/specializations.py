@@ -408,7 +408,7 @@ class Specializations:
 def calls_itself(model: nn.Module) -> RecursiveCallError:
     """The error for a model whose forward calls the split module of the same model."""
     return RecursiveCallError(
-        f"the forward of {type(model).__name__} calls the split module that is made of it, and the "
-        "split module calls the forward: this would never end. To wrap the forward, assign to "
-        "forward of the split module; or, on the model (.unsplit), call its original forward"
+        f"the forward of {type(model).__name__} was replaced by a function that calls the split "
+        "module, which calls this forward again, without end. Assign the wrapper to the forward of "
+        "the split module, or let the wrapper call the model's original forward"
     )

@@ -1,5 +1,5 @@
-"""Autograd's engine: the running backward, hooks of parameters, and under what a call runs
-(``torch.func`` transforms, torch.compile, torch.export, torch.jit).
+"""Autograd's engine: the running backward, hooks of parameters, and the transforms and compilers
+under which a call runs (``torch.func``, torch.compile, torch.export, torch.jit).
 
 Autograd's graph ends at a node for each parameter, AccumulateGrad, which adds to ``.grad``
 (torch/csrc/autograd/functions/accumulate_grad.h) and runs the hooks of the tensor and of the node.
@@ -30,8 +30,8 @@ is_autocast = torch._C._is_any_autocast_enabled
 
 
 class WithoutAutograd:
-    """Context without grad mode and without autocast, in a third of the time of torch's own
-    contexts, because every call of a stage enters it.
+    """Context without grad mode and without autocast. It takes a third of the time of torch's own
+    contexts, which matters because every call of a stage enters it.
     """
 
     def __enter__(self) -> None:

@@ -127,7 +127,8 @@ def compile_module(
             graphs by text.
         kernels: compiles the graph's C++ kernels.
         asserts_inputs: whether the code asserts sizes and strides of its inputs, which takes half a
-            microsecond for each. The names of inputs must differ in both cases, as above.
+            microsecond for each. Graphs with and without assertions must have different names of
+            inputs, because Inductor's cache compares graphs by text.
 
     Raises:
         LoweringError: Inductor cannot compile an operator of the graph.

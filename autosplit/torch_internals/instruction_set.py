@@ -18,8 +18,9 @@ from .patches import patched
 def start_test() -> tuple[threading.Thread, list[VecISA]]:
     """Start to search for the first instruction set that the CPU and the C++ compiler support.
 
-    Inductor generates its kernels for the first set that works. Its own test compiles and loads up
-    to three programs for each set, also after the first, and the first compilation waits::
+    Inductor generates its kernels for the first set that works. Inductor's own test compiles and
+    loads up to three programs for each set, even after one set works, and the first compilation
+    waits for it::
 
         Inductor   capture | six programs | F generated | I generated | ...
         here       capture | F generated | I generated | ...

@@ -51,7 +51,8 @@ class KernelFiles:
     """Compiles the C++ kernels of several graphs in other processes, in few files.
 
     Inductor compiles a file for each kernel, and waits for the files of each graph. Here kernels
-    wait for those of the next graph until they fill a file, and first calls for the C++ compiler::
+    are collected over several graphs until they fill a file. Only a kernel's first call waits for
+    the C++ compiler::
 
         Inductor   F generated | F's kernels | I generated | I's kernels | W generated | ...
         here       F generated | I generated | W generated | call of F

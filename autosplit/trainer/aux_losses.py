@@ -53,8 +53,8 @@ class WithAuxLosses(Wrapper):
         weights: as passed.
         totals: the sum of each auxiliary loss over the stage's modules and calls of a step, in the
             order of ``weights``.
-        gradient: the gradient of a microbatch's weighted sum of auxiliary losses: the scale of the
-            losses divided by M.
+        gradient: the derivative of the step's loss with respect to a microbatch's weighted sum of
+            auxiliary losses: the loss scale divided by M.
     """
 
     totals: Tensor

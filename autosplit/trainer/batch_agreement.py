@@ -235,7 +235,7 @@ def _agree_on_grad_slots(
     for (name, number), ranks in holders.items():
         if any(sum(rank in row for rank in ranks) != 1 for row in pipelines):
             raise BatchError(
-                f"number {number} of the batch's {name} needs a gradient on the ranks {ranks}; "
+                f"item {number} of the batch's {name} needs a gradient on the ranks {ranks}; "
                 "expected exactly one rank of each of the pipelines "
                 f"{[*map(list, pipelines)]}, because each of several ranks would get only a part "
                 "of the gradient. Let one stage use the tensor and pass it on, or pass the tensor "

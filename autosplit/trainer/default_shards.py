@@ -1,5 +1,5 @@
-"""Shards of stages along "dp_shard" that the user has not sharded: the trainer calls FSDP2's
-``fully_shard``, for these parameter groups:
+"""Shard stages that the user has not sharded: call FSDP2's ``fully_shard`` along "dp_shard", with
+these parameter groups:
 
     blocks     entries of lists, such as "layers.0", whose parameters no other module has
     the stage  all other parameters: embeddings, norms, heads, and what several blocks share

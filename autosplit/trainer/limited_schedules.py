@@ -40,7 +40,8 @@ class LimitedSchedule:
     largest: LargestMicrobatches
 
     def covers(self, plan: StepPlan) -> bool:
-        """Whether the microbatches of a step are as few and as small; equal on all ranks."""
+        """Whether a step has no more and no larger microbatches than this schedule allows; equal on
+        all ranks."""
         return (
             plan.kind == self.kind
             and len(plan.microbatches) <= self.schedule.microbatches
@@ -81,8 +82,8 @@ class LimitedSchedules:
         """Search and remember a schedule for the steps of all pipelines, and for as many
         microbatches as any step had so far; collective.
 
-        The batch counts as if all microbatches were as large as the largest one, so that later
-        steps need no search; if no schedule is found, as it is.
+        The search first assumes that all microbatches are as large as the largest one, so that
+        later steps need no search. If it finds no schedule, it assumes the sizes of this batch.
 
         Args:
             plan: the plan of this rank's pipeline, with ``uncovered`` plans of all.
@@ -134,5 +135,6 @@ def _largest_text(plans: Sequence[StepPlan]) -> str:
 
 
 def _elements_of_largest(sizes: Sequence[Sequence[MicrobatchSizes]]) -> int:
-    """The fewest elements of the largest microbatches, for costs in proportion to elements."""
+    """The number of elements of the smallest of the largest microbatches. Costs are divided by it,
+    to be in proportion to elements."""
     return max(min(largest.elements for row in sizes for largest in row), 1)

@@ -124,8 +124,9 @@ class LossGradients:
         return [[gradient, *[None] * len(part_names)] for gradient in gradients]
 
     def _shares_of(self, weights: Sequence[float]) -> list[float]:
-        """Divide weights by the mean over replicas of their sums. Replicas reduce gradients to
-        their mean, so this equals dividing by the sum over all replicas.
+        """Return ``weight * replicas / total`` of each weight, where ``total`` sums the weights of
+        all replicas. The factor ``replicas`` cancels, because replicas reduce gradients to their
+        mean.
         """
         layout, total = self._groups.layout, sum(weights)
         if layout.shares > 1:

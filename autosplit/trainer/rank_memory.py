@@ -146,7 +146,7 @@ class RankMemory:
 
         Args:
             schedule: the schedule.
-            largest: the largest microbatches, as all of them are assumed to be; None: those of the
+            largest: the largest microbatches; all are assumed to be as large. None: those of the
                 step that is set.
 
         Returns:
@@ -202,7 +202,8 @@ class RankMemory:
     def stage_memory(
         self, stages: Mapping[int, TrainableStage], largest: LargestMicrobatches
     ) -> dict[int, StageMemory]:
-        """The bytes that each stage keeps of any of the largest microbatches."""
+        """Map each stage to the bytes that it keeps for a microbatch: the maximum over
+        ``largest``."""
         if not largest.functions:
             return {index: stage_memory(stage) for index, stage in stages.items()}
         return {

@@ -129,8 +129,8 @@ class StepPlan:
 
     @cached_property
     def largest(self) -> Sequence[int]:
-        """The numbers of the largest microbatches: each other one is nowhere larger than one of
-        them. The one with the most elements is the first.
+        """The numbers of the largest microbatches: every other one is in no dimension larger than
+        one of them. The one with the most elements is the first.
         """
         sizes, numbers = self.microbatches, list[int]()
         for number in sorted(range(len(sizes)), key=lambda at: -sizes[at].elements):

@@ -86,7 +86,7 @@ class TrainedParameters:
         return [value for value in values if isinstance(value, Tensor)]
 
     def check_parameters(self) -> None:
-        """Check that no parameter is trained that was not when the trainer was built.
+        """Check that each trained parameter was trained when the trainer was built.
 
         No optimizer would update a newly trained parameter, no norm would count it, and its copies
         would become different.
@@ -180,8 +180,8 @@ def are_small(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 class GradientNorms:
-    """The 2-norm of each gradient of this rank; the sum of small gradients, if only their numbers
-    are checked.
+    """The 2-norm of each gradient of this rank. If ``squares`` is not needed and gradients are
+    small, one sum over all gradients instead, which shows whether all numbers are finite.
 
     Norms on a GPU are copied to the host asynchronously. Call ``squares`` and ``nonfinite`` only
     after the step has synchronized with the device, which it does once, at its end.

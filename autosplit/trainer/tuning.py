@@ -156,7 +156,7 @@ class Tuner:
             stages: this rank's stages.
             count: the number of microbatches.
             elements: the size of each microbatch, on which its times depend.
-            largest: the largest microbatches, as all of them are assumed to be.
+            largest: the largest microbatches; all microbatches are assumed to be as large.
             text: the microbatch with the most elements, for an error.
             earlier: a schedule that an earlier search has found for them.
 
@@ -235,7 +235,8 @@ class Tuner:
         largest: LargestMicrobatches,
         fixed: Sequence[int],
     ) -> ListBudget:
-        """The bytes that other orders may keep than a schedule within the limits; collective."""
+        """The bytes of microbatches that other orders of actions may keep, so that they stay within
+        the limits as ``schedule`` does; collective."""
         kept = [*levels_of(schedule, costs.memory)[self._groups.rank]]
         levels = self._memory.levels(schedule, largest) or [*map(math.ceil, kept)]
         differences = [level - state for level, state in zip(levels, kept, strict=True)]
@@ -299,7 +300,7 @@ class Tuner:
         actions. A move to a partner takes as long as a move to the offload target.
 
         Args:
-            kept_here: what a microbatch keeps on this rank's stages.
+            kept_here: the memory that a microbatch keeps on each of this rank's stages.
             elements: the size of a microbatch; 0: as in the measured steps.
         """
         links = Transfer()

@@ -26,7 +26,8 @@ class BoundaryTensor:
     Attributes:
         name: such as layers_4_norm_output, see ``passes/partition/split_graphs.py``.
         shape: dtype and shape.
-        bytes: of the storage that it keeps alive; 0 if an earlier tensor in the list shares it.
+        bytes: bytes of the storage that the tensor keeps alive; 0 if an earlier tensor in the list
+            shares it.
         source: the user's line that computed it, or an empty string.
         consumers: the results that the next graph computes from it.
     """

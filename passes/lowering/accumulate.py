@@ -74,7 +74,7 @@ def accumulate(
 
     Args:
         module: a graph that returns gradients of parameters.
-        dtype: of the accumulators; None: each has its gradient's dtype.
+        dtype: the dtype of the accumulators; None: each has its gradient's dtype.
         overwrites: whether gradients overwrite the accumulators, instead of being added.
         reports: sets of parameters. The graph takes one more input, a function. It calls the
             function with the index of a set as soon as all gradients of the set are added.

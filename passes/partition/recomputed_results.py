@@ -30,9 +30,9 @@ Steps = dict[fx.Node, tuple[Subgraph, list[fx.Node]]]
 
 
 def recompute_results(program: SplitGraphs) -> bool:
-    """Let the backward recompute results of called graphs, as long as the recomputation, with that
-    inside of the called graphs, takes no longer than the memory setting allows. The results that
-    free the most bytes for their time come first, then those of earlier calls.
+    """Let the backward recompute results of called graphs, within the time that the memory setting
+    allows. Recomputation inside of the called graphs counts, too. The results that free the most
+    bytes for their time come first, then those of earlier calls.
 
     Returns:
         whether a result is recomputed.
@@ -67,7 +67,8 @@ class _JointGraph:
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def steps(self, node: fx.Node) -> Steps:
-        """The steps by which a result of a call need not be saved. Empty if there are none."""
+        """The steps that make it unnecessary to save a result of a call. Empty if there are
+        none."""
         is_kept = any(user.op == "output" or is_view(user) for user in node.users)
         return self._steps(node) if self._is_read(node) and not is_kept else {}
 
@@ -90,8 +91,8 @@ class _JointGraph:
         return node not in self._backward and not self._backward.isdisjoint(node.users)
 
     def _steps(self, result: fx.Node, *, nested: bool = False) -> Steps:
-        """The steps that recompute a result from parameters, from what the backward reads besides,
-        and from results that are themselves recomputed from these.
+        """The steps that recompute a result from parameters, from other values that the backward
+        reads, and from results that are themselves recomputed from these.
         """
         called = subgraph_of(result)
         if called is None:
@@ -116,8 +117,8 @@ class _JointGraph:
 
 
 def repeating(called: Subgraph, place: int) -> Subgraph | None:
-    """A graph that computes a result of a called graph again, from the inputs and from what the
-    called graph saves besides. None if an operator must not run twice, or if no memory would be
+    """A graph that computes a result of a called graph again, from the inputs and the other saved
+    tensors of the called graph. None if an operator must not run twice, or if no memory would be
     freed.
 
     Args:

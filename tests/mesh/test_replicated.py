@@ -244,7 +244,7 @@ def test_refusals() -> None:
                 built(mesh_of(pp=2, dp=2)),
             ),
             (
-                "the dimensions of the mesh of (2, 2) ranks have no names: pass init_device_mesh(",
+                "the dimensions of the mesh of (2, 2) ranks have no names: create it by",
                 built(init_device_mesh("cpu", (2, 2))),
             ),
             (

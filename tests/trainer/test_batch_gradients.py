@@ -165,7 +165,7 @@ def test_inputs_of_a_model_that_is_cut() -> None:
 
 
 def test_gradients_needed_on_several_ranks_are_refused() -> None:
-    with pytest.raises(BatchError, match=r"number 1 of the batch's inputs .* the ranks \[0, 2\]"):
+    with pytest.raises(BatchError, match=r"item 1 of the batch's inputs .* the ranks \[0, 2\]"):
         _agree_on_grad_slots([[("inputs", 1)], [], [("inputs", 1)]], [(0, 1, 2)])
 
 

@@ -49,7 +49,8 @@ def read_layer_configs_once() -> Iterator[None]:
 
 
 class _ConfigReads:
-    """Stand-in for a configuration and for that of each layer, which notes what is read.
+    """Stand-in for a model's configuration, and for each layer's; it records which attributes are
+    read.
 
     Attributes:
         attributes: values by name of the attributes that were read; None for an absent attribute.
@@ -84,7 +85,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _require_attributes(config: Any, attributes: tuple[tuple[str, Any], ...]) -> None:
-    """Traced: read each attribute, so that the capture gets a guard for it."""
+    """Read each attribute. Dynamo traces this function, so that the capture gets a guard for
+    each."""
     if hasattr(config, "_heterogeneity_spec"):
         raise RuntimeError("the configuration has become heterogeneous during its capture")
     for name, value in attributes:

@@ -107,8 +107,8 @@ def caching(
 
 
 def drop_initial_contents(captured: fx.GraphModule) -> None:
-    """Erase from a captured graph the empty tensors that the entries of a cache start with, which
-    no operator reads: each costs a trace of the graph as much as two calls of blocks.
+    """Erase from a captured graph the empty tensors with which the entries of a cache start. No
+    operator reads them, and each takes as long to trace as two calls of blocks.
     """
     for node in captured.graph.find_nodes(op="call_function", target=torch.tensor):
         if not node.users:

@@ -135,11 +135,11 @@ def allow_overlapping_outputs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_output_tangents() -> Iterator[None]:
-    """Trace models that register a module under two names with the tangents of all outputs.
+    """Keep the tangents of all outputs in traces of models that register a module under two names.
 
     torch drops the second of two equal inputs, and with it the tangent of its new value, if the
-    forward writes into it. It takes the first tangents for those of written inputs, but a written
-    buffer has none: the tangent of an output is dropped instead.
+    forward writes into it. It assumes that the first tangents belong to written inputs. A written
+    buffer has no tangent, so the tangent of an output is dropped instead.
     """
     original: Any = runtime_wrappers.remove_dupe_metadata  # type: ignore[attr-defined]
 
@@ -235,8 +235,8 @@ def allow_grouped_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def pad_sparse_gradients() -> Iterator[None]:
-    """Trace the sparse gradient of an embedding with ``padding_idx`` with rows of zeros for the
-    padding. Eager mode omits these rows, so that the size of its gradient depends on data.
+    """Trace sparse gradients of embeddings so that they have rows of zeros for ``padding_idx``.
+    Eager mode omits these rows, so that the size of its gradient depends on data.
     """
     operator: Any = torch.ops.aten.embedding_sparse_backward.default
     key = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -155,8 +155,8 @@ def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
 
     Source: V-Half of Qi et al., arXiv 2405.15362.
 
-    Bubble for F = I = W of two equal stages a rank, P ranks and M >= P: each rank idles 3(P-1)F for
-    even P, and one F less for odd P >= 3, with F of one stage. That is half of 1F1B's bubble,
+    Bubble, with P ranks of two equal stages and M >= P: if F = I = W on each stage, each rank idles
+    for 3(P-1)F, and for one F less if P is odd and at least 3. That is half of 1F1B's bubble,
     6(P-1)F. With other ratios, or smaller M, the bubble is larger.
 
     Activation memory: at most 2(floor(P/2)+1) pairs (stage, microbatch) between F and W on every

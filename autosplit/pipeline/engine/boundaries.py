@@ -69,7 +69,7 @@ class Boundaries:
         outputs: by stage, the metadata of the stage's outputs.
         part_names: names of the parts of the loss, which are the last stage's outputs after the
             loss.
-        tensors: by the crossing of a message, the result of ``tensors_in`` so far.
+        tensors: cache of ``tensors_in``, by ``StageMessage.crossing``.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Boundaries:
         self.tensors: dict[tuple[int, int, bool], Sequence[TensorMeta | None]] = {}
 
     def of_other_sizes(self, outputs: Mapping[int, Boundary]) -> Boundaries:
-        """The boundaries of microbatches of other sizes, of which the same tensors get gradients.
+        """The boundaries of microbatches of other sizes, in which the same tensors get gradients.
 
         Args:
             outputs: by stage, the metadata of the stage's outputs; unknown outputs are left out.

@@ -52,9 +52,9 @@ class ModuleStage:
         shared: positions of arguments that other stages may read as well.
         gathering: ``gathering()`` returns the context for a call of the module, in which its
             sharded parameters are whole.
-        refuses: whether an error of the module refuses one microbatch, and the others run on; else
-            ``forward`` raises it. False if the module communicates with other ranks, which would
-            wait for it.
+        refuses: whether an error of the module refuses only its microbatch, and the other
+            microbatches run on; otherwise ``forward`` raises the error. False if the module
+            communicates with other ranks, which would wait for it.
 
     Attributes:
         part_names: names of the parts of the loss in the outputs; None before the first call.

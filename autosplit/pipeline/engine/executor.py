@@ -241,10 +241,11 @@ class Executor:
         """Let the next steps call other functions around actions and in waits.
 
         Args:
-            wraps: actions, each with a function that is called with the action's work and its
-                input instead of the work; of several, the last is the outermost.
-            waits: actions, each with a function that is called where the rank would wait before
-                it; None: at the end of the row.
+            wraps: pairs of an action and a function. The function is called in place of the
+                action's work, with the work and its input as arguments. If an action has several,
+                the last is the outermost.
+            waits: pairs of an action and a function, which is called where the rank would wait
+                before the action. None in place of an action is the end of the row.
         """
         row = [*self._bound]
         if waits:

@@ -191,7 +191,7 @@ def received_bytes(
 
 
 def largest_boundaries(rows: Sequence[Boundaries]) -> Boundaries:
-    """Boundaries of which each tensor has the most bytes in any of these."""
+    """The boundaries that have, for each tensor, the most bytes of any of ``rows``."""
     outputs = {}
     for stage in rows[0].outputs:
         metas_by_output = zip(*(row.outputs[stage] for row in rows), strict=True)

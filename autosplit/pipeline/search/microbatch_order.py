@@ -315,8 +315,8 @@ class _OrderSearch:
 
 
 def _orders(lengths: Sequence[float]) -> Iterator[list[int]]:
-    """Yield orders of microbatches: as in the list, and those of ``_ENDS``, of which the last is
-    sorted.
+    """Yield orders of microbatches: the order of the list, then one for each row of ``_ENDS``; the
+    last of them is sorted by length.
     """
     ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
     yield [*range(len(lengths))]

@@ -27,11 +27,12 @@ class AuditPlan(NamedTuple):
     """The audits of a rank.
 
     Attributes:
-        waits: by the action that a wait comes before, the actions that run again in the wait, one
-            in each step; None: the wait at the step's end.
+        waits: maps the action after a wait to the actions that run again in this wait, one in each
+            step. The key None is the wait at the step's end.
         late: actions after which no wait is long enough.
         never: actions that cannot run again.
-        late_interval: a late action may run again, at the step's end, in one of so many steps.
+        late_interval: the number of steps in which one late action runs again, at the end of a
+            step.
     """
 
     waits: dict[Action | None, list[Action]]

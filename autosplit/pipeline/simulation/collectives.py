@@ -32,10 +32,10 @@ class StageCollectives:
     """Seconds of the collectives over one stage's parameters, and how they are divided.
 
     Attributes:
-        gather: of the all-gathers of its shards; 0 if it has none.
-        reduction: of the reductions of its gradients in a step.
-        parts: its blocks, which are gathered one after another, and its buckets, which are reduced
-            one after another; all of one size.
+        gather: seconds of the all-gathers of the stage's shards; 0 without shards.
+        reduction: seconds of the reductions of the stage's gradients in a step.
+        parts: the number of blocks, which are gathered one after another, and of buckets, which are
+            reduced one after another; all of one size.
         regathers: whether each call gathers anew, block by block (``reshard_after_forward=True``).
     """
 
@@ -50,7 +50,7 @@ class ParameterRanks:
     """The ranks that have copies or shards of a stage's parameters, and the link between them.
 
     Attributes:
-        link: from each rank to its neighbour, in each direction.
+        link: the link from each rank to its neighbour, in each direction.
         replicas: the ranks that reduce gradients of copies.
         shards: the ranks that gather shards once a step.
     """
@@ -122,8 +122,8 @@ class _RankCollectives:
                 self._reduce_buckets(number, costs)
 
     def _readers(self) -> Iterator[int]:
-        """Yield the actions that read parameters which are gathered for each call: all that take
-        time, but a W only where the stage's I takes none.
+        """Yield the actions that read parameters which are gathered for each call: F, I and B, and
+        W on stages whose I takes no time.
         """
         read_by_inputs: set[int] = set()
         for number in self._row:
@@ -137,10 +137,10 @@ class _RankCollectives:
                 yield number
 
     def _gather_blocks(self, previous: int | None, reader: int) -> None:
-        """Gather the blocks of a call one after another, two of them ahead.
+        """Gather the blocks of a call one after another, each up to two blocks ahead of its use.
 
-        The first block is gathered from the last block of the previous call on. The others must
-        have arrived when the last block of this call begins.
+        The gather of the first block starts with the last block of the previous call. All other
+        blocks must have arrived when the last block of this call begins.
         """
         action = self._graph.actions[reader]
         costs = self._stages[action.stage]

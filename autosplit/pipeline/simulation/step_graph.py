@@ -169,8 +169,8 @@ class StepGraph:
         return number
 
     def add_wait(self, maker: int, taker: int, latency: float = 0.0) -> None:
-        """Let ``taker`` wait for the end of ``maker``, and ``latency`` seconds after that; or until
-        that many seconds before it, if negative.
+        """Let ``taker`` start no earlier than ``latency`` seconds after the end of ``maker``. With
+        a negative ``latency``, it may start before that end.
         """
         existing = self._waits.get((maker, self.ranks[taker], latency))
         if existing is not None:

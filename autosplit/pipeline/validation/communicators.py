@@ -188,7 +188,7 @@ def _meetings(programs: Programs) -> dict[_Node, list[tuple[Place, Part]]]:
 
 
 def _lack(parts: Sequence[tuple[Place, Part]]) -> str:
-    """The reason why these counterparts never meet; empty if they may meet."""
+    """The reason why an operation never completes on all of its ranks; empty if it may complete."""
     first = parts[0][1]
     if first.is_message:
         return (
