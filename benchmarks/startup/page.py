@@ -52,9 +52,10 @@ PARTS: dict[str, Part[Settings]] = {
         later.render,
     ),
     "second": Part(
-        "A second process with Inductor",
+        "A second process",
         "The first process starts with empty caches, the second with what torch kept of the first "
-        "in `TORCHINDUCTOR_CACHE_DIR`. autosplit keeps nothing of its own.",
+        "in its cache's folder: compiled kernels, but no traces. autosplit keeps nothing of its "
+        "own. With eager kernels torch.compile is `aot_eager`.",
         second.measure,
         second.render,
     ),

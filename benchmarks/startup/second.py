@@ -14,18 +14,22 @@ from .measure import Settings
 
 DEPTH = 12
 TARGET = Target("over the first process", at_most=0.35, style=".2f")
-_WAYS = {"ours": "autosplit inductor", "theirs": "inductor"}
+WHOSE = ("ours", "theirs")
+_WAYS = {"Inductor": ("autosplit inductor", "inductor"), "eager": ("autosplit", "aot_eager")}
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each model and depth: seconds of both processes, ours and torch.compile's."""
+    """A row for each model, depth and kind of kernels: seconds of both processes, each way."""
     for model in settings.models:
         for layers in settings.depths((DEPTH,)):
-            seconds: dict[str, list[list[float]]] = {whose: [] for whose in _WAYS}
-            for _ in range(settings.turns):
-                for whose, way in _WAYS.items():
-                    seconds[whose].append(_two_processes(model, layers, way))
-            yield {"name": f"{model} {layers}", "model": model, "layers": layers, **seconds}
+            for kernels, ways in _WAYS.items():
+                seconds: dict[str, list[list[float]]] = {whose: [] for whose in WHOSE}
+                for _ in range(settings.turns):
+                    for whose, way in zip(WHOSE, ways, strict=True):
+                        seconds[whose].append(_two_processes(model, layers, way))
+                name = f"{model} {layers} {kernels}"
+                row = {"name": name, "model": model, "layers": layers, "kernels": kernels}
+                yield {**row, **seconds}
 
 
 def _two_processes(model: str, layers: int, way: str) -> list[float]:
@@ -37,14 +41,15 @@ def _two_processes(model: str, layers: int, way: str) -> list[float]:
 
 def render(rows: Rows) -> str:
     """Seconds, and the second process over the first."""
-    headers = ["model", "layers", "autosplit s", "second process s", "ratio"]
+    headers = ["model", "kernels", "layers", "autosplit s", "second process s", "ratio"]
     headers += ["torch.compile s", "second process s", "ratio"]
     cells = []
     for row in rows:
-        ours, theirs = (_medians(row[whose]) for whose in _WAYS)
+        ours, theirs = (_medians(row[whose]) for whose in WHOSE)
         cells.append(
             [
                 row["model"],
+                row["kernels"],
                 str(row["layers"]),
                 *(f"{seconds:.1f}" for seconds in ours),
                 TARGET.cell(_ratio(ours)),
@@ -52,7 +57,7 @@ def render(rows: Rows) -> str:
                 f"{_ratio(theirs):.2f}",
             ]
         )
-    figures = {row["model"]: _ratio(_medians(row["ours"])) for row in rows}
+    figures = {f"{row['model']}, {row['kernels']}": _ratio(_medians(row["ours"])) for row in rows}
     return f"{table(headers, cells)}\n\n{verdicts([(TARGET, figures)])}"
 
 
