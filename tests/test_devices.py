@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from autosplit.device import GeneratorStates, follow, generators_kept, stream_under
-from autosplit.runtime.residuals import BoundaryLayout, Residuals
+from autosplit.runtime.boundary_layout import BoundaryLayout
+from autosplit.runtime.residuals import Residuals
 
 # --- the option that has tests run on another device than the CPU ---------------------------------
 

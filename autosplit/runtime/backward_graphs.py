@@ -23,8 +23,8 @@ from autosplit.passes.manager import When, run_graph_passes, with_graph_passes
 from autosplit.passes.subgraph import inline
 
 from .accumulation import Accumulation
+from .boundary_layout import BoundaryLayout, Constants
 from .compiled_graph import GradientGraph, Parts, positions
-from .residuals import BoundaryLayout, Constants
 from .sliced_backward import SlicedBackward
 
 if TYPE_CHECKING:

@@ -28,8 +28,9 @@ from autosplit.passes.lowering.buffers import donatable, lender_roles, private
 from autosplit.passes.lowering.forms import GraphForm
 from autosplit.passes.manager import When, run_graph_passes, with_graph_passes
 from autosplit.passes.subgraph import inlined, inner_calls, sizes_of_calls
+from autosplit.runtime.boundary_layout import BoundaryLayout, Constants
 from autosplit.runtime.call_cache import CallCache
-from autosplit.runtime.residuals import BoundaryLayout, Constants, Residuals, State, own_writes
+from autosplit.runtime.residuals import Residuals, State, own_writes
 from autosplit.runtime.tensor_spec import TensorSpec
 from autosplit.torch_internals.autograd import is_autocast, without_autocast
 from autosplit.torch_internals.gradients import write_buffers

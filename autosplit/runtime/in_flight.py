@@ -27,7 +27,8 @@ from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import WithoutAutograd, checks_nan, has_tensor_hooks
 from autosplit.torch_internals.dtensor import local_tensor
 
-from .residuals import BoundaryLayout, Residuals, State
+from .boundary_layout import BoundaryLayout
+from .residuals import Residuals, State
 from .storages import PlacedStorage, StorageKey, is_plain, storage_of
 
 _ORDERS = {
