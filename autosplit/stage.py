@@ -12,25 +12,18 @@ from autosplit.autograd.module_proxy import refuse_split
 from autosplit.capture.size_rule import SizeRule
 from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.in_flight import (
-    InFlightMicrobatches,
-    MicrobatchState,
-    OffloadableStorages,
-    RecomputableState,
-    StageBackward,
-)
+from autosplit.runtime.held_microbatches import HeldMicrobatches
+from autosplit.runtime.in_flight import MicrobatchState, RecomputableState
 from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.options import SplitArguments, SplitOptions, split_options
-from autosplit.runtime.residuals import Residuals
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import WithoutAutograd, call_accumulate_hooks, is_autocast
-from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .errors import SplitError
 
 
-class Stage:
+class Stage(HeldMicrobatches):
     """F, I, W and B of one pipeline stage, as calls with a microbatch's number.
 
     ::
@@ -122,21 +115,17 @@ class Stage:
             CaptureError, SplitError, ShardedError: see the class.
         """
         args = (args,) if isinstance(args, Tensor) else args
-        self.index = index
-        self.module = module
         owner = f"stage {index}"
         refuse_split(owner, module)
         options = split_options(options, changes, ["index", "varying"])
+        super().__init__(owner, module, options.grad_dtype)
+        self.index = index
         self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
         self._graphs = StageSpecializations(
             owner, module, args, options, self.sharding if self._sharded else None, varying
         )
         self._outputs = self._graphs.outputs
-        self._inputs: dict[int, RecomputableState] = {}
-        self._saved = InFlightMicrobatches(owner, "forward")
-        self._weights = StageBackward(owner, options.grad_dtype)
-        self._offloadable = OffloadableStorages(owner, self._saved, self._weights.in_flight)
 
     def __repr__(self) -> str:
         """The class of the module, and the stage's index."""
@@ -196,29 +185,6 @@ class Stage:
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
         """(shape, dtype, whether ``backward_input`` expects a gradient) of each output."""
         return self._graphs.output_specs
-
-    @property
-    def saved_tensors(self) -> list[Tensor]:
-        """The tensors that the stage holds between F and I, of all microbatches. Several may share
-        one storage.
-        """
-        inputs = [tensor for state in self._inputs.values() for tensor in state.tensors]
-        return [*self._saved.tensors, *inputs]
-
-    @property
-    def deferred_tensors(self) -> list[Tensor]:
-        """The tensors that the stage holds between I and W, of all microbatches."""
-        return self._weights.in_flight.tensors
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of distinct storage of ``saved_tensors``."""
-        return distinct_storage_bytes(self.saved_tensors)
-
-    @property
-    def deferred_bytes(self) -> int:
-        """Bytes of distinct storage of ``deferred_tensors``."""
-        return distinct_storage_bytes(self.deferred_tensors)
 
     @property
     def joins_weights(self) -> bool:
@@ -348,87 +314,6 @@ class Stage:
         residuals = state.recompute()
         self._saved[microbatch] = MicrobatchState(state.functions, residuals, state.module_state)
 
-    def copy_of(self, microbatch: int) -> Stage:
-        """Return a stage of the same module and graphs that holds only this microbatch's state. The
-        two stages share its tensors, except those that a graph may overwrite, which are copied.
-        """
-        owner, twin = f"stage {self.index}", object.__new__(Stage)
-        vars(twin).update(vars(self))
-        twin._saved = InFlightMicrobatches(owner, "forward")
-        twin._weights = StageBackward(owner, self.grad_dtype)
-        for phase, copy in zip(self._phases, twin._phases, strict=True):
-            if microbatch in phase:
-                state = phase[microbatch]
-                copy[microbatch] = state._replace(residuals=state.residuals.duplicate())
-        return twin
-
-    def take_from(self, twin: Stage, microbatch: int) -> None:
-        """Take the microbatch's state and the weight gradients of ``twin``, a copy of this stage,
-        after it has run an action.
-        """
-        for phase, copy in zip(self._phases, twin._phases, strict=True):
-            if microbatch in phase:
-                phase.remove_state(microbatch)
-            if microbatch in copy:
-                phase[microbatch] = copy[microbatch]
-        gradients, sums = twin.gradients, self._weights.sums
-        sums.set_parameters([*gradients], [*map(self.module.get_parameter, gradients)])
-        # The twin may share a gradient with an audit, which another run must find unchanged.
-        sums.add_gradients([*gradients], [*gradients.values()], borrowed=gradients)
-        if not self.residuals_of(microbatch):
-            self._report_end(microbatch)
-
-    def residuals_of(self, microbatch: int) -> list[Residuals]:
-        """The residuals of a microbatch between two calls; none if the stage holds none."""
-        return [phase[microbatch].residuals for phase in self._phases if microbatch in phase]
-
-    @property
-    def _phases(self) -> tuple[InFlightMicrobatches, InFlightMicrobatches]:
-        return self._saved, self._weights.in_flight
-
-    def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
-        """The storages of a microbatch that can be offloaded, each as ``torch.uint8`` [bytes].
-
-        Such a storage is held by this microbatch between two calls. No other microbatch, the module
-        or the caller holds it.
-
-        Args:
-            microbatch: the microbatch's number.
-            kept: tensors that the caller holds; their storages are left out.
-
-        Raises:
-            SplitError: the microbatch is neither between F and its backward nor between I and W.
-        """
-        return self._offloadable.of_microbatch(microbatch, kept)
-
-    def detach_held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Remove the tensors that ``held`` returns from the microbatch, and return them.
-
-        Until ``attach_held`` puts them back, no call can run the microbatch.
-
-        Args:
-            microbatch: the microbatch's number.
-            kept: as for ``held``.
-
-        Raises:
-            SplitError: as for ``held``; or storages are detached already; or a tensor was written
-                in place.
-        """
-        return self._offloadable.detach(microbatch, kept)
-
-    def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Give the tensors that ``detach_held`` returned, or copies of them, back to the
-        microbatch.
-
-        Args:
-            microbatch: the microbatch's number.
-            tensors: the same bytes in the same order, on the same device.
-
-        Raises:
-            SplitError: the sizes or devices differ, or nothing is detached.
-        """
-        self._offloadable.attach(microbatch, tensors)
-
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
@@ -491,7 +376,7 @@ class Stage:
         if self._sharded:
             self._accumulate_sharded()
         if self._weights.last is not None:
-            self._report_end((microbatch, *later)[-1])
+            self._weights.report_end((microbatch, *later)[-1])
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W as one graph. Arguments and result are those of ``backward_input``.
@@ -510,7 +395,7 @@ class Stage:
         if self._sharded:
             self._accumulate_sharded()
         if self._weights.last is not None:
-            self._report_end(microbatch)
+            self._weights.report_end(microbatch)
         return grads
 
     def source(self, call: str, *, adds: bool = False, count: int = 1) -> fx.GraphModule:
@@ -568,11 +453,6 @@ class Stage:
         self._inputs.clear()
         self._saved.clear()
         self._weights.clear()
-
-    def _report_end(self, microbatch: int) -> None:
-        """Report all sums as complete, if this microbatch is the last of a step."""
-        if (report := self._weights.report_of(microbatch)) is not None:
-            report.report_all()
 
     def _begin_backward(
         self, microbatch: int, output_grads: list[Tensor | None]

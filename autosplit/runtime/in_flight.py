@@ -11,8 +11,7 @@ Phases of one microbatch's state, and the actions between them::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,11 +24,9 @@ from autosplit.runtime.compiled_graph import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import WithoutAutograd, checks_nan, has_tensor_hooks
-from autosplit.torch_internals.dtensor import local_tensor
 
 from .boundary_layout import BoundaryLayout
 from .residuals import Residuals, State
-from .storages import PlacedStorage, StorageKey, is_plain, storage_of
 
 _ORDERS = {
     "forward": (
@@ -219,6 +216,11 @@ class StageBackward:
         same_state = all(map(is_, state.residuals.state, first.residuals.state))
         return same_state and not has_tensor_hooks(parameters)
 
+    def report_end(self, microbatch: int) -> None:
+        """Report all sums as complete, if this microbatch is the last of a step."""
+        if (report := self.report_of(microbatch)) is not None:
+            report.report_all()
+
     def report_of(self, microbatch: int) -> CompletionReport | None:
         """The report of ``last``, if this microbatch is the last of the step; else None."""
         return self.last[1] if self.last is not None and self.last[0] == microbatch else None
@@ -278,94 +280,3 @@ class RecomputableState:
         state = {**self.module_state, **self._buffers}
         with WithoutAutograd(), self._generators.again():
             return self.functions.forward(state, leaves).saved
-
-
-class OffloadableStorages:
-    """Storages that can be offloaded, because exactly one microbatch of a stage holds them.
-
-    Args:
-        owner: the stage's name, for messages.
-        saved: the microbatches between F and the backward.
-        deferred: the microbatches between I and W.
-    """
-
-    def __init__(
-        self, owner: str, saved: InFlightMicrobatches, deferred: InFlightMicrobatches
-    ) -> None:
-        self._owner = owner
-        self._saved = saved
-        self._deferred = deferred
-        self._cached: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
-
-    def of_microbatch(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
-        """The storages of a microbatch that may be offloaded, as bytes; see ``Stage.held``."""
-        state, other_states = self._find(microbatch)
-        storages = self._exclusive(state, other_states, kept)
-        return [state.residuals.storage_bytes(storage.places[0]) for storage in storages]
-
-    def detach(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
-        """Detach the storages of a microbatch, and return them; see ``Stage.detach_held``."""
-        state, other_states = self._find(microbatch)
-        if state.residuals.detached:
-            raise SplitError(
-                f"{self._owner}: tensors of microbatch {microbatch} are detached already; call "
-                "attach_held() with the list that the first detach_held() returned"
-            )
-        return state.residuals.detach(self._exclusive(state, other_states, kept))
-
-    def attach(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Attach the storages of a microbatch again; see ``Stage.attach_held``."""
-        state, _ = self._find(microbatch)
-        try:
-            state.residuals.attach(tensors)
-        except SplitError as error:
-            raise SplitError(f"{self._owner}: microbatch {microbatch}: {error}") from None
-
-    def _find(self, microbatch: int) -> tuple[MicrobatchState, list[MicrobatchState]]:
-        """Return (state of the microbatch, states of the stage's other microbatches)."""
-        phases = self._saved, self._deferred
-        phase = next((phase for phase in phases if microbatch in phase), None)
-        if phase is None:
-            raise SplitError(
-                f"{self._owner}: microbatch {microbatch} holds nothing that could be moved: it is "
-                "neither between F and its backward nor between I and W. Call held() after "
-                "forward() or backward_input()"
-            )
-        states = [*self._saved.items(), *self._deferred.items()]
-        return phase[microbatch], [state for number, state in states if number != microbatch]
-
-    def _exclusive(
-        self,
-        state: MicrobatchState,
-        other_states: Iterable[MicrobatchState],
-        kept: Iterable[Tensor],
-    ) -> Sequence[PlacedStorage]:
-        """The storages that only this microbatch holds.
-
-        Storages of parameters, buffers and constants, of other microbatches, and of the caller are
-        left out.
-
-        Args:
-            state: the microbatch's state.
-            other_states: the states of the stage's other microbatches.
-            kept: tensors that code outside of the stage holds.
-        """
-        outside = {storage_of(tensor) for tensor in map(local_tensor, kept) if is_plain(tensor)}
-        shared = (state.residuals.batch_storages(), outside, self._module_storages(state))
-        exclusive = dict(state.residuals.storages())
-        for keys in (*shared, *(other.residuals.storages() for other in other_states)):
-            for key in exclusive.keys() & keys:
-                del exclusive[key]
-        return tuple(exclusive.values())
-
-    def _module_storages(self, state: MicrobatchState) -> AbstractSet[StorageKey]:
-        """Keys of the storages of the parameters, buffers and constants that a microbatch reads.
-        The last result is cached. It is valid while the parameters, buffers and constants and their
-        addresses stay the same.
-        """
-        values = (*map(local_tensor, state.module_state.values()), *state.residuals.fixed)
-        tensors = [tensor for tensor in values if is_plain(tensor)]
-        identity = tuple([(id(tensor), tensor.data_ptr()) for tensor in tensors])
-        if identity != self._cached[0]:
-            self._cached = identity, {storage_of(tensor) for tensor in tensors}
-        return self._cached[1]
