@@ -19,7 +19,8 @@ from torch import nn
 from autosplit.autograd.delivery import Delivery, ShardedDelivery, ShardedQueue
 from autosplit.autograd.function import WeightAnchor, hooks_text, run_split
 from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
-from autosplit.autograd.pending import PendingBound, PendingQueue
+from autosplit.autograd.pending import PendingQueue
+from autosplit.autograd.pending_bound import PendingBound
 from autosplit.dump import dump, graph_tables
 from autosplit.dynamo.fallback import Fallback
 from autosplit.runtime.functions import SplitFunctions

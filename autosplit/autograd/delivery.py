@@ -24,7 +24,8 @@ from autosplit.torch_internals.autograd import (
 from autosplit.torch_internals.gradients import add_gradient, add_gradients
 
 from .lazy_gradient import _SLOT_LOCK, GradientSlot
-from .pending import PendingBound, PendingQueue, PendingWork
+from .pending import PendingQueue, PendingWork
+from .pending_bound import PendingBound
 
 if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from autosplit.errors import DeferralWarning, SplitError
+from autosplit.errors import DeferralWarning
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.text.figures import few
@@ -35,6 +35,7 @@ from autosplit.torch_internals.autograd import at_end_of_backward, current_backw
 from autosplit.torch_internals.state import any_referenced, distinct_storage_bytes
 
 from .lazy_gradient import _SLOT_LOCK, GradientSlot, LazyGradient, pending_slot
+from .pending_bound import PendingBound
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -126,70 +127,6 @@ class PendingWork:
     def is_empty(self) -> bool:
         """Whether, after a ``drop``, W would compute nothing."""
         return not (self._names or self.graph.sums)
-
-
-@dataclasses.dataclass
-class PendingBound:
-    """Limit for the number of pending microbatches.
-
-    Attributes:
-        limit: the number of microbatches; ``math.inf`` for no limit.
-        early: number of microbatches whose W ran because the limit was reached.
-
-    Raises:
-        SplitError: the limit is less than 1 or not a number.
-    """
-
-    limit: float = 1
-    early: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.limit) not in (int, float) or not self.limit >= 1:
-            raise SplitError(
-                f"max_pending must be at least 1, or math.inf for no limit; got {self.limit!r}"
-            )
-
-    def text(self) -> list[str]:
-        """Lines for a report on microbatches that were computed early; empty if the limit was never
-        reached.
-        """
-        if not self.early:
-            return []
-        return [
-            f"{self.early} microbatch(es) had their weight gradients computed by the next forward, "
-            f"because at most {self.limit} may be pending; raise max_pending= to allow more."
-        ]
-
-    def count(self, microbatches: int | None, leave: float, pending: int) -> int:
-        """Return the number of pending microbatches to compute.
-
-        Args:
-            microbatches: the requested number; None for all but ``leave``.
-            leave: number of microbatches to leave pending, if ``microbatches`` is None.
-            pending: number of pending microbatches.
-
-        Raises:
-            SplitError: fewer microbatches than requested are pending.
-        """
-        if microbatches is None:
-            return int(max(0, pending - leave))
-        if not isinstance(microbatches, int) or not 1 <= microbatches <= pending:
-            advice = f"pass 1 to {pending}, or no number to compute all"
-            if not pending:
-                advice = (
-                    "call loss.backward() first (each call is one pending microbatch); without a "
-                    "number, backward_weight() computes all that are pending"
-                )
-            if self.early:
-                advice += (
-                    f". Because of max_pending={self.limit}, {self.early} microbatches were "
-                    "computed before; raise max_pending= to keep more pending"
-                )
-            raise SplitError(
-                f"backward_weight(microbatches={microbatches!r}), but microbatches pending: "
-                f"{pending}; {advice}"
-            )
-        return microbatches
 
 
 def _sums_text(sums: Sequence[str]) -> str:
@@ -440,7 +377,10 @@ class PendingQueue:
             with _SLOT_LOCK:
                 slots = self._live_slots()
                 keys = [*self.microbatches]
-                count = self.bound.count(microbatches, leave, len(keys))
+                if microbatches is None:
+                    count = int(max(0, len(keys) - leave))
+                else:
+                    count = self.bound.check_request(microbatches, len(keys))
                 microbatch_works = [self.microbatches.pop(key) for key in keys[:count]]
                 for slot in slots:
                     slot.computing = True

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.autograd.function import WeightAnchor, run_split
-from autosplit.autograd.pending import PendingBound
+from autosplit.autograd.pending_bound import PendingBound
 from autosplit.backends.backend import backend_named
 from autosplit.capture.dynamo_graph import (
     GraphCapture,

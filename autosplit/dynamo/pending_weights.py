@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import WeightAnchor
 from autosplit.autograd.lazy_gradient import GradientSlot
-from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
+from autosplit.autograd.pending import PendingQueue, PendingWork
+from autosplit.autograd.pending_bound import PendingBound
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import UncachedLeaves, at_end_of_backward
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
@@ -111,7 +112,9 @@ def backward_weight(
     oldest_first = sorted(numbers)
     bounds = [queue.bound for queue in queues] or [PendingBound(math.inf)]
     bound = max(bounds, key=lambda candidate: candidate.early)
-    left = {*oldest_first[bound.count(microbatches, 0, len(numbers)) :]}
+    left = set[Any]()
+    if microbatches is not None:
+        left.update(oldest_first[bound.check_request(microbatches, len(numbers)) :])
     for queue in queues:
         queue.compute(leave=len(left & queue.microbatches.keys()))
 

@@ -1,4 +1,4 @@
-"""``HeldMicrobatches``: the tensors that a stage holds between calls, counted, offloaded, copied."""
+"""``HeldMicrobatches``: the tensors that a stage holds between its calls."""
 
 from __future__ import annotations
 

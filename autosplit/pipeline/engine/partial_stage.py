@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autosplit.autograd.delivery import Delivery, microbatch_gradients
-from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
+from autosplit.autograd.pending import PendingQueue, PendingWork
+from autosplit.autograd.pending_bound import PendingBound
 from autosplit.capture.diagnosis import named_module
 from autosplit.dynamo.fallback import Fallback, snapshot
 from autosplit.errors import CaptureError, DeferralWarning, PythonStateError, SplitError
