@@ -13,8 +13,9 @@ import click
 
 from autosplit.backends.backend import check_backend
 from autosplit.compare.example import samples_of, trained_example
-from autosplit.compare.run import Result, Row, Settings, comparison_table, durations_table
+from autosplit.compare.run import Result, Settings
 from autosplit.compare.run import compare as run
+from autosplit.compare.tables import Row, comparison_table, durations_table
 from autosplit.pipeline.builders.build import AUTO, build
 from autosplit.report import write_timelines
 from autosplit.text.files import write_text

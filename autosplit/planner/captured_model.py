@@ -17,7 +17,7 @@ from autosplit.capture.diagnosis import named_module
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.input_sizes import leave_open
 from autosplit.capture.module_paths import name_modules, stack
-from autosplit.capture.region_session import repeated_blocks
+from autosplit.capture.repeated_blocks import repeated_blocks
 from autosplit.capture.workarounds.custom_functions import make_traceable
 from autosplit.capture.workarounds.dynamo import forget_traced_values
 from autosplit.errors import AutosplitError, CaptureError, PlanError, PythonStateError

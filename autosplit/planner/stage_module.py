@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autosplit.capture.region_session import BlockModule
+from autosplit.capture.repeated_blocks import BlockModule
 from autosplit.capture.size_rule import Leaf
 from autosplit.errors import PlanError
 from autosplit.planner.stage_layout import BlockGraph, StageGraph

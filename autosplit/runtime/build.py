@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autosplit.backends.backend import Backend, backend_named, collecting_new_objects_only
+from autosplit.capture.repeated_blocks import spares_tracing
 from autosplit.device import generators_kept
 from autosplit.errors import (
     CaptureError,
@@ -121,7 +122,7 @@ def trace(
         dump = dump_folder(module)
         split = None
         # Which weight gradients I computes early depends on all blocks together.
-        regions = regions and (compiler.compiles or _spares_tracing(module))
+        regions = regions and (compiler.compiles or spares_tracing(module))
         if regions and not options.memory_policy.allows_early_weight_grads:
             split = partial(_split_block, compiler, options, dump)
         # Sharded parameters may have no memory now; then the run before must suffice.
@@ -140,12 +141,6 @@ def trace(
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
         traced.guards.freeze()
         return functions
-
-
-def _spares_tracing(module: nn.Module) -> bool:
-    from autosplit.capture.region_session import spares_tracing  # imports Dynamo
-
-    return spares_tracing(module)
 
 
 def _split_block(

@@ -19,7 +19,7 @@ from autosplit.pipeline.engine.boundaries import Boundaries
 from autosplit.pipeline.engine.executor import joined_weights
 from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget, measure_offload
-from autosplit.pipeline.engine.stage_builder import traced
+from autosplit.pipeline.engine.stage_factory import traced
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.engine.timing import SpanRecorder
 from autosplit.pipeline.engine.transport import Transport

@@ -18,12 +18,11 @@ from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, TensorMet
 from autosplit.pipeline.engine.evaluation import ModuleStage
 from autosplit.pipeline.engine.stage_builder import (
     MicrobatchExample,
-    SplitStage,
     build_stages,
     check_loss,
     compile_stages,
-    traced,
 )
+from autosplit.pipeline.engine.stage_factory import SplitStage, traced
 from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
 from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageSet

@@ -33,7 +33,8 @@ from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.moves import LANE, Moves
 from autosplit.pipeline.engine.offload_target import OffloadTarget
 from autosplit.pipeline.engine.partial_stage import AutogradStage
-from autosplit.pipeline.engine.stage_builder import compile_stages, traced
+from autosplit.pipeline.engine.stage_builder import compile_stages
+from autosplit.pipeline.engine.stage_factory import traced
 from autosplit.pipeline.engine.stage_protocols import ForwardStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import recorder_on

@@ -12,7 +12,7 @@ from torch import nn
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.pipeline.engine.stage_builder import traced
+from autosplit.pipeline.engine.stage_factory import traced
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.engine.evaluation import eval_mode
-from autosplit.pipeline.engine.stage_builder import SplitStage
+from autosplit.pipeline.engine.stage_factory import SplitStage
 from autosplit.pipeline.engine.stage_protocols import StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import await_device

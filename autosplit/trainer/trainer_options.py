@@ -16,7 +16,7 @@ from autosplit.errors import PipelineError, ScheduleError
 from autosplit.mesh.dimensions import REPLICATE, SHARD, RankLayout
 from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.engine.offload_target import OffloadTarget, open_offload_target
-from autosplit.pipeline.engine.stage_builder import SplitStage
+from autosplit.pipeline.engine.stage_factory import SplitStage
 from autosplit.pipeline.engine.stage_protocols import StageFactory
 from autosplit.pipeline.preparation import prepare_schedule
 from autosplit.pipeline.schedule.moves import has_moves, offloads

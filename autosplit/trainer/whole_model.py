@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError, with_code
 from autosplit.pipeline.builders.build import ScheduleRequest
-from autosplit.pipeline.engine.stage_builder import SplitStage
+from autosplit.pipeline.engine.stage_factory import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.options import SplitOptions
 from autosplit.trainer.default_shards import group_names

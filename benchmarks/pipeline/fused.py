@@ -6,7 +6,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from autosplit.compare.run import Row, Settings, compare, comparison_table, durations_table
+from autosplit.compare.run import Settings, compare
+from autosplit.compare.tables import Row, comparison_table, durations_table
 from autosplit.report import draw_timelines
 
 from ..results import Rows, table

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autosplit.pipeline import RunOptions, StageOptions
-from autosplit.pipeline.engine.stage_builder import SplitStage
+from autosplit.pipeline.engine.stage_factory import SplitStage
 from autosplit.pipeline.engine.stage_protocols import StageFactory, TrainableStage
 from autosplit.ranks.groups import disconnect
 from autosplit.runtime.options import SplitOptions

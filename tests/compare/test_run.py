@@ -8,14 +8,8 @@ import math
 import pytest
 import torch
 
-from autosplit.compare.run import (
-    Row,
-    Settings,
-    compare_on_rank,
-    comparison_table,
-    largest_difference,
-    typical_pair,
-)
+from autosplit.compare.run import Settings, compare_on_rank, largest_difference, typical_pair
+from autosplit.compare.tables import Row, comparison_table
 from autosplit.planner import captured_model
 from benchmarks.startup.restart import counted
 from tests.kept_ranks import Ranks

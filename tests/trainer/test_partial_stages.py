@@ -20,7 +20,7 @@ from autosplit import CaptureError, DeferralWarning, SplitError
 from autosplit.errors import PythonStateError
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.partial_stage import PartialStage
-from autosplit.pipeline.engine.stage_builder import SplitStage
+from autosplit.pipeline.engine.stage_factory import SplitStage
 from autosplit.runtime.options import SplitOptions
 from tests.dynamo import breaking
 from tests.kept_ranks import ranks

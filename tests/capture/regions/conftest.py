@@ -9,4 +9,4 @@ from autosplit.runtime import build
 
 @pytest.fixture(autouse=True)
 def _capture_all_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_spares_tracing", lambda module: True)
+    monkeypatch.setattr(build, "spares_tracing", lambda module: True)
