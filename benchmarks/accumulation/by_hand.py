@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 import autosplit
 
 from ..pipeline.turns import take_turns
-from ..results import Rows, ratios, table
+from ..results import Rows, table
 from ..split.models import Subject
 from .settings import Settings
-from .weights import WARM_UP, WAYS, rounds_of, seconds_of
+from .weights import WARM_UP, WAYS, medians, rounds_of, seconds_of
 
 WAYS_BY_HAND = ("exact", "joined")
+RATIOS = {"joined": "exact", "joined by hand": "exact by hand"}
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -33,7 +33,8 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
             for count in settings.counts:
                 turns = _turns(subject, count)
                 seconds = take_turns(turns, rounds_of(turns, settings), WARM_UP)
-                yield {"name": f"{count} x {rows} rows, width {width}", "seconds": seconds}
+                name = f"{count} x {rows} rows, width {width}"
+                yield {"name": name, **medians(seconds, RATIOS)}
 
 
 def _turns(subject: Subject, count: int) -> Mapping[str, Callable[[], float]]:
@@ -73,9 +74,7 @@ def render(rows: Rows) -> str:
     names = [f"{way}{where}" for way in WAYS_BY_HAND for where in ("", " by hand")]
     cells = []
     for row in rows:
-        seconds = row["seconds"]
-        times = (f"{1e3 * median(seconds[name]):.1f}" for name in names)
-        pairs = (ratios(seconds[f"joined{w}"], seconds[f"exact{w}"]) for w in ("", " by hand"))
-        cells.append([row["name"], *times, *(f"{median(pair):.2f}" for pair in pairs)])
+        times = (f"{1e3 * row['seconds'][name]:.1f}" for name in names)
+        cells.append([row["name"], *times, *(f"{row['ratios'][name]:.2f}" for name in RATIOS)])
     gains = ["joined / exact", "joined / exact, by hand"]
     return table(["", *(f"{name}, ms" for name in names), *gains], cells)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from statistics import median
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions, launch
 
-from ..results import Rows, ratios, table
+from ..results import Rows, table
 from .settings import Settings
+from .weights import medians
 
 RANKS, COUNT, TOKENS, LAYERS = 2, 8, 64, 3
 SCHEDULES = {"1f1b, weights 2bp": ("1f1b", "2bp"), "zb-h1": ("zb-h1", None)}
@@ -28,7 +28,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         arguments = name, settings.width, settings.rounds
         ranks = launch(steps, RANKS, arguments, timeout=900.0, threads=1)
         seconds = {way: [*map(max, *(rank[way] for rank in ranks))] for way in WAYS}
-        yield {"name": name, "seconds": seconds}
+        yield {"name": name, **medians(seconds, {"auto": "exact"})}
 
 
 def steps(name: str, width: int, rounds: int) -> dict[str, list[float]]:
@@ -80,8 +80,8 @@ def render(rows: Rows) -> str:
     cells = [
         [
             row["name"],
-            *(f"{1e3 * median(row['seconds'][way]):.1f}" for way in WAYS),
-            f"{median(ratios(row['seconds']['auto'], row['seconds']['exact'])):.3f}",
+            *(f"{1e3 * row['seconds'][way]:.1f}" for way in WAYS),
+            f"{row['ratios']['auto']:.3f}",
         ]
         for row in rows
     ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -106,8 +106,8 @@ def measure_models(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def _measure(subject: Subject, count: int, settings: Settings) -> dict[str, Any]:
-    """Seconds of the Ws of a step by each way in each round, the most bytes that they allocate, and
-    the distance of their gradients from the exact ones.
+    """Medians of the Ws of a step by each way, the most bytes that they allocate, and the distance
+    of their gradients from the exact ones.
     """
     needs_input_grad = subject.name != "" and subject.x.is_floating_point()
     x = subject.x.detach().requires_grad_(needs_input_grad)
@@ -127,9 +127,24 @@ def _measure(subject: Subject, count: int, settings: Settings) -> dict[str, Any]
     finally:
         gc.enable()
     return {
-        "seconds": seconds,
+        **medians(seconds, dict.fromkeys(WAYS, "exact")),
         "peak": peaks,
         "gap": {way: _distance(gradients["exact"], gradients[way]) for way in WAYS},
+    }
+
+
+def medians(
+    seconds: Mapping[str, Sequence[float]], over: Mapping[str, str]
+) -> dict[str, dict[str, float]]:
+    """Medians over the rounds: of each way's seconds, and of their ratios to another way's.
+
+    Args:
+        seconds: by way, the seconds of each round.
+        over: by way, the other way.
+    """
+    return {
+        "seconds": {way: median(rounds) for way, rounds in seconds.items()},
+        "ratios": {way: median(ratios(seconds[way], seconds[base])) for way, base in over.items()},
     }
 
 
@@ -191,11 +206,11 @@ def render(rows: Rows) -> str:
     exact, *ways = WAYS
     cells = []
     for row in rows:
-        seconds, peaks = row["seconds"], row["peak"]
-        times = (f"{median(ratios(seconds[way], seconds[exact])):.2f}" for way in ways)
+        peaks = row["peak"]
+        times = (f"{row['ratios'][way]:.2f}" for way in ways)
         sizes = (f"{peaks[way] / 2**20:.1f}" for way in WAYS)
         gap = max(row["gap"].values())
-        exact_ms = f"{1e3 * median(seconds[exact]):.1f}"
+        exact_ms = f"{1e3 * row['seconds'][exact]:.1f}"
         cells.append([row["name"], exact_ms, *times, *sizes, f"{gap:.0e}"])
     headers = ["", "exact, ms", *(f"{way} / exact" for way in ways)]
     return table([*headers, *(f"{way}, MiB" for way in WAYS), "largest difference"], cells)
