@@ -1,21 +1,9 @@
-"""The first step of a model in a process of its own.
-
-``python -m benchmarks.startup.first_step MODEL LAYERS WAY`` prints what it took as JSON: seconds
-of the first and of a later step, and bytes that a microbatch holds.
-"""
+"""The first step of a model: seconds, and bytes that a microbatch holds."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
-import subprocess
-import sys
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,54 +78,3 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "regional aot_eager": _regional("aot_eager"),
     "regional inductor": _regional("inductor"),
 }
-
-
-def measured(
-    module: str,
-    arguments: Sequence[object],
-    cache: str,
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Figures that a fresh process prints as JSON.
-
-    Args:
-        module: what the process runs.
-        arguments: of its command line.
-        cache: folder of torch's caches; empty for a cold start.
-        variables: further environment variables.
-
-    Raises:
-        RuntimeError: the process failed.
-    """
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": cache,
-        "XDG_CACHE_HOME": cache,
-        **variables,
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=MODELS)
-    parser.add_argument("layers", type=int)
-    parser.add_argument("way", choices=WAYS)
-    options = parser.parse_args()
-    set_up_process()
-    print(json.dumps(first_step(options.model, options.layers, options.way)))
-
-
-def set_up_process() -> None:
-    """One thread, and no warnings."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-
-
-if __name__ == "__main__":
-    main()

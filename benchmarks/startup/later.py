@@ -1,12 +1,7 @@
-"""Steps after the first with Inductor, ours and ``torch.compile``'s in turns in one process.
-
-``python -m benchmarks.startup.later MODEL LAYERS WIDTH`` prints milliseconds of a step as JSON.
-"""
+"""Steps after the first with Inductor, ours and ``torch.compile``'s in turns in one process."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -17,9 +12,10 @@ import torch
 
 from ..page import KEEPING
 from ..results import Rows, Target, table, verdicts
-from .first_step import WAYS, measured, run_step, set_up_process
+from .first_step import WAYS, run_step
 from .measure import Settings
 from .models import MODELS, WIDTH
+from .process import in_process
 
 DEPTH, WIDE = 12, 512
 TARGETS = {
@@ -36,9 +32,10 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         for layers in settings.depths((DEPTH,)):
             for width in TARGETS:
                 with tempfile.TemporaryDirectory() as cache:
-                    arguments = model, layers, width
+                    arguments = model, layers, width, _SECONDS
                     turns = [
-                        measured(__name__, arguments, cache, KEEPING) for _ in range(settings.turns)
+                        in_process(later_steps, *arguments, cache=cache, variables=KEEPING)
+                        for _ in range(settings.turns)
                     ]
                 name = f"{model} {layers} {width}"
                 yield {"name": name, "model": model, "layers": layers, "width": width, "ms": turns}
@@ -93,17 +90,3 @@ def render(rows: Rows) -> str:
 
 def _ratio(row: dict[str, Any]) -> float:
     return float(statistics.median(turn["ours"] / turn["theirs"] for turn in row["ms"]))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=MODELS)
-    parser.add_argument("layers", type=int)
-    parser.add_argument("width", type=int)
-    options = parser.parse_args()
-    set_up_process()
-    print(json.dumps(later_steps(options.model, options.layers, options.width, _SECONDS)))
-
-
-if __name__ == "__main__":
-    main()

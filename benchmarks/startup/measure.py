@@ -10,9 +10,9 @@ from typing import Any
 
 from ..page import option
 from ..results import Rows, Target, table, verdicts
-from . import first_step
-from .first_step import measured
+from .first_step import first_step
 from .models import MODELS
+from .process import in_process
 
 GROWTH = Target("s a layer", at_most=0.03, style=".3f")
 
@@ -68,7 +68,7 @@ def measure(
                 for whose, way in ways.items():
                     with tempfile.TemporaryDirectory() as cache:
                         arguments = model, layers, way
-                        found[whose].append(measured(first_step.__name__, arguments, cache))
+                        found[whose].append(in_process(first_step, *arguments, cache=cache))
             yield {"name": f"{model} {layers}", "model": model, "layers": layers, **found}
 
 
