@@ -15,6 +15,7 @@ from .faults import BITS, Fault
 from .subject import Outcome, run
 
 _LIMIT = 180.0
+_ROOT = pathlib.Path(__file__).parents[2]
 
 
 def judge(launched: Callable[..., Any], fault: Fault) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def judge(launched: Callable[..., Any], fault: Fault) -> dict[str, Any]:
         "period": outcome.period,
         "found": found,
         "named": named,
-        "text": (first or errors[0])[:300],
+        "text": (first or errors[0]).replace(f"{_ROOT}/", "")[:300],
     }
 
 
