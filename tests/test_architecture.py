@@ -380,4 +380,6 @@ def test_names_are_nouns() -> None:
         for line, name in bound_names(ast.parse(path.read_text()))
         if name.strip("_").lower() in PRONOUNS
     ]
-    assert [row for row in pronouns if not row.startswith("autosplit/stage.py")] == []
+    assert [
+        row for row in pronouns if not row.startswith("autosplit/runtime/held_microbatches.py")
+    ] == []

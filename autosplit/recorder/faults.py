@@ -69,7 +69,7 @@ class FaultSearch:
     def _fault_of(self, action: Action) -> str:
         """Text on the fault of an action; empty if it has none."""
         step, row = self._step, self._step.records[action]
-        facts = step.graphs(action)
+        facts = step.graph_facts(action)
         if action.stage not in self._state_faults:
             self._state_faults[action.stage] = self._state_fault(action.stage)
         if text := (

@@ -152,7 +152,7 @@ class StepReplay:
             ReplayError: the action's stage cannot run alone, the bundle has no tensors, or no
                 gradient of the stage is needed.
         """
-        graphs, part = self.graphs(action), self.homes[action.stage]
+        graphs, part = self.graph_facts(action), self.homes[action.stage]
         key = stage, capture, call = action.stage, graphs["capture"], METHODS[action.kind]
         if call not in graphs["programs"]:
             raise ReplayError(f"{action} computes nothing: no gradient of its stage is needed")
@@ -175,7 +175,7 @@ class StepReplay:
             raise ReplayError(f"stage {stage} cannot be run again: {reason}")
         return facts
 
-    def graphs(self, action: Action) -> dict[str, Any]:
+    def graph_facts(self, action: Action) -> dict[str, Any]:
         """Facts about an action's stage, and about the graphs that ran its microbatch."""
         stage = self.stage_facts(action.stage)
         microbatch = stage["microbatches"][str(action.microbatch)]
@@ -216,7 +216,7 @@ class StepReplay:
 
     def argument(self, action: Action, kind: str, name: str) -> Any:
         """The argument of an action with this role."""
-        stage, facts = action.stage, self.graphs(action)
+        stage, facts = action.stage, self.graph_facts(action)
         forward = Action(stage, _F, action.microbatch)
         if kind in ("parameter", "buffer"):
             value = self.state_of(stage, name)
@@ -273,7 +273,7 @@ class StepReplay:
 
     def gave(self, action: Action) -> list[Any]:
         """The tensors that an action sent to other stages."""
-        facts, results = self.graphs(action), self.results_of(action)
+        facts, results = self.graph_facts(action), self.results_of(action)
         kind, names = ("output", "outputs") if action.kind is _F else ("input_grad", "inputs")
         return [results.get((kind, name)) for name in facts[names]]
 

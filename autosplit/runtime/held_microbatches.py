@@ -170,14 +170,14 @@ class HeldMicrobatches:
         """
         exclusive = dict(state.residuals.storages())
         outside = {storage_of(tensor) for tensor in map(local_tensor, kept) if is_plain(tensor)}
-        others = [
+        other_storages = [
             other.residuals.storages()
             for phase in self._phases
             for number, other in phase.items()
             if number != microbatch
         ]
         shared = (state.residuals.batch_storages(), outside, self._module_storages(state))
-        for keys in (*shared, *others):
+        for keys in (*shared, *other_storages):
             for key in exclusive.keys() & keys:
                 del exclusive[key]
         return tuple(exclusive.values())
