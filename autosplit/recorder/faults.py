@@ -13,7 +13,7 @@ from torch import Tensor
 from autosplit.passes.graph import value_text
 from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.recorder.digests import digest
-from autosplit.recorder.program import Role
+from autosplit.recorder.program import OriginSearch, Role
 from autosplit.recorder.replay import StepReplay
 
 _F, _I = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT
@@ -158,7 +158,8 @@ class FaultSearch:
         *earlier, rows = [step.samples_of(action.stage, m) for m in range(action.microbatch + 1)]
         arguments, samples = step.program_arguments(action), self._sample_arguments(action)
         with step.as_in_run(action):
-            origin = program.origin(arguments, result, self._fault, rows, samples)
+            search = OriginSearch(program, arguments, self._fault, rows, samples)
+            origin = search.origin(result)
         if origin.argument and origin.argument[0] in _FAULTY_STATE.get(origin.reason, ()):
             return self._state_origin(action, origin.argument)
         module, line = program.facts["lines"].get(origin.statement.name, ["", ""])

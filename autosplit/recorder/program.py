@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -93,21 +93,21 @@ class Program:
         exec(self.source, self._globals)
         (function,) = [n for n in ast.parse(self.source).body if isinstance(n, ast.FunctionDef)]
         arguments = zip(_argument_names(function), facts["inputs"], strict=True)
-        self._roles: dict[str, Role] = {value: (kind, name) for value, (kind, name) in arguments}
+        self.roles: dict[str, Role] = {value: (kind, name) for value, (kind, name) in arguments}
         self._statements = [*map(Statement.of, function.body[:-1])]
         values: Any = function.body[-1]
-        self._outputs = [ast.unparse(value) for value in values.value.elts]
+        self.outputs = [ast.unparse(value) for value in values.value.elts]
         for statement in self._statements:
             _check_registered(statement.operator, self._globals)
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         """Run the program; return its results."""
         names: Names = {}
-        for _ in self._play(arguments, names):
+        for _ in self.play(arguments, names):
             pass
-        return [eval(output, names) for output in self._outputs]
+        return [eval(output, names) for output in self.outputs]
 
-    def _play(self, arguments: Sequence[Any], names: Names) -> Iterator[Statement]:
+    def play(self, arguments: Sequence[Any], names: Names) -> Iterator[Statement]:
         """Yield each statement, and then run it on ``names``."""
         names |= {**self._globals, "args": [*arguments], "constants": self.constants}
         for statement in self._statements:
@@ -116,99 +116,17 @@ class Program:
 
     def sample_results(self, sample_arguments: Set[Role]) -> set[Role]:
         """The roles of the results that derive from arguments that have samples."""
-        names = self._sample_values(sample_arguments)
-        results = zip(self._outputs, self.facts["outputs"], strict=True)
+        names = self.sample_values(sample_arguments)
+        results = zip(self.outputs, self.facts["outputs"], strict=True)
         return {(kind, name) for value, (kind, name) in results if value in names}
 
-    def _sample_values(self, sample_arguments: Set[Role]) -> set[str]:
+    def sample_values(self, sample_arguments: Set[Role]) -> set[str]:
         """The names of the values that derive from arguments that have samples."""
-        names = {name for name, role in self._roles.items() if role in sample_arguments}
+        names = {name for name, role in self.roles.items() if role in sample_arguments}
         for statement in self._statements:
             if not names.isdisjoint(statement.operands):
                 names.add(statement.name)
         return names
-
-    def origin(
-        self,
-        arguments: Sequence[Any],
-        result: int | None,
-        fault: Fault,
-        rows: int,
-        sample_arguments: Set[Role],
-    ) -> FaultOrigin:
-        """Find the operator from which a wrong result comes: the first one that computed a wrong
-        value, the first one that reads a wrong argument, or the one that raises.
-
-        Args:
-            arguments: the arguments of the program in the wrong run.
-            result: the position of the wrong result; None if the program raises.
-            fault: a function that returns what is wrong with a value, as text.
-            rows: the number of samples of the microbatch.
-            sample_arguments: the roles of the arguments that have samples.
-        """
-        examine = partial(self._examine, arguments, fault, rows, sample_arguments)
-        faults: dict[str, str] = {}
-        makers: dict[str, Statement] = {}
-        names: Names = {}
-        try:
-            for statement in self._play(arguments, names):
-                faults |= {n: fault(names[n]) for n in statement.operands if n not in faults}
-                makers[statement.name] = statement
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            return examine(statement, text, None)
-        wrong = self._outputs[result or 0]
-        faults[wrong] = fault(names[wrong])
-        first = _first(wrong, makers, faults)
-        for operand in makers[first].operands if first in makers else ():
-            # NaN out of infinity: name what made that, unless it is a mask.
-            root = _first(operand, makers, faults)
-            if faults[operand] and not self._may_be_mask(root, makers):
-                first = root
-        # A statement that reads the size of a wrong value computes nothing wrong.
-        affected = (s for s in makers.values() if faults.get(s.name))
-        reader = next(s for s in affected if first in (s.name, *s.operands))
-        return examine(reader, faults[first], self._roles.get(first))
-
-    def _may_be_mask(self, name: str, makers: Mapping[str, Statement]) -> bool:
-        """Whether infinity in a value may be on purpose: masks are filled, or come as buffers and
-        inputs.
-        """
-        if name in makers:
-            return any(fill in makers[name].operator for fill in _FILLS)
-        return name not in self._roles or self._roles[name][0] != "parameter"
-
-    def _examine(
-        self,
-        arguments: Sequence[Any],
-        fault: Fault,
-        rows: int,
-        sample_arguments: Set[Role],
-        statement: Statement,
-        reason: str,
-        argument: Role | None,
-    ) -> FaultOrigin:
-        """Run the program again up to a statement, and then run the statement for each sample
-        alone.
-        """
-        names: Names = {}
-        for following in self._play(arguments, names):
-            if following is statement:
-                break
-        tensors = ((name, names[name]) for name in statement.operands)
-        values = {name: t.clone() for name, t in tensors if isinstance(t, Tensor)}
-        by_sample = values.keys() & self._sample_values(sample_arguments)
-        samples = []
-        for sample in range(rows):
-            trial = values | {name: _alone(values[name], sample, rows) for name in by_sample}
-            result = _result(statement, {**names, **trial})
-            if result is None or fault(result):
-                samples.append(sample)
-        result = _result(statement, names)
-        if isinstance(result, Tensor):
-            values[statement.name] = result
-        samples = samples if len(samples) < rows else []
-        return FaultOrigin(statement, reason, values, samples, argument)
 
 
 def _argument_names(function: ast.FunctionDef) -> list[str]:
@@ -232,6 +150,89 @@ def _check_registered(operator: str, names: Names) -> None:
             f"operator {namespace}::{name} is not registered here: import the module that "
             "registers it, with --import MODULE"
         ) from None
+
+
+@dataclass(frozen=True)
+class OriginSearch:
+    """Finds the operator from which a wrong result of a program comes.
+
+    Attributes:
+        program: the program.
+        arguments: the arguments of the program in the wrong run.
+        fault: a function that returns what is wrong with a value, as text.
+        rows: the number of samples of the microbatch.
+        sample_arguments: the roles of the arguments that have samples.
+    """
+
+    program: Program
+    arguments: Sequence[Any]
+    fault: Fault
+    rows: int
+    sample_arguments: Set[Role]
+
+    def origin(self, result: int | None) -> FaultOrigin:
+        """The first operator that computed a wrong value, the first one that reads a wrong
+        argument, or the one that raises.
+
+        Args:
+            result: the position of the wrong result; None if the program raises.
+        """
+        program = self.program
+        faults: dict[str, str] = {}
+        makers: dict[str, Statement] = {}
+        names: Names = {}
+        try:
+            for statement in program.play(self.arguments, names):
+                faults |= {n: self.fault(names[n]) for n in statement.operands if n not in faults}
+                makers[statement.name] = statement
+        except Exception as error:
+            return self._examine(statement, f"{type(error).__name__}: {error}")
+        wrong = program.outputs[result or 0]
+        faults[wrong] = self.fault(names[wrong])
+        first = _first(wrong, makers, faults)
+        for operand in makers[first].operands if first in makers else ():
+            # NaN out of infinity: name what made that, unless it is a mask.
+            root = _first(operand, makers, faults)
+            if faults[operand] and not self._may_be_mask(root, makers):
+                first = root
+        # A statement that reads the size of a wrong value computes nothing wrong.
+        affected = (s for s in makers.values() if faults.get(s.name))
+        reader = next(s for s in affected if first in (s.name, *s.operands))
+        return self._examine(reader, faults[first], program.roles.get(first))
+
+    def _may_be_mask(self, name: str, makers: Mapping[str, Statement]) -> bool:
+        """Whether infinity in a value may be on purpose: masks are filled, or come as buffers and
+        inputs.
+        """
+        if name in makers:
+            return any(fill in makers[name].operator for fill in _FILLS)
+        role = self.program.roles.get(name)
+        return role is None or role[0] != "parameter"
+
+    def _examine(
+        self, statement: Statement, reason: str, argument: Role | None = None
+    ) -> FaultOrigin:
+        """Run the program again up to a statement, and then run the statement for each sample
+        alone.
+        """
+        rows, names = self.rows, Names()
+        for following in self.program.play(self.arguments, names):
+            if following is statement:
+                break
+        tensors = ((name, names[name]) for name in statement.operands)
+        values = {name: t.clone() for name, t in tensors if isinstance(t, Tensor)}
+        by_sample = values.keys() & self.program.sample_values(self.sample_arguments)
+        samples = []
+        for sample in range(rows):
+            trial = values | {name: _alone(values[name], sample, rows) for name in by_sample}
+            result = _result(statement, {**names, **trial})
+            if result is None or self.fault(result):
+                samples.append(sample)
+        result = _result(statement, names)
+        if isinstance(result, Tensor):
+            values[statement.name] = result
+        samples = samples if len(samples) < rows else []
+        return FaultOrigin(statement, reason, values, samples, argument)
 
 
 def _first(name: str, makers: Mapping[str, Statement], faults: Mapping[str, str]) -> str:
