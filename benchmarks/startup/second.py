@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..results import Rows, Target, table, verdicts
-from . import first_step
-from .first_step import measured
+from .first_step import first_step
 from .measure import Settings
+from .process import in_process
 
 DEPTH = 12
 TARGET = Target("over the first process", at_most=0.35, style=".2f")
@@ -36,7 +36,7 @@ def _two_processes(model: str, layers: int, way: str) -> list[float]:
     """Seconds to the first step, in a process with empty caches and in the next one."""
     arguments = model, layers, way
     with tempfile.TemporaryDirectory() as cache:
-        return [measured(first_step.__name__, arguments, cache)["first"] for _ in range(2)]
+        return [in_process(first_step, *arguments, cache=cache)["first"] for _ in range(2)]
 
 
 def render(rows: Rows) -> str:
