@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import fx
@@ -63,9 +63,8 @@ class BackwardGraphs:
         arguments: roles of the arguments of I and B: tangents, saved values, state.
         state: roles of the parameters and buffers that the backward reads or writes.
         private_roles: saved values that only these graphs read.
-        early_parameters: names of parameters whose gradients I returns, in order.
-        late_parameters: names of parameters whose gradients W returns, in order.
-        parameter_names: names of parameters whose gradients B returns, in order.
+        parameters: maps the name of a call to the names of the parameters whose gradients it
+            returns, in order. I comes before W, because it decides the strides of W's arguments.
         backend: compiles the graphs.
         accumulation: how matrix products add gradients.
         graph_class: makes a ``GradientGraph`` from the arguments of that class.
@@ -78,9 +77,7 @@ class BackwardGraphs:
     arguments: Sequence[Role]
     state: Sequence[Role]
     private_roles: Set[Role]
-    early_parameters: Sequence[str]
-    late_parameters: Sequence[str]
-    parameter_names: Sequence[str]
+    parameters: Mapping[str, Sequence[str]]
     backend: Backend
     accumulation: Accumulation
     graph_class: Callable[..., GradientGraph] = GradientGraph
@@ -122,7 +119,7 @@ class BackwardGraphs:
         """
         roles, state_positions, _ = self.deferred_layout
         results = [*self._input_grad_roles, *roles[: len(roles) - len(state_positions)]]
-        graph = self._graph("backward_input", self.arguments, self.early_parameters, results)
+        graph = self._graph("backward_input", self.arguments, results)
         if self.backend.compiles:
             graph.follower = self.weight
         return graph
@@ -130,13 +127,12 @@ class BackwardGraphs:
     @cached_property
     def weight(self) -> GradientGraph:
         """W: from deferred values and state to gradients of late parameters."""
-        return self._graph("backward_weight", self.deferred_layout.roles, self.late_parameters)
+        return self._graph("backward_weight", self.deferred_layout.roles)
 
     @cached_property
     def fused(self) -> GradientGraph:
         """B: from the arguments of I to gradients of inputs and of all parameters."""
-        results = self._input_grad_roles
-        return self._graph("backward", self.arguments, self.parameter_names, results)
+        return self._graph("backward", self.arguments, self._input_grad_roles)
 
     @cached_property
     def sliced(self) -> SlicedBackward:
@@ -156,7 +152,8 @@ class BackwardGraphs:
         True if no input needs a gradient, and either ``Memory.defer_whole_backward`` is set, or the
         chain of derivatives has only one product.
         """
-        return not (self.early_parameters or any(calls(self._module("backward_input").graph)))
+        early = self.parameters["backward_input"]
+        return not (early or any(calls(self._module("backward_input").graph)))
 
     @cached_property
     def completion_order(self) -> list[str]:
@@ -211,19 +208,14 @@ class BackwardGraphs:
             SplitError: an unknown call.
             BackendError: the backend cannot compile a graph.
         """
-        parameters_of = {  # I comes before W, because it decides the strides of W's arguments
-            "backward_input": self.early_parameters,
-            "backward_weight": self.late_parameters,
-            "backward": self.parameter_names,
-        }
-        order, with_gradient = [*parameters_of], set[str]()
+        order, with_gradient = [*self.parameters], set[str]()
         needed: set[tuple[int, bool, int, Parts]] = set()
         runs = [*self._joined_calls(calls, dtype)]
         for number, (call, count) in enumerate(runs, 1):
-            if call not in parameters_of:
-                names = ", ".join(map(repr, ("forward", *parameters_of)))
+            if call not in order:
+                names = ", ".join(map(repr, ("forward", *order)))
                 raise SplitError(f"unknown call {call!r}; expected one of {names}")
-            parameters = parameters_of[call]
+            parameters = self.parameters[call]
             adds = bool(parameters) and with_gradient.issuperset(parameters)
             reported = parts if number == len(runs) else ()
             needed.add((order.index(call), adds, count, reported))
@@ -250,10 +242,22 @@ class BackwardGraphs:
         weights = call == "backward_weight" or self.defers_whole_backward
         return self.weight if weights else self.fused
 
-    def _graph(self, *graph: Any) -> GradientGraph:
-        """Create a ``GradientGraph`` from its name, arguments, parameters and other results."""
-        create = partial(self.graph_class, backend=self.backend, accumulation=self.accumulation)
-        return create(self.graphs, *graph, suffix=self.suffix)
+    def _graph(
+        self, name: str, arguments: Sequence[Role], results: Sequence[Role] = ()
+    ) -> GradientGraph:
+        """Create a ``GradientGraph`` from its name, arguments, and results beside gradients of
+        parameters.
+        """
+        return self.graph_class(
+            self.graphs,
+            name,
+            arguments,
+            self.parameters[name],
+            results,
+            suffix=self.suffix,
+            backend=self.backend,
+            accumulation=self.accumulation,
+        )
 
     @property
     def _input_grad_roles(self) -> list[Role]:

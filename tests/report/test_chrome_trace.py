@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import autosplit
+from autosplit.chrome_trace import write_chrome_trace
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import Band, StepMemory
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import Span, Timeline, simulate
-from autosplit.report import write_chrome_trace
 
 Event = dict[str, Any]
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import autosplit
+from autosplit.chrome_trace import write_chrome_trace
 from autosplit.errors import OutputError, PipelineError, PlanError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.torch_csv import write_csv
-from autosplit.report import write_chrome_trace
 from autosplit.text.figures import parse_size
 from autosplit.text.files import check_file, check_folder
 
