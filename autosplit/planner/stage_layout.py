@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.capture.forward_graph import Switches, enters_autocast
 from autosplit.capture.forward_sizes import ArgumentSizes, holds_size
+from autosplit.capture.mode_switches import Switches, enters_autocast
 from autosplit.capture.size_rule import SizeFunction, SizeRule
 from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.routes import Source

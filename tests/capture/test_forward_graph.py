@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autosplit.capture.export import export
-from autosplit.capture.forward_graph import Effect, EffectRecorder, capture_forward, examine
+from autosplit.capture.forward_graph import capture_forward
+from autosplit.capture.node_effects import Effect, EffectRecorder, examine
 
 A, B = torch.randn(128, 128), torch.randn(128, 128)
 IMAGE, KERNEL = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)

@@ -20,9 +20,7 @@ from autosplit import SplitError
 from autosplit.dynamo.backend import backend
 from autosplit.dynamo.pending_weights import backward_weight, pending_queues
 from autosplit.torch_internals import TORCH
-from tests.dynamo.breaking import (
-    TwoLayers,
-)
+from tests.dynamo.breaking import TwoLayers
 from tests.pending import pending_of_compiled
 from tests.zoo import layered
 
