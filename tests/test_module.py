@@ -17,8 +17,8 @@ MODES = [*((name, True) for name in CASES if name != "counter"), ("convolutions"
 
 
 @pytest.mark.parametrize(("name", "training"), [*MODES, ("encoder_layer", False)])
-def test_equals_autograd(name: str, training: bool) -> None:
-    """But for what plain autograd refuses: a buffer written between forward and backward."""
+def test_split_modules_equal_autograd(name: str, training: bool) -> None:
+    """Without "counter": autograd refuses a buffer written between forward and backward."""
     case = CASES[name]
     batches = [case.batch() for _ in range(3)]
     microbatches = [(x.requires_grad_(x.is_floating_point()),) for x in batches]
@@ -75,7 +75,7 @@ def test_no_grad_captures_nothing() -> None:
     assert not output.requires_grad
 
 
-def test_frozen_model_behind_an_input_that_needs_a_gradient() -> None:
+def test_an_input_of_a_frozen_model_gets_its_gradient() -> None:
     model = nn.Linear(3, 3).requires_grad_(False)
     split = autosplit.split(model)
     x = torch.randn(2, 3, requires_grad=True)
@@ -96,7 +96,7 @@ def test_first_gradient_is_not_copied() -> None:
     assert not names & {"aten::clone", "aten::copy_"}
 
 
-def test_nothing_pending() -> None:
+def test_a_number_of_microbatches_that_are_not_pending_is_refused() -> None:
     split = autosplit.split(nn.Linear(3, 2))
     split.backward_weight()
     split.discard()
@@ -112,7 +112,7 @@ def test_nothing_pending() -> None:
             split.backward_weight(microbatches=wrong)
 
 
-def test_saved_input_written_in_place() -> None:
+def test_backward_refuses_a_saved_input_that_was_written_in_place() -> None:
     split = autosplit.split(nn.Linear(3, 2))
     x = torch.randn(4, 3)
     output = split(x)
@@ -121,7 +121,7 @@ def test_saved_input_written_in_place() -> None:
         output.sum().backward()
 
 
-def test_parameter_written_between_forward_and_backward() -> None:
+def test_backward_refuses_a_parameter_that_was_written_since_the_forward() -> None:
     split = autosplit.split(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     output = split(torch.randn(4, 3, requires_grad=True))
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_parameter_written_between_forward_and_backward() -> None:
         output.sum().backward()
 
 
-def test_deferred_gradient_written_in_place() -> None:
+def test_backward_weight_refuses_a_deferred_tensor_that_was_written_in_place() -> None:
     split = autosplit.split(nn.Linear(3, 2))
     x = torch.randn(4, 3, requires_grad=True)
     h = x * 1.0

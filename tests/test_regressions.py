@@ -22,7 +22,7 @@ from tests.semantics.against_autograd import (
 from tests.zoo import Made, layered
 
 
-def test_kernel_that_gives_other_strides_than_its_fake() -> None:
+def test_kernels_may_return_other_strides_than_their_fake_kernels() -> None:
     """Fake batch norm keeps the strides of a transposed input, the real one does not. Where
     autograd reshapes, tracing saw that a view would do, and the real tensor could not be viewed.
     """
@@ -45,7 +45,7 @@ def rounded() -> nn.Module:
     )
 
 
-def test_gradient_that_does_not_depend_on_the_outputs() -> None:
+def test_a_gradient_that_depends_on_no_output_is_zeros() -> None:
     """They were taken for gradients of what no output is computed from, and were None where
     autograd has zeros, with which an optimizer goes on decaying weights.
     """
@@ -53,7 +53,7 @@ def test_gradient_that_does_not_depend_on_the_outputs() -> None:
     assert_equals_autograd(rounded(), batches, compare=within(1e-5), backend="inductor")
 
 
-def test_module_that_holds_torchscript() -> None:
+def test_a_module_that_contains_torchscript_is_split() -> None:
     """TorchScript keeps submodules in tables that cannot be iterated over: a KeyError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,7 +71,7 @@ def caches_parametrizations(model: Any, x: Tensor) -> Tensor:
         return model.linear(model.linear(x).relu())
 
 
-def test_global_cache_that_a_forward_fills() -> None:
+def test_a_global_cache_that_a_forward_fills_holds_real_tensors() -> None:
     """The forward was tried on a copy without data, and the module that holds the cache was put
     back, but not what the cache held: the first real call read tensors without data from it.
     """

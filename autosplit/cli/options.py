@@ -25,7 +25,7 @@ from autosplit.text.figures import parse_size
 from autosplit.text.files import check_file, check_folder
 
 VERDICTS = (CapError, CaptureError, SplitError, DeadlockError, PipelineError)
-"""Errors that answer a command: what it names was tried, and cannot be split, fit or run."""
+"""Errors that answer a command's question: the model or schedule cannot be split, fit or run."""
 
 
 class _WrongCommandError(click.ClickException):

@@ -63,7 +63,8 @@ class _Kinds:
 
 
 class StageBlock(BlockModule):
-    """A block that a stage calls. Its parameters and buffers have their names in the block.
+    """A block that a stage calls. Its parameters and buffers have the names that they have in the
+    block.
 
     Args:
         kinds: the graphs of the stage's blocks.

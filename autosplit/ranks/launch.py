@@ -231,7 +231,7 @@ def launch(
     Raises:
         PipelineError: a rank raised, died, or still ran after ``timeout`` seconds. The message has
             the traceback of the first cause. The ``__cause__`` is the error that ``fn`` raised, if
-            its type is autosplit's and no trainer was ended by it on all ranks.
+            it is an ``AutosplitError`` that has not ended a trainer on all ranks.
     """
     if nprocs < 1:
         raise PipelineError(f"nprocs must be at least 1; got {nprocs}")

@@ -3,7 +3,7 @@
 ::
 
     the action        runs on a copy of the stage; digests of its results
-    the next action   takes what the stage has held in between; digests of these, too
+    the next action   takes the tensors that the stage has held since; digests of these, too
     a later wait      runs the action again on another copy, and compares the digests
 """
 
@@ -54,7 +54,8 @@ class ActionAudit:
             yield Action(stage, ActionKind(follower), microbatch), self._run_next
 
     def _run(self, _: Callable[..., Any], *arguments: list[Any]) -> Any:
-        """Run the action on a copy of its stage, and keep what it takes."""
+        """Run the action on a copy of its stage, and keep its arguments and the tensors that it
+        takes from the stage."""
         microbatch, stage = self.action.microbatch, self._stage
         self._arguments = [[*tensors] for tensors in arguments]
         self._snapshot, copy = stage.copy_of(microbatch), stage.copy_of(microbatch)
@@ -68,7 +69,8 @@ class ActionAudit:
         return getattr(stage, METHODS[self.action.kind])(self.action.microbatch, *arguments)
 
     def _run_next(self, compute: Callable[..., Any], *arguments: list[Any]) -> Any:
-        """Run the action that takes what this one has left on its stage."""
+        """Run the next action, which takes the tensors that the audited action has left on its
+        stage."""
         self._note(held_tensors(self._stage, self.action.microbatch))
         self._is_taken = True
         return compute(*arguments)

@@ -155,7 +155,10 @@ class StepReplay:
         graphs, part = self.graph_facts(action), self.homes[action.stage]
         key = stage, capture, call = action.stage, graphs["capture"], METHODS[action.kind]
         if call not in graphs["programs"]:
-            raise ReplayError(f"{action} computes nothing: no gradient of its stage is needed")
+            raise ReplayError(
+                f"{action} computes nothing: no gradient of its stage is needed; "
+                "choose another action"
+            )
         if key not in self._programs:
             constants = part.tensors["constants"][stage][capture][call]
             path = part.path / f"stage-{stage}" / f"capture-{capture}" / f"{call}.py"

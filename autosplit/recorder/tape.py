@@ -4,8 +4,8 @@ tensors.
 ::
 
     before the first action   parameters and buffers; buffers that F writes are copied
-    each F, I and B           what it took and gave is noted; what it took is kept
-    before a rank waits       digests of what was noted, or when it is too much for caches
+    each F, I and B           arguments and results are noted; arguments are kept
+    before a rank waits       digests of noted tensors; earlier if they outgrow the caches
     after the actions         digests of the rest; of gradients, if ranks compare or must check them
     before a step is written  digests of gradients
 

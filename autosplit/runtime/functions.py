@@ -236,8 +236,9 @@ class SplitFunctions:
         return twin
 
     def size(self, size: Any) -> int:
-        """The number for a symbolic size of the graphs, at the sizes of these functions; for a size
-        in a block, the largest of all its calls; an estimate for a size that depends on data.
+        """The number for a symbolic size of the graphs, at the sizes of these functions. A size in
+        a block has its largest number over all calls of the block. A size that depends on data has
+        an estimate.
         """
         try:
             return self._size(size)

@@ -179,8 +179,7 @@ class Residuals:
         self._recount()
 
     def copy_reachable(self, places: Iterable[int]) -> None:
-        """Of the tensors at these positions, copy those to which objects outside of this one
-        refer.
+        """Copy the tensors at these positions to which objects outside of this one refer.
 
         The owner of such an object may write into the tensor through NumPy, DLPack or ``.data``,
         which no version counter counts.
@@ -365,7 +364,7 @@ _OWN_WRITES = "_autosplit_writes"
 
 
 def users_writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """How often each tensor was written, not counting writes of graphs."""
+    """For each tensor, the number of writes so far, without writes of graphs."""
     return tuple([tensor._version - vars(tensor).get(_OWN_WRITES, 0) for tensor in tensors])
 
 

@@ -1,6 +1,6 @@
 """The schedules of steps within a memory limit, whose microbatches differ from step to step.
 
-a step's list  ──►  an earlier search was for as many and as large microbatches: its schedule
+a step's list  ──►  the schedule of an earlier search that covers its microbatches
                └►  a search for this list, on all ranks together, remembered
 """
 
@@ -58,7 +58,7 @@ class LimitedSchedules:
 
     Args:
         tuner: searches the schedules.
-        microbatches: M; each search is for at least as many.
+        microbatches: M; each search is for at least M microbatches.
         one_order: whether all pipelines must run one schedule in a step, whatever their sizes.
 
     Attributes:
@@ -135,6 +135,6 @@ def _largest_text(plans: Sequence[StepPlan]) -> str:
 
 
 def _elements_of_largest(sizes: Sequence[Sequence[MicrobatchSizes]]) -> int:
-    """The number of elements of the smallest of the largest microbatches. Costs are divided by it,
-    to be in proportion to elements."""
+    """The number of elements of the smallest of the largest microbatches, at least 1. A search
+    computes times for this size, and bytes per element from it."""
     return max(min(largest.elements for row in sizes for largest in row), 1)

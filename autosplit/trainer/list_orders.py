@@ -26,7 +26,8 @@ class ListOrders:
 
     Args:
         schedule: a schedule for equal microbatches. Its placement is kept; without a limit, a rank
-            keeps at most what it would keep with all microbatches as large as the largest one.
+            keeps at most the memory of this schedule with all microbatches as large as the largest
+            one.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -430,7 +430,7 @@ class PipelineTrainer(StepReports):
         return losses
 
     def _end_step(self) -> None:
-        """Drop the gradients of a step that are not all finite, and update the scale."""
+        """Drop the step's gradients if not all are finite, and update the scale."""
         self._accumulates = False
         if not self._optimizer_moves:
             self._trained.drop_gradients()
@@ -439,7 +439,8 @@ class PipelineTrainer(StepReports):
             self._runner.losses.update_scale(self.grad_scaler, finite=self._optimizer_moves)
 
     def _watch_optimizer(self) -> None:
-        """End a step of ``forward_backward`` alone where the user calls the optimizer."""
+        """End a step that consists of ``forward_backward`` calls when the user calls the
+        optimizer."""
         if self.optimizer is not None:
             with suppress(AttributeError):  # an object that wraps an optimizer may take no hooks
                 hook = self.optimizer.register_step_pre_hook(self._end_own_step)

@@ -30,8 +30,8 @@ def clip(model: nn.Module) -> Tensor:
     ("face", "frozen"),
     [("whole", "first layer"), ("whole", "all"), ("parts", "all"), ("compiled", "first layer")],
 )
-def test_frozen_while_its_gradient_is_pending(face: str, frozen: str) -> None:
-    """The plain model has had the gradient by then."""
+def test_a_parameter_frozen_while_pending_gets_its_gradient(face: str, frozen: str) -> None:
+    """In the plain model, it has the gradient already when it is frozen."""
     torch._dynamo.reset()
     xs = torch.randn(2, 3, 4)
 
@@ -47,8 +47,8 @@ def test_frozen_while_its_gradient_is_pending(face: str, frozen: str) -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_frozen_before_backward(face: str) -> None:
-    """Autograd drops the gradient of what needs none when it arrives."""
+def test_a_parameter_frozen_before_backward_gets_no_gradient(face: str) -> None:
+    """Autograd drops the gradient of a parameter that needs none when the gradient arrives."""
     torch._dynamo.reset()
     x = torch.randn(3, 4)
 

@@ -39,7 +39,7 @@ HELD = [*(("whole", hold) for hold in HOLDS), ("parts", "itself"), ("compiled", 
 
 
 @pytest.mark.parametrize(("face", "hold"), HELD)
-def test_goes_on_accumulating(face: str, hold: str) -> None:
+def test_later_backwards_accumulate_into_a_held_gradient(face: str, hold: str) -> None:
     torch._dynamo.reset()
     xs = torch.randn(4, 3, 4).double()
 
@@ -57,7 +57,7 @@ def test_goes_on_accumulating(face: str, hold: str) -> None:
     assert_alike(used_twice().double(), drive, face=FACES[face], compare=within(1e-12))
 
 
-def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
+def test_backward_computes_held_gradients_and_defers_the_others() -> None:
     model = used_twice()
     split = autosplit.split(model)
     x = torch.randn(3, 4)
@@ -77,8 +77,7 @@ def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
     assert split.pending == 1
 
 
-def test_computed_by_a_failing_backward_says_so() -> None:
-    """``backward()`` raises if a held gradient cannot be computed at its end."""
+def test_backward_raises_if_a_held_gradient_cannot_be_computed() -> None:
     model = used_twice()
     split = autosplit.split(model)
     x = torch.randn(3, 4, requires_grad=True)

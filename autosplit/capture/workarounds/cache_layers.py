@@ -30,7 +30,8 @@ def read_layer_configs_once() -> Iterator[None]:
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a call; that of ``get_layer_types_and_kwargs`` is only compared and returned."""
+        """Trace a call. ``get_layer_types_and_kwargs`` is called instead, and the attributes that
+        it reads are compared in the trace."""
         called = getattr(function, "fn", None)
         if getattr(called, "__name__", "") == "get_layer_types_and_kwargs" and len(args) == 1:
             config = args[0].realize()

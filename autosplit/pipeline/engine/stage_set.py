@@ -45,7 +45,7 @@ class MicrobatchSizes(NamedTuple):
         return sum(torch.Size(leaf).numel() for leaf in self.inputs if not isinstance(leaf, str))
 
     def fits_within(self, larger: MicrobatchSizes) -> bool:
-        """Whether no size is above that of a larger microbatch."""
+        """Whether each size is at most the size in ``larger``."""
         pairs = zip((*self.inputs, *self.targets), (*larger.inputs, *larger.targets), strict=False)
         return all(
             isinstance(leaf, str) or isinstance(limit, str) or all(map(int.__le__, leaf, limit))

@@ -61,8 +61,8 @@ class StageBytes:
         borrowed_outputs: positions of outputs without memory of their own. Such an output shares
             memory with the stage's saved tensors or with the batch, which lives as long as a
             message needs it.
-        fresh: maps the kind of a call to the bytes that the call saves if it creates gradients,
-            instead of adding to existing ones.
+        fresh: maps the kind of a call to the bytes by which its peak is lower if it creates
+            gradients, instead of adding to existing ones.
     """
 
     def __init__(

@@ -244,8 +244,8 @@ class _OrderSearch:
         ready, ends = scheduler.ready, scheduler.ends
 
         def shorter(rank: int, now: float, latest: float) -> int:
-            """The action with the most work after it of those that would end in time; -1 if there
-            is none.
+            """Of the actions that would end in time, the one with the most work after it; -1 if
+            there is none.
             """
             chosen, most = -1, -2.0
             room = caps[rank] - kept[rank]

@@ -117,7 +117,7 @@ class StageMemory:
 
 
 def largest_memory(rows: Sequence[StageMemory]) -> StageMemory:
-    """The least ``StageMemory`` that is nowhere below any of these, for steps with several sizes of
+    """The maximum of several ``StageMemory`` in every number, for steps with several sizes of
     microbatches.
     """
     *columns, workspaces = zip(*map(astuple, rows), strict=True)

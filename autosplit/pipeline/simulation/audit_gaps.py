@@ -18,7 +18,7 @@ from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.simulation.simulate import Durations, simulate
 
 _MARGIN = 1.25
-"""The time of an audit over that of its action: it also reads the results."""
+"""The time of an audit divided by the time of its action. An audit also reads the results."""
 _SHARE = 0.01
 """The most by which late audits lengthen the mean step."""
 

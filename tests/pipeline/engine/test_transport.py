@@ -77,7 +77,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) ->
     return TensorMeta(torch.Size(shape), dtype, grad)
 
 
-def test_hand_over_keeps_the_tensors() -> None:
+def test_stages_of_a_rank_pass_tensors_without_copies() -> None:
     transport = _transport(_meta(2), _meta(3, dtype=torch.int64, grad=False))
     tensors = [torch.zeros(2), torch.zeros(3, dtype=torch.int64)]
     transport.sender(F0)(tensors)

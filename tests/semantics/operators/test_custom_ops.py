@@ -171,7 +171,7 @@ def test_formulas_are_used_in_one_graph() -> None:
 @pytest.mark.parametrize(
     ("name", "needs"), [*((name, True) for name in IN_PARTS), ("two gradients", False)]
 )
-def test_equals_autograd(name: str, needs: bool) -> None:
+def test_custom_functions_equal_autograd(name: str, needs: bool) -> None:
     batch = [(torch.randn(3, 4).requires_grad_(needs),) for _ in range(2)]
     assert_equals_autograd(layered(CASES[name]), batch)
 
@@ -262,8 +262,8 @@ class NoisyGradient(torch.autograd.Function):
 # Dynamo makes an instance to trace the context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("last", [True, False], ids=["last", "before a dropout"])
-def test_custom_backward_that_draws(last: bool) -> None:
-    """Not in the forward: the masks drawn there would be others."""
+def test_a_custom_backward_draws_the_masks_that_autograd_draws(last: bool) -> None:
+    """Drawn in the forward, they would be other masks."""
 
     def make(module: Any, x: Tensor) -> Tensor:
         h = NoisyGradient.apply(F.dropout(module.linear(x), 0.5))
@@ -285,8 +285,8 @@ PYTHON: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", PYTHON)
-def test_numbers_of_python_and_numpy(name: str) -> None:
-    """New ones on every call, none of them drawn by the capture, and no graph holds them."""
+def test_numbers_of_python_and_numpy_are_drawn_anew_in_each_call(name: str) -> None:
+    """The capture draws none of them, and no graph holds them."""
     draw = PYTHON[name]
     model = layered(lambda m, x: m.linear(x) * draw())
     assert_equals_autograd(model, leaves(20, 4))
@@ -294,7 +294,7 @@ def test_numbers_of_python_and_numpy(name: str) -> None:
         autosplit.split(model, (torch.randn(2, 4),), fullgraph=True)
 
 
-def test_generator_of_its_own_is_refused() -> None:
+def test_a_random_generator_kept_by_the_module_is_refused() -> None:
     """Plain ``torch.compile`` would multiply by the same number for ever."""
     model = layered(lambda m, x: m.linear(x) * m.generator.random())
     model.generator = random.Random(0)
