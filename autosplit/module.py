@@ -254,7 +254,8 @@ class SplitModule(ModuleProxy):
             leaves[capture.inputs.index(name)].copy_(outputs.pop())
         for value in reversed(capture.values):
             value.set(self.unsplit, outputs.pop())
-        return tree_unflatten(outputs, capture.output_spec)
+        spec = capture.output_spec
+        return outputs[0] if spec.is_leaf() else tree_unflatten(outputs, spec)
 
     @untraced
     def backward_weight(self, microbatches: int | None = None) -> None:

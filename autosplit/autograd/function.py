@@ -39,7 +39,6 @@ from autosplit.torch_internals.autograd import (
     is_autocast,
     is_requested,
     untraced,
-    without_autocast,
 )
 from autosplit.torch_internals.distributed import called_by_stage_backward
 
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule
 
 
-_IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
 
 
@@ -109,7 +107,7 @@ def run_split(
         fused_backward = True
         anchor.queue.compute()
     # Computed parameters (torch.func.functional_call) have no .grad to defer.
-    fused_backward = fused_backward or not all(map(_IS_LEAF, parameters))
+    fused_backward = fused_backward or not parameter_leaves.are_leaves
     sentinel_parameters: Sequence[Tensor] = parameters
     if not fused_backward:
         sentinel_parameters = () if in_data_parallel else functions.sentinel_parameters(parameters)
@@ -179,8 +177,9 @@ class Split(torch.autograd.Function):
         leaves = list(values[: len(values) - call.sentinel_count])
         # A training loop may write into its own batch after backward(), but it has no reference to
         # the outputs of an earlier module. So W needs its own copy of the batch only.
-        positions = [at for _, at in functions.caller_memory if at is not None]
-        ctx.batch = {at for at in positions if _is_batch(leaves[at])}
+        ctx.batch = {
+            at for _, at in functions.caller_memory if at is not None and _is_batch(leaves[at])
+        }
         del values
         outputs, _, ctx.saved = functions.run(call.state, leaves)
         ctx.packed = has_saved_tensors_hooks()
@@ -233,8 +232,7 @@ class Split(torch.autograd.Function):
             call.slices.begin_backward(remaining, functions.dependence.borrowed, skipped, idle)
             input_grads = [None] * len(functions.capture.inputs)  # the last slice has them
             return (None, call.slices.zero, *input_grads, *call.slices.weights(0))
-        with without_autocast():
-            grads, deferred, early = functions.backward_input(saved, arrived)
+        grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd distinguishes no gradient from a gradient of zeros
             grads[at] = None
         weights: Sequence[Tensor | None] = [None] * call.sentinel_count

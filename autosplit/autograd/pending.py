@@ -138,7 +138,13 @@ def _sums_text(sums: Sequence[str]) -> str:
 
 
 _GRAD = attrgetter("grad")
+_PLAIN = {Tensor}
 _FEW = 64
+
+
+def _is_sum(grad: Tensor | None) -> bool:
+    """Whether a ``.grad`` is a sum of gradients that are computed already."""
+    return grad is not None and type(grad) is not LazyGradient
 
 
 class PendingQueue:
@@ -261,21 +267,18 @@ class PendingQueue:
         parameters = work.parameters
         if not parameters:
             return None
+        grads = [*map(_GRAD, parameters)]
         if not self._sum_is_referenced:
-            sums = [
-                g for g in map(_GRAD, parameters) if g is not None and type(g) is not LazyGradient
-            ]
-            self._sum_is_referenced = any_referenced(sums)
-            del sums
+            is_plain = _PLAIN.issuperset(map(type, grads))
+            self._sum_is_referenced = any_referenced(grads if is_plain else filter(_is_sum, grads))
         if parameters is not self._latest[0]:
             new_slots = [self._slot(parameter) for parameter in parameters]
             # Do not keep slots of a compiled model: it has a new list of parameters each time.
             self._latest = work.leaves if parameters is work.leaves else None, new_slots
         work.slots = slots = self._latest[1]
-        for slot, parameter in zip(slots, parameters, strict=True):
-            grad = parameter.grad
+        for slot, parameter, grad in zip(slots, parameters, grads, strict=True):
             if slot.armed:
-                if grad is slot.lazy or slot.hidden:
+                if parameter.grad is slot.lazy or slot.hidden:
                     continue
                 self.sweep()
                 if slot.armed:

@@ -19,6 +19,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import CaptureOutput, get_traced_fn
+from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch.nn.modules import module
 from torch.utils._python_dispatch import _disable_current_modes
@@ -117,6 +118,9 @@ class ForwardScope:
         parameters = self._signature.parameters
         kinds = {name: parameter.kind for name, parameter in parameters.items()}
         self._is_plain = set(kinds.values()) <= _PLAIN
+        # With as many positional arguments, there is nothing else to bind.
+        is_positional = self._is_plain and _KEYWORD_ONLY not in kinds.values()
+        self._count = len(kinds) if is_positional and not function.__closure__ else None
         self._names = parameters.keys()
         self._positional = [n for n, kind in kinds.items() if kind is not _KEYWORD_ONLY]
         self._defaults = {
@@ -127,6 +131,8 @@ class ForwardScope:
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Local variables of one call; None if the function does not accept these arguments."""
+        if len(args) == self._count and not kwargs:
+            return dict(zip(self._positional, args, strict=True))
         if self._is_plain and len(args) <= len(self._positional):
             arguments = dict(zip(self._positional, args, strict=False))
             arguments.update(kwargs)
@@ -222,8 +228,8 @@ class Guards:
             have.
         blocks: guards of the blocks that the graph calls.
         check: evaluates Dynamo's own guards on the variables of one call; exists once frozen.
-        check_globals: evaluates guards of globals alone, the same for every block of a kind;
-            exists once frozen.
+        check_globals: evaluates guards of globals and of torch's settings (grad mode, autocast)
+            alone, the same for every block of a kind; exists once frozen.
     """
 
     check: Callable[[dict[str, Any]], bool]
@@ -242,7 +248,9 @@ class Guards:
 
     @cached_property
     def _checks(self) -> set[Callable[[dict[str, Any]], bool]]:
-        """Guards of globals: one check for this graph, and one for each kind of block."""
+        """Guards of globals and settings: one check for this graph, and one for each kind of
+        block.
+        """
         return {guards.check_globals for guards in (self, *(block.guards for block in self.blocks))}
 
     @classmethod
@@ -292,11 +300,12 @@ class Guards:
         # This guard runs in Python, a microsecond for each block. Hooks on saved tensors run when F
         # saves them, outside of graphs.
         guards.inner -= {g for g in guards if g.create_fn_name() == _SAVED_TENSORS_HOOKS}
-        # Guards of globals alone; each may compare two objects.
+        # Guards of globals alone, each of which may compare two objects, and of torch's settings.
         names = {g: f"{g.name} {g.create_fn}" for g in guards}
         shared: Any = {
             g for g, n in names.items() if n[0] == "G" and "L[" not in n and "Local" not in n
         }
+        shared |= {g for g in guards if isinstance(g.originating_source, GlobalStateSource)}
         with (
             get_metrics_context(),
             dynamo_timed("build_guards"),

@@ -524,6 +524,9 @@ class SplitFunctions:
             SplitError: a gradient does not fit its output, or a saved tensor was written
                 in place since the forward.
         """
+        if is_autocast():
+            with without_autocast():
+                return SplitFunctions.backward_input(self, saved, output_grads, gradients, dtype)
         state, (_, state_positions, layout) = saved.state, self.backward_graphs.deferred_layout
         pool = self._backward_pool(saved.take_arguments(), output_grads)
         results, early = self.backward_graphs.input.run(pool, gradients, dtype)

@@ -217,8 +217,10 @@ class Specializations:
         """The functions of all graphs that are kept, the most recently used last."""
         return tuple(self._captured)
 
-    def state(self) -> dict[str, Tensor]:
-        """The model's parameters and buffers by name; sharded ones may have no memory."""
+    def state(self) -> State:
+        """The model's parameters and buffers by name; sharded ones may have no memory. The same
+        object as before, if no tensor was added, removed or replaced.
+        """
         if self.sharding is None or not self.sharding.groups:
             return self._reader.read()
         with self.sharding.with_gathered_parameters():
@@ -284,16 +286,18 @@ class Specializations:
         if not _GUARDED.issuperset(map(type, call.leaves)) and any(map(_is_subclass, call.leaves)):
             # An input that is a parameter: guards expect the plain tensor of the capture.
             call = call.as_plain_tensors()
-        sharding = self.sharding
-        with (
-            self._capturing,
-            sharding.plain() if sharding is not None and sharding.groups else nullcontext(),
-        ):
-            for captured, functions in self._by_signature.get(call.signature, ()):
-                if captured.capture.guards.hold(call.args, call.kwargs):
-                    self._note_used(captured)
-                    return functions
-            return self._resized(call) or self._capture_for(call, called)
+        with self._capturing:
+            if self.sharding is None or not self.sharding.groups:
+                return self._find_or_capture(call, called)
+            with self.sharding.plain():
+                return self._find_or_capture(call, called)
+
+    def _find_or_capture(self, call: ModuleCall, called: bool) -> SplitFunctions:
+        for captured, functions in self._by_signature.get(call.signature, ()):
+            if captured.capture.guards.hold(call.args, call.kwargs):
+                self._note_used(captured)
+                return functions
+        return self._resized(call) or self._capture_for(call, called)
 
     def _resized(self, call: ModuleCall) -> SplitFunctions | None:
         """Graphs with open sizes whose guards hold, specialized for the sizes of this call; None if
@@ -345,7 +349,8 @@ class Specializations:
         self._by_signature.setdefault(signature, []).insert(0, (captured, functions))
 
     def _note_used(self, functions: SplitFunctions) -> None:
-        self._captured[functions] = self._captured.pop(functions)
+        if functions is not next(reversed(self._captured)):
+            self._captured[functions] = self._captured.pop(functions)
 
     def _forget_other_sizes(self) -> None:
         """Forget the signatures of calls that ran a graph captured for other sizes."""

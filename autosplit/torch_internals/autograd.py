@@ -35,12 +35,15 @@ class WithoutAutograd:
     """
 
     def __enter__(self) -> None:
-        self._grad_mode, self._autocast = torch.is_grad_enabled(), without_autocast()
+        self._grad_mode = torch.is_grad_enabled()
+        self._autocast = without_autocast() if is_autocast() else None
         torch._C._set_grad_enabled(False)
-        self._autocast.__enter__()
+        if self._autocast is not None:
+            self._autocast.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._autocast.__exit__(*error)
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
         torch._C._set_grad_enabled(self._grad_mode)
 
 
@@ -189,6 +192,7 @@ def _dispatch_outside() -> tuple[Any, Any]:
 _OUTSIDE = _dispatch_outside()
 
 
+_IS_LEAF = attrgetter("is_leaf")
 TENSOR_HOOKS = attrgetter("_backward_hooks")
 """Reads the hooks of ``register_hook`` of a tensor; None if it never had any."""
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
@@ -212,6 +216,11 @@ class Leaves:
         self._nodes = nodes_of_leaves(self.parameters)
         self._hooks = [hooks for node in self._nodes for hooks in _python_hooks(node)]
         self._checked = -1
+
+    @functools.cached_property
+    def are_leaves(self) -> bool:
+        """Whether all parameters are leaves of autograd's graph."""
+        return all(map(_IS_LEAF, self.parameters))
 
     def has_hooks(self) -> bool:
         """Whether a parameter or its autograd node has a hook."""
@@ -237,6 +246,7 @@ class LeavesCache:
     def __init__(self, owned: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._owned = owned
         self._cache: dict[tuple[int, int], Leaves] = {}
+        self._latest: tuple[Sequence[str], Mapping[str, Tensor], Leaves] | None = None
 
     def lookup(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
         """The ``Leaves`` of the parameters with these names.
@@ -245,6 +255,9 @@ class LeavesCache:
             names: names of parameters.
             state: parameters and buffers by name.
         """
+        latest = self._latest
+        if latest is not None and names is latest[0] and state is latest[1]:
+            return latest[2]
         parameters = [*map(state.__getitem__, names)]
         count, first = len(parameters), id(parameters[0]) if parameters else 0
         leaves = self._cache.get((count, first))
@@ -253,6 +266,7 @@ class LeavesCache:
             for key in [key for key in self._cache if key[0] == count and key[1] not in owned_ids]:
                 del self._cache[key]
             leaves = self._cache[count, first] = Leaves(parameters)
+        self._latest = names, state, leaves
         return leaves
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_, is_not
 from sys import getrefcount
@@ -103,17 +103,27 @@ class StateReader:
         self._count = len(slots) + len(children)
         state = zip(self._names, map(getitem, self._spaces, self._keys), strict=True)
         self._holding = [name for name, tensor in state if _holds_tensors(tensor)]
+        self._latest = _State()
 
-    def read(self) -> dict[str, torch.Tensor]:
-        """The module's parameters and buffers by name, as they are now."""
+    def read(self) -> Mapping[str, torch.Tensor]:
+        """The module's parameters and buffers by name, as they are now.
+
+        Returns:
+            the same object as before, if no tensor was added, removed or replaced.
+        """
         is_replaced = map(is_not, map(dict.get, self._tables, self._children), self._submodules)
         if any(is_replaced) or sum(map(len, self._registries)) != self._count:
             self._index()
-        state = _State(zip(self._names, map(getitem, self._spaces, self._keys), strict=True))
+        tensors = [*map(getitem, self._spaces, self._keys)]
+        latest = self._latest
+        if len(latest) == len(tensors) and all(map(is_, tensors, latest.values())):
+            return latest
+        state = _State(zip(self._names, tensors, strict=True))
         for name in self._holding:
             state.update(_tensors_of(name, state[name]))
-        if any(map(is_, state.values(), repeat(None))):
-            return _State((name, tensor) for name, tensor in state.items() if tensor is not None)
+        if any(map(is_, tensors, repeat(None))):
+            state = _State((name, tensor) for name, tensor in state.items() if tensor is not None)
+        self._latest = state
         return state
 
 

@@ -36,3 +36,24 @@ def test_a_reader_sees_tensors_and_submodules_that_were_added_replaced_or_remove
     check()
     del model[1]
     check()
+
+
+def test_a_reader_returns_the_same_object_until_a_tensor_or_its_name_changes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    reader = StateReader(model)
+    first = reader.read()
+    assert reader.read() is first
+    model[1].bias = nn.Parameter(model[1].bias.detach().clone())
+    second = reader.read()
+    assert second is not first
+    assert first["1.bias"] is not second["1.bias"]
+    model.add_module("last", model[1])
+    delattr(model, "1")
+    assert [*reader.read()] == ["0.weight", "0.bias", "last.weight", "last.bias"]
+
+
+def test_a_reader_without_some_parameters_reads_those_that_are_there() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    reader = StateReader(model)
+    assert [*reader.read()] == ["weight"]
+    assert [*reader.read()] == ["weight"]
