@@ -77,13 +77,18 @@ def _earlier_objects_are_frozen() -> None:
     gc.freeze()
 
 
+# Tests of these are about what trainers do with stages, whatever is in them.
+_SHARE_CAPTURES = ("checkpoint", "mesh", "pipeline", "recorder", "trainer")
+
+
 @pytest.fixture(autouse=True)
-def _one_thread_and_seed() -> Iterator[None]:
+def _one_thread_and_seed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Bit-for-bit comparisons need one reduction order; two cores need no oversubscription."""
     import torch
 
     from tests.cheap_tracing import seed_cheaply, trace_cheaply
     from tests.kept_ranks import measure_cheaply, search_cheaply
+    from tests.shared_captures import share_captures
 
     seed_cheaply()
     earlier = torch.get_num_threads()
@@ -92,6 +97,8 @@ def _one_thread_and_seed() -> Iterator[None]:
     trace_cheaply()
     measure_cheaply()
     search_cheaply()
+    folder, *_ = request.path.relative_to(Path(__file__).parent).parts
+    share_captures(folder in _SHARE_CAPTURES)
     yield
     torch.set_num_threads(earlier)
 

@@ -20,6 +20,7 @@ from benchmarks.kept_ranks import KeptRanks
 from tests import devices
 from tests.cheap_tracing import trace_cheaply
 from tests.interpreters import collect_rarely, rank_processes
+from tests.shared_captures import share_captures
 
 
 def measure_cheaply() -> None:
@@ -68,6 +69,7 @@ def _as_new() -> None:
     trace_cheaply()
     measure_cheaply()
     search_cheaply()
+    share_captures()
     random.seed(0)
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
