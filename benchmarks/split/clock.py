@@ -49,6 +49,7 @@ def interleave(
     leaves behind are not the next one's cost.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    frozen = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -60,7 +61,8 @@ def interleave(
                 gc.collect()
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not frozen:  # else the caller froze objects, which stay so
+            gc.unfreeze()
     return {name: _by_action(marks[WARMUP:]) for name, marks in found.items()}
 
 
