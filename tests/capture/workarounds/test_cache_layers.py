@@ -6,13 +6,34 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.variables import UserFunctionVariable
+from transformers import DynamicCache, LlamaConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 import autosplit
-from tests.zoo import llama
+from tests.zoo import Made
 
-IDS = torch.randint(0, 32, (2, 8))
+HEADS, LAYERS = 2, 2
+X = torch.randn(2, 8, 4)
+
+
+def filled_cache(model: Any, x: Tensor) -> DynamicCache:
+    """A cache as a model of transformers makes and fills it."""
+    keys = model.keys(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    cache = DynamicCache(config=model.config)
+    for layer in range(LAYERS):
+        cache.update(keys + layer, keys, layer)
+    return cache
+
+
+def caching(**settings: Any) -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=4, num_attention_heads=HEADS, num_hidden_layers=LAYERS, vocab_size=8
+    )
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return Made(filled_cache, keys=nn.Linear(4, 4), config=config)
 
 
 def test_a_changed_attribute_changes_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,24 +46,24 @@ def test_a_changed_attribute_changes_the_cache(monkeypatch: pytest.MonkeyPatch) 
         return original(function, *args)
 
     monkeypatch.setattr(UserFunctionVariable, "call_function", call_function)
-    model = llama(use_cache=True)
+    model: Any = caching()
     split = autosplit.split(model)
-    first = split(input_ids=IDS).past_key_values
+    first = split(X)
     assert traced
     assert get_layer_types_and_kwargs not in traced
     model.config.sliding_window = 4
-    second, expected = split(input_ids=IDS).past_key_values, model(input_ids=IDS).past_key_values
+    second, expected = split(X), model(X)
     assert [type(layer) for layer in second.layers] == [type(layer) for layer in expected.layers]
     assert type(second.layers[0]) is not type(first.layers[0])
     torch.testing.assert_close(second.layers[0].keys, expected.layers[0].keys, rtol=0, atol=0)
 
 
 def test_layers_that_differ_are_read_one_by_one() -> None:
-    model = llama(use_cache=True, num_hidden_layers=2)
-    model.config.sliding_window = None
-    model.config.per_layer_config = {0: {"sliding_window": 4}}
-    model.config.allow_global_per_layer_attribute_access = True
-    kinds = [type(layer) for layer in model(input_ids=IDS).past_key_values.layers]
+    model = caching(
+        sliding_window=None,
+        per_layer_config={0: {"sliding_window": 4}},
+        allow_global_per_layer_attribute_access=True,
+    )
+    kinds = [type(layer) for layer in model(X).layers]
     assert len({*kinds}) == 2
-    cache = autosplit.split(model)(input_ids=IDS).past_key_values
-    assert [type(layer) for layer in cache.layers] == kinds
+    assert [type(layer) for layer in autosplit.split(model)(X).layers] == kinds

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -16,7 +17,7 @@ from autosplit.passes.graph import calls
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.torch_internals.allocations import allocations_on
 from tests.semantics.against_autograd import assert_equals_autograd, leaves
-from tests.zoo import layered, llama
+from tests.zoo import Made, layered
 
 
 class Mixing(torch.autograd.Function):
@@ -112,10 +113,10 @@ def test_a_stage_whose_output_the_next_one_does_not_use() -> None:
 VOCABULARY = 2048
 
 
-def backward_peak(split: Any, call: dict[str, Any]) -> int:
+def backward_peak(split: Any, ids: Tensor) -> int:
     """Bytes that ``loss.backward()`` allocates at most, once graphs are compiled."""
-    split(**call)["loss"].backward()
-    loss = split(**call)["loss"]
+    split(ids)["loss"].backward()
+    loss = split(ids)["loss"]
     with allocations_on(torch.device("cpu")) as allocations:
         allocations.mark()
         loss.backward()
@@ -136,27 +137,28 @@ def operators(functions: SplitFunctions) -> int:
     return sum(len([*calls(half.graph)]) for half in halves if half is not None)
 
 
-def test_a_llama_with_labels_pays_nothing_for_logits_and_cache() -> None:
-    ids = torch.arange(128).reshape(2, 64)
-    call = {"input_ids": ids, "labels": ids}
-    model = llama(vocab_size=VOCABULARY)
-    whole, loss_alone = autosplit.split(model), autosplit.split(OnlyLoss(model))
-    peak, least = backward_peak(whole, {**call, "use_cache": True}), backward_peak(loss_alone, call)
+def language_model(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """What a model of transformers returns: the loss, logits, and the keys of its cache."""
+    x = model.embed(ids)
+    keys = model.linear(x).unflatten(-1, (2, 2)).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(keys, keys, keys, is_causal=True)
+    logits = model.head(model.second(mixed.transpose(1, 2).flatten(2)))
+    shifted = F.pad(ids, (0, 1), value=-100)[..., 1:]
+    loss = F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten())
+    return {"loss": loss, "logits": logits, "keys": keys}
+
+
+def test_a_language_model_pays_nothing_for_logits_and_cache() -> None:
+    ids = torch.randint(VOCABULARY, (2, 64))
+    embed, head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY, bias=False)
+    model = layered(language_model, embed=embed, head=head)
+    whole = autosplit.split(model)
+    loss_alone = autosplit.split(Made(lambda m, ids: {"loss": m.whole(ids)["loss"]}, whole=model))
+    peak, least = backward_peak(whole, ids), backward_peak(loss_alone, ids)
     functions, logits = only(whole), ids.numel() * VOCABULARY
     graph = functions.graphs.backward_input
     assert graph is not None
     assert not [node for node in calls(graph.graph) if "full" in str(node.target)]
     assert peak - least < logits  # a quarter of the logits' bytes
-    # Keys and values have other strides than their gradients.
+    # Keys have other strides than their gradients.
     assert operators(functions) - operators(loss_alone._graphs.latest) <= 2
-
-
-class OnlyLoss(nn.Module):
-    """A model that returns nothing but its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **call: Any) -> dict[str, Tensor]:
-        return {"loss": self.model(**call, use_cache=False).loss}
