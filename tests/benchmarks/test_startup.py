@@ -10,7 +10,7 @@ from benchmarks.startup.page import PAGE
 
 
 def test_a_first_step_is_measured() -> None:
-    result = first_step("bert", 2, "autosplit")
+    result = first_step("bert", 1, "autosplit")
     assert result["first"] > result["later"] > 0
     assert result["held"] > 0
 

@@ -15,15 +15,8 @@ WIDTH = 4
 Block = Callable[[int], nn.Module]
 
 
-class Residual(zoo.Residual):
-    """The block of an index."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(WIDTH)
-
-
 class Plain(nn.Module):
-    """A block of one product: the cheapest to trace."""
+    """A residual block of one product: the cheapest to trace."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -31,6 +24,13 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return x + torch.tanh(self.linear(x))
+
+
+class Residual(zoo.Residual):
+    """A block of a norm and two products."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH)
 
 
 class Gated(nn.Sequential):
@@ -49,7 +49,7 @@ class Stack(nn.Module):
         count: blocks.
     """
 
-    def __init__(self, block: Block = Residual, count: int = 3) -> None:
+    def __init__(self, block: Block = Plain, count: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(map(block, range(count)))

@@ -17,14 +17,15 @@ def batches(*lengths: int) -> list[tuple[Tensor]]:
     return [(torch.randn(2, length, WIDTH).requires_grad_(),) for length in lengths]
 
 
-class Attending(Residual):
+class Attending(Plain):
     """Attention before the products, for any length."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
         heads = x.view(rows, length, 2, width // 2).transpose(1, 2)
         attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        return super().forward(x + attended.transpose(1, 2).reshape(rows, length, width))
+        result: Tensor = super().forward(x + attended.transpose(1, 2).flatten(2))
+        return result
 
 
 class Branching(Plain):

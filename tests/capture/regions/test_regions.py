@@ -16,11 +16,11 @@ import autosplit
 from autosplit.capture import export
 from autosplit.passes.analysis.operator_cost import weight_flops
 from autosplit.runtime.gradient_dependence import GradientDependence
-from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
+from tests.capture.regions.blocks import WIDTH, Block, Plain, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
 
-class Dropping(Residual):
+class Dropping(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
@@ -44,14 +44,14 @@ class Checkpointed(Residual):
         return x + checkpoint(lambda y: torch.relu(self.down(y)), y, use_reentrant=False)
 
 
-class Deciding(Residual):
+class Deciding(Plain):
     """Every block holds graphs of both branches."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)))
 
 
-class Pair(Residual):
+class Pair(Plain):
     """Two results, of which nobody reads the second: its gradient is none, and not zero."""
 
     def forward(self, x: Tensor) -> Any:
@@ -144,7 +144,7 @@ class TwoStacks(Stack):
 
     def __init__(self) -> None:
         super().__init__(count=2)
-        self.decoder = nn.ModuleList(map(Residual, range(2)))
+        self.decoder = nn.ModuleList(map(Plain, range(2)))
 
     def forward(self, x: Tensor) -> Any:
         y = x
@@ -165,7 +165,7 @@ class ReadAgain(Stack):
         return self.head(x)
 
 
-class Offset(Residual):
+class Offset(Plain):
     """Reads its input once: a sum of gradients belongs to another tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Rounding(torch.autograd.Function):
         return grad * 2
 
 
-class Rounded(Residual):
+class Rounded(Plain):
     """Any custom function might return no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def batches() -> list[tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda kind: kind.__name__)
-def test_blocks(block: type[Residual]) -> None:
+def test_blocks(block: Block) -> None:
     split = assert_equals_autograd(Stack(block, 2), batches())
     assert kinds(split) == [2]
 
@@ -242,7 +242,7 @@ def test_gradients_of_inputs_that_models_read_again_are_summed_in_order(name: st
 
 
 def test_blocks_that_are_the_models_own_submodules() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(Residual, range(2)))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(Plain, range(2)))
     assert kinds(assert_equals_autograd(model, batches())) == [2]
 
 
@@ -283,7 +283,7 @@ def test_deferred_tensors_are_those_without_regions(
     assert kept[0] == kept[1]
 
 
-class Shifted(Residual):
+class Shifted(Plain):
     """A parameter whose gradient is what arrives, and two results: of the whole and of a part."""
 
     def __init__(self, index: int) -> None:
@@ -291,7 +291,7 @@ class Shifted(Residual):
         self.shift = nn.Parameter(torch.randn(2, 3, WIDTH))
 
     def forward(self, x: Tensor) -> Any:
-        y = self.up(x)
+        y = self.linear(x)
         return super().forward(x) + self.shift, y
 
 

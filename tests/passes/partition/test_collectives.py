@@ -141,10 +141,10 @@ def test_a_product_that_hardly_fits_is_kept_for_the_next_wait(joint: fx.GraphMod
 
 def test_weight_gradients_of_repeated_blocks_fill_waits_around_them(mesh: DeviceMesh) -> None:
     """Blocks without collectives are graphs that are called; as a whole, W of one fills a wait."""
-    plan: dict[str, object] = {f"{at}.up": ColwiseParallel() for at in (1, 3, 5)}
-    plan |= {f"{at}.down": RowwiseParallel() for at in (1, 3, 5)}
-    stack = nn.Sequential(*(Residual(64, 64 + 64 * (at % 2)) for at in range(6)))
+    plan: dict[str, object] = {f"{at}.up": ColwiseParallel() for at in (1, 3)}
+    plan |= {f"{at}.down": RowwiseParallel() for at in (1, 3)}
+    stack = nn.Sequential(*(Residual(64, 64 + 64 * (at % 2)) for at in range(4)))
     parallelize_module(stack, mesh, plan)
     x = torch.randn(4, 32, 64, requires_grad=True)
     functions = autosplit.split(stack, (x,), memory="fast").functions[0]
-    assert any(name.startswith(("2.", "4.")) for name in early(functions.graphs))
+    assert any(name.startswith("2.") for name in early(functions.graphs))

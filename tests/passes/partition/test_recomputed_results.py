@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -68,6 +69,12 @@ def captured(model: nn.Module, **options: Any) -> SplitFunctions:
     return autosplit.split(model, **options).capture(batch())
 
 
+@functools.cache
+def captured_stack(block: type[PostNorm] = PostNorm) -> SplitFunctions:
+    """Those of a stack with the default options, for tests that only read them."""
+    return captured(stack(block))
+
+
 def saved_bytes(functions: SplitFunctions) -> int:
     return total_bytes(boundaries(functions.graphs)[Kind.SAVED])
 
@@ -90,7 +97,7 @@ def time(functions: SplitFunctions) -> float:
 def test_stacks_save_what_they_save_as_one_graph(
     monkeypatch: pytest.MonkeyPatch, block: type[PostNorm]
 ) -> None:
-    ours = captured(stack(block))
+    ours = captured_stack(block)
     monkeypatch.setenv("AUTOSPLIT_REGIONS", "0")
     whole = captured(stack(block))
     assert len(recomputed(ours)) >= BLOCKS - 1
@@ -106,7 +113,7 @@ def test_gradients(block: type[PostNorm]) -> None:
 def test_fast_recomputes_nothing() -> None:
     functions = captured(stack(), memory="fast")
     assert not recomputed(functions)
-    assert saved_bytes(functions) > saved_bytes(captured(stack()))
+    assert saved_bytes(functions) > saved_bytes(captured_stack())
 
 
 def test_some_of_equal_blocks_recompute() -> None:
@@ -120,7 +127,7 @@ def test_some_of_equal_blocks_recompute() -> None:
 
 
 def test_weight_gradients_read_no_parameters() -> None:
-    functions = captured(stack())
+    functions = captured_stack()
     weight = functions.calling.backward_weight
     assert weight is not None
     assert not inputs(weight.graph, *STATE)
