@@ -28,7 +28,7 @@ FULL = 96
 
 
 class Layer(nn.Module):
-    """Attention within documents, and a feed-forward network.
+    """Attention within documents.
 
     Args:
         first: whether the layer embeds token ids; else it returns logits.
@@ -38,8 +38,7 @@ class Layer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH) if first else None
         self.head = None if first else nn.Linear(WIDTH, WORDS)
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Run the layer.
@@ -58,11 +57,10 @@ class Layer(nn.Module):
         mask = flex.create_block_mask(
             within_document, None, None, tokens, tokens, device=x.device, BLOCK_SIZE=BLOCK
         )
-        heads = self.qkv(self.norm(x)).view(1, tokens, 3, HEADS, WIDTH // HEADS)
+        heads = self.qkv(x).view(1, tokens, 3, HEADS, WIDTH // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         attended = flex.flex_attention(query, key, value, block_mask=mask)
         x = x + attended.transpose(1, 2).flatten(2)
-        x = x + self.down(F.gelu(self.up(x)))
         return (x, documents) if self.head is None else self.head(x)
 
 
