@@ -166,10 +166,15 @@ def _exported(
     return exported, input_tensors(exported, args, kwargs)
 
 
+def _input_positions(inputs: Any) -> tuple[list[Tensor], dict[int, int]]:
+    """The input tensors, and their positions by ``id``."""
+    tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    return tensors, {id(tensor): position for position, tensor in enumerate(tensors)}
+
+
 def _open_sizes(exported: fx.GraphModule, inputs: Any, tensors: dict[fx.Node, Any]) -> ForwardSizes:
     """The symbolic sizes of a graph that was exported with these inputs."""
-    examples = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
-    positions = {id(leaf): position for position, leaf in enumerate(examples)}
+    examples, positions = _input_positions(inputs)
     traced = {
         positions[id(tensor)]: traced_value(node)
         for node, tensor in tensors.items()
@@ -210,8 +215,7 @@ def _name(
     named = [*module.named_parameters(remove_duplicate=False)]
     named += [*module.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
     state = {id(tensor): names[name] for name, tensor in named}
-    leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
-    positions = {id(leaf): position for position, leaf in enumerate(leaves)}
+    _, positions = _input_positions(inputs)
     for node, tensor in tensors.items():
         if id(tensor) in state:
             forward.state[node] = state[id(tensor)]

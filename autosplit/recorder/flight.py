@@ -128,7 +128,7 @@ class FlightRecorder:
             return self._watch_held(bound) if records_held else bound
 
         def noted_fetch() -> list[Any]:
-            """Record what is known before the input arrives, then fetch the input."""
+            """Record state and held tensors before the input arrives, then fetch the input."""
             tape = self._tape
             if tape is None:  # no step is recorded while gradients are verified
                 return fetch()

@@ -21,7 +21,7 @@ from autosplit.pipeline.schedule.schedule import (
 )
 from autosplit.text.figures import nearest
 
-from .families import SCHEDULES, Family
+from .families import SCHEDULES, Family, even_sizes
 from .placement import WEIGHTS, StageTimes, place_weights
 
 __all__ = ["SCHEDULES", "WEIGHTS", "Family", "build"]
@@ -72,7 +72,7 @@ def build(
     weights = _check_weights(name, family, split_backward, weights, times)
     options = {} if family.chunks else {"chunks": chunks}
     template = family.make(ranks, microbatches, **options)
-    sizes = block_sizes(stages, ranks * chunks)
+    sizes = even_sizes(stages, ranks * chunks)
     summed = None if times is None else block_times(times, sizes)
     schedule = place_weights(name, template, weights, summed)
     return schedule if len(sizes) == stages else expand(schedule, sizes)
@@ -165,12 +165,6 @@ def _refuse_without_split(
                 f"{option}={value!r} has no meaning with split_backward=False, where no W "
                 f"exists: leave {option} out or split the backward"
             )
-
-
-def block_sizes(stages: int, blocks: int) -> list[int]:
-    """The number of stages in each block; the first ``stages % blocks`` blocks have one more."""
-    size, larger = divmod(stages, blocks)
-    return [size + 1 if block < larger else size for block in range(blocks)]
 
 
 def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:

@@ -73,9 +73,13 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
     """Sizes of the groups of microbatches, the larger ones first. A group smaller than P would
     leave gaps.
     """
-    count = max(microbatches // ranks, 1)
-    size, larger = divmod(microbatches, count)
-    return [size + 1 if group < larger else size for group in range(count)]
+    return even_sizes(microbatches, max(microbatches // ranks, 1))
+
+
+def even_sizes(total: int, parts: int) -> list[int]:
+    """The sizes of ``total`` things in parts; the first ``total % parts`` parts have one more."""
+    size, larger = divmod(total, parts)
+    return [size + 1 if part < larger else size for part in range(parts)]
 
 
 def _rounds(sizes: list[int], chunks: int) -> Iterator[tuple[int, int]]:
