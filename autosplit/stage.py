@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.autograd.module_proxy import refuse_split
 from autosplit.capture.size_rule import SizeRule
-from autosplit.runtime.compiled_graph import CompletionReport
+from autosplit.runtime.accumulators import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.held_microbatches import HeldMicrobatches
 from autosplit.runtime.in_flight import MicrobatchState, RecomputableState

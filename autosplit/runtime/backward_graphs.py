@@ -23,8 +23,9 @@ from autosplit.passes.manager import When, run_graph_passes, with_graph_passes
 from autosplit.passes.subgraph import inline
 
 from .accumulation import Accumulation
+from .accumulators import Parts
 from .boundary_layout import BoundaryLayout, Constants
-from .compiled_graph import GradientGraph, Parts, positions
+from .compiled_graph import GradientGraph, positions
 from .sliced_backward import SlicedBackward
 
 if TYPE_CHECKING:

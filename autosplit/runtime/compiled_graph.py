@@ -9,7 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -31,6 +31,7 @@ from autosplit.passes.subgraph import subgraphs
 from autosplit.torch_internals.gradients import add_together, zero_together
 
 from .accumulation import MOST_JOINED, Accumulation
+from .accumulators import Accumulators, Parts
 from .anomaly import copied, refuse_nan
 
 
@@ -138,41 +139,6 @@ _SMALL = 2**20  # bytes of all weight gradients of a microbatch
 
 AddingForm: TypeAlias = "Literal['returns', 'adds', 'overwrites']"
 """How a graph leaves gradients: as new tensors, added to accumulators, or written into them."""
-Parts: TypeAlias = "tuple[frozenset[str], ...]"
-"""Sets of parameters, each reported when its gradients are complete."""
-
-
-class CompletionReport(NamedTuple):
-    """A function that is called whenever the gradient sums of a set of parameters are complete.
-
-    Attributes:
-        parts: sets of parameters.
-        function: called with the index of a part; maybe more than once for one part.
-    """
-
-    parts: Parts
-    function: Callable[[int], None]
-
-    def report_all(self) -> None:
-        """Report that all parts are complete."""
-        for number in range(len(self.parts)):
-            self.function(number)
-
-
-class Accumulators(NamedTuple):
-    """Tensors into which a graph adds gradients.
-
-    Attributes:
-        tensors: one for each parameter of the graph, in the graph's order.
-        overwrites: whether the gradients are the first of a step, and overwrite memory that is not
-            initialized.
-        report: if the gradients are the last of a step, the function to report complete parts to;
-            else None.
-    """
-
-    tensors: Sequence[Tensor]
-    overwrites: bool = False
-    report: CompletionReport | None = None
 
 
 class GradientGraph:

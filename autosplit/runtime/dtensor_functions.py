@@ -15,7 +15,8 @@ from autosplit.passes.graph import STATE
 from autosplit.runtime.residuals import State
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
-from .compiled_graph import Accumulators, GradientGraph
+from .accumulators import Accumulators
+from .compiled_graph import GradientGraph
 from .functions import ForwardResult, SplitFunctions
 
 

@@ -20,7 +20,7 @@ from autosplit.torch_internals.autograd import is_autocast, without_autocast
 from autosplit.torch_internals.gradients import write_buffers
 
 from .accumulation import ACCUMULATION
-from .compiled_graph import Accumulators
+from .accumulators import Accumulators
 from .gradient_dependence import NONE_MISSING, Missing
 from .input_overlap import refuse_state_overlap
 from .module_graphs import ModuleGraphs

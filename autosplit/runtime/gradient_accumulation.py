@@ -18,7 +18,7 @@ from autosplit.torch_internals.autograd import (
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.gradients import divide_together
 
-from .compiled_graph import Accumulators
+from .accumulators import Accumulators
 
 
 class _BoundSums(NamedTuple):

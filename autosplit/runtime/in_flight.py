@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autosplit.device import GeneratorStates
 from autosplit.errors import SplitError, with_code
-from autosplit.runtime.compiled_graph import CompletionReport
+from autosplit.runtime.accumulators import CompletionReport
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import WithoutAutograd, checks_nan, has_tensor_hooks

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from autosplit.mesh.costs import Link, measure_all_reduce
 from autosplit.pipeline.simulation.collectives import BUCKET_BYTES, StageCollectives
 from autosplit.ranks.groups import Groups
-from autosplit.runtime.compiled_graph import CompletionReport
+from autosplit.runtime.accumulators import CompletionReport
 from autosplit.torch_internals.dtensor import (
     is_dtensor,
     local_tensor,
