@@ -22,7 +22,7 @@ from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.costs import BlockCost, ModelCosts
 
-_WORK = 60_000  # actions that are simulated for one schedule: seconds
+_WORK = 60_000  # the most actions that are simulated for one schedule, in some seconds
 _SHIFTS = (1, -1, 2, -2)  # blocks by which cuts are moved
 _SAME = 1 + 1e-9
 _MEMORY = (0.0, 0.5, 1.0)

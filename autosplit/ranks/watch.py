@@ -24,9 +24,9 @@ from autosplit.ranks.first_error import LostPeerError, RankActivity
 from autosplit.ranks.groups import Groups
 
 _BEAT = 0.25
-# A rank without a beat for so long is silent; a busy machine may be late.
+# A rank without a beat for this long is silent; a busy machine may be late.
 _SILENCE = 4 * _BEAT
-# A rank that loses a peer looks for the cause for so long. A wait that times out closes the
+# A rank that loses a peer looks for the cause for this long. A wait that times out closes the
 # connections of its rank, which only then looks for silent ranks: leave it time to post the fault.
 _PATIENCE = 3 * _SILENCE
 _JOIN = 2.0
@@ -229,7 +229,7 @@ class PeerWatch:
                 f"rank {self._rank} is in {phase}, and every rank must make the same calls of a "
                 f"trainer (one under `if rank == 0:` has no partner); or {cause}"
             )
-        # The time of a rank that timed out, too, began anew a moment ago: do not report it.
+        # A rank that timed out as well has just begun another activity: do not report it.
         restarted = rank in apart and pulse.seconds < 2 * _SILENCE
         state = f"has been in {pulse.activity} for {pulse.seconds:.3g} s"
         if restarted:
@@ -243,7 +243,7 @@ class PeerWatch:
         """
         activity, duration = "starting", "at all"
         if pulse is not None:
-            seconds = max(time.time() - pulse.time, _SILENCE)  # of another machine's clock
+            seconds = max(time.time() - pulse.time, _SILENCE)  # clocks of machines differ
             activity, duration = pulse.activity, f"for {seconds:.3g} s"
         return Fault(
             rank,

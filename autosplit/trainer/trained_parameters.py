@@ -213,7 +213,7 @@ class GradientNorms:
     def nonfinite(self) -> list[nn.Parameter]:
         """Return the parameters whose gradient has a number that is not finite."""
         total = self._norms if self._norms.dim() == 0 else self._norms.sum()
-        if math.isfinite(total.item()):  # then each number is
+        if math.isfinite(total.item()):  # then each number is finite
             return []
         if self._exact:
             finite = self._norms.isfinite().tolist()

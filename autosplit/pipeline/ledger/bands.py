@@ -141,7 +141,7 @@ class _Moment:
     during: str  # the action that begins now
     fixed: int
     level: int
-    beside: int  # the most that other threads held since the moment before, above their start
+    beside: int  # the most bytes of other threads since the last mark, above their bytes then
 
 
 class MemoryRecorder(SpanRecorder):

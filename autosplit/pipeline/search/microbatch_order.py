@@ -36,7 +36,7 @@ from autosplit.pipeline.simulation.step_graph import StepGraph
 from .bounding import caps_of
 from .search import named_schedules
 
-_FORWARD = 0.5  # the weight of the work after an F, beside that after an I
+_FORWARD = 0.5  # the weight of the work after an F, relative to the work after an I
 _WORK = 5_000  # actions to place; the last order is placed whole
 _CLOSE = 1.005  # a step up to this much above the work of the slowest rank is not improved
 _SKIPPED = ("naive", "zb-h1")  # never the shortest; another form of 1f1b
