@@ -196,7 +196,7 @@ class StepReports(RankSession):
             metrics |= device_peak(self.device)
         return metrics
 
-    def progress(self, batches: Iterable[T], work: str = "training") -> Iterator[T]:
+    def progress(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield batches, and show steps, loss, rate and time left on rank 0: in a bar on a
         terminal, elsewhere in a line every 30 seconds::
 
@@ -205,10 +205,9 @@ class StepReports(RankSession):
 
         Args:
             batches: any iterable; if it has a length, the time left is known.
-            work: the text before the numbers.
         """
         total = len(batches) if isinstance(batches, Sized) else None
-        with working(work, total, unit="step") as progress:
+        with working("training", total, unit="step") as progress:
             for batch in batches:
                 yield batch
                 progress.advance(self._note)

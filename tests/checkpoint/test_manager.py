@@ -93,6 +93,15 @@ def test_other_files_are_not_removed(tmp_path: Path) -> None:
     assert manager.steps == [1, 3]
 
 
+def test_the_best_score_may_be_the_largest(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1, best="max")
+    with trainer() as engine:
+        for step, score in enumerate((0.5, 0.75, 0.25), 1):
+            manager.save(engine, step=step, score=score)
+    assert manager.best == tmp_path / "step-00000002"
+    assert manager.steps == [2, 3]
+
+
 def test_bad_counts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="got keep=0, keep_best=1, best='min'"):
         CheckpointManager(tmp_path, keep=0)
@@ -108,6 +117,8 @@ def test_safetensors_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert manager.latest is not None
     export_safetensors(manager.latest, tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
+    export_safetensors(manager.latest, tmp_path / "parts", max_shard_size=300)
+    assert (tmp_path / "parts" / "model.safetensors.index.json").exists()
     saved = read_checkpoint(manager.latest)
     assert written.keys() == saved.keys() == model().state_dict().keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in written.items())
