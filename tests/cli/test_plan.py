@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.cli.plan import Configuration, search_plans, search_table
+from autosplit.cli.plan import search_table
 from autosplit.errors import PlanError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES
@@ -17,6 +17,7 @@ from autosplit.pipeline.simulation.collectives import ParameterRanks
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.cuts import CapError, Solution
+from autosplit.planner.plan_search import Configuration, search_plans
 from tests.planner.planned import even
 
 

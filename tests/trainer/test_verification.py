@@ -117,6 +117,12 @@ def test_hooks_for_the_gradients_of_a_step_are_not_called() -> None:
         assert [module.calls for module in trainer.modules.values()] == [["post"], ["post"]]
 
 
+def test_a_list_of_microbatches_is_verified() -> None:
+    with workers.trainer([nn.Linear(WIDTH, WIDTH)], ranks=1, **OWN_STAGES) as trainer:
+        pairs = [(torch.randn(size, WIDTH), torch.randn(size, WIDTH)) for size in (2, 3)]
+        assert trainer.verify(microbatches=pairs).bits_equal
+
+
 def test_verified_gradients_are_not_recorded(tmp_path: Path) -> None:
     options = {"recorder": Recorder(tmp_path, log=tmp_path / "log"), **OWN_STAGES}
     with workers.trainer([nn.Linear(WIDTH, WIDTH)], ranks=1, **options) as trainer:
