@@ -22,10 +22,15 @@ def lesson() -> Lesson:
     return Lesson("gpt2")
 
 
+@pytest.fixture(scope="module")
+def seen(lesson: Lesson) -> Observed:
+    """The values that a training in one process sees."""
+    return taught(lesson, DRAWS)
+
+
 @pytest.fixture
-def ranks(lesson: Lesson) -> list[Trained]:
+def ranks(seen: Observed) -> list[Trained]:
     """Two ranks that have trained as one process does; both have the tied embedding."""
-    seen = taught(lesson, DRAWS)
     halves: list[Observed] = [{}, {}]
     for name, value in seen.items():
         first = "transformer.w" in name or "transformer.h.0" in name
@@ -40,13 +45,15 @@ def test_equal_is_equal(lesson: Lesson, ranks: list[Trained]) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_parameter_that_differs_is_found(lesson: Lesson, ranks: list[Trained], rank: int) -> None:
+def test_a_parameter_that_differs_is_found(
+    lesson: Lesson, seen: Observed, ranks: list[Trained], rank: int
+) -> None:
     """Of the tied one, on either rank: also where one rank alone is right."""
     name = "transformer.wte.weight behind step 2"
     ranks[rank].seen[name] = ranks[rank].seen[name] * 1.001
     verdict, detail = compared(lesson, ranks)
     assert verdict == Verdict.WRONG.value
-    assert detail.startswith(f"1 of {len(taught(lesson, DRAWS))} differ; {name}: ")
+    assert detail.startswith(f"1 of {len(seen)} differ; {name}: ")
 
 
 def test_a_gradient_that_no_rank_has_is_found(lesson: Lesson, ranks: list[Trained]) -> None:
