@@ -329,15 +329,20 @@ class PendingQueue:
         self._has_step_hook, reference = True, weakref.ref(self)
 
         @untraced
-        def compute(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def compute(optimizer: Optimizer) -> None:
             queue = reference()
-            if queue is not None and (queue.thread or queue.microbatches):
+            if queue is not None:
                 stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 sums = any(work.graph.sums for work in queue.works())
                 if sums or not stepped.isdisjoint(map(id, queue.parameters())):
                     queue.compute()
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(compute).remove)
+        def step_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            queue = None if torch.compiler.is_dynamo_compiling() else reference()
+            if queue is None or queue.thread or queue.microbatches:
+                compute(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(step_hook).remove)
 
     def make_room(self) -> None:
         """Before a forward, compute the oldest microbatches, so that the backward of this forward

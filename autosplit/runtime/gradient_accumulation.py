@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.gradients import divide_together
 
 from .accumulators import Accumulators
+
+_GRAD, _GRAD_DTYPE, _DTYPE = map(attrgetter, ("grad", "grad_dtype", "dtype"))
 
 
 class _BoundSums(NamedTuple):
@@ -113,6 +116,9 @@ class GradientSums:
         Raises:
             SplitError: a parameter was replaced since an earlier microbatch.
         """
+        if self._parameters.keys().isdisjoint(names):
+            self._parameters |= zip(names, parameters, strict=True)
+            return
         for name, parameter in zip(names, parameters, strict=True):
             if self._parameters.setdefault(name, parameter) is not parameter:
                 raise SplitError(
@@ -178,7 +184,26 @@ class GradientSums:
         """
         published = [*map(self._parameters.__getitem__, self.tensors)]
         self._bound.clear()
-        for parameter, name in zip(published, [*self.tensors], strict=True):
+        sums, ids = [*self.tensors.values()], [*map(id, published)]
+        are_new = len({*ids}) == len(ids) and all(map(is_, map(_GRAD, published), repeat(None)))
+        if are_new and [*map(_GRAD_DTYPE, published)] == [*map(_DTYPE, sums)]:
+            self.tensors.clear()
+            for parameter, total in zip(published, sums, strict=True):
+                parameter.grad = total
+        else:
+            del sums  # each sum is freed after its addition
+            self._add_each(published)
+        self._parameters = {}
+        if self._unhooked == (ids, RemovableHandle.next_id):
+            return []
+        hooked = [*filter(waits_for_gradient, published)]
+        if not hooked:
+            self._unhooked = ids, RemovableHandle.next_id  # a search for nodes registers hooks
+        return hooked
+
+    def _add_each(self, parameters: Sequence[Tensor]) -> None:
+        """Add the sums to the ``.grad`` of these parameters, in the order of ``tensors``."""
+        for parameter, name in zip(parameters, [*self.tensors], strict=True):
             total = self.tensors.pop(name)
             if parameter.grad is not None:
                 parameter.grad.add_(total)
@@ -187,14 +212,6 @@ class GradientSums:
             if total.dtype is not dtype:
                 total = self._converted(total, dtype, parameter)
             parameter.grad = total
-        self._parameters = {}
-        ids = [*map(id, published)]
-        if self._unhooked == (ids, RemovableHandle.next_id):
-            return []
-        hooked = [*filter(waits_for_gradient, published)]
-        if not hooked:
-            self._unhooked = ids, RemovableHandle.next_id  # a search for nodes registers hooks
-        return hooked
 
     def clear(self) -> None:
         """Drop the sums."""

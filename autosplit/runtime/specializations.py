@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = {Tensor, nn.Parameter, *_VALUES}
 _GUARDED = {Tensor, *_VALUES}
+_NOTHING = nullcontext()
 
 
 class CallSignature(NamedTuple):
@@ -286,18 +287,14 @@ class Specializations:
         if not _GUARDED.issuperset(map(type, call.leaves)) and any(map(_is_subclass, call.leaves)):
             # An input that is a parameter: guards expect the plain tensor of the capture.
             call = call.as_plain_tensors()
-        with self._capturing:
-            if self.sharding is None or not self.sharding.groups:
-                return self._find_or_capture(call, called)
-            with self.sharding.plain():
-                return self._find_or_capture(call, called)
-
-    def _find_or_capture(self, call: ModuleCall, called: bool) -> SplitFunctions:
-        for captured, functions in self._by_signature.get(call.signature, ()):
-            if captured.capture.guards.hold(call.args, call.kwargs):
-                self._note_used(captured)
-                return functions
-        return self._resized(call) or self._capture_for(call, called)
+        sharding = self.sharding
+        plain = _NOTHING if sharding is None or not sharding.groups else sharding.plain()
+        with self._capturing, plain:
+            for captured, functions in self._by_signature.get(call.signature, ()):
+                if captured.capture.guards.hold(call.args, call.kwargs):
+                    self._note_used(captured)
+                    return functions
+            return self._resized(call) or self._capture_for(call, called)
 
     def _resized(self, call: ModuleCall) -> SplitFunctions | None:
         """Graphs with open sizes whose guards hold, specialized for the sizes of this call; None if

@@ -60,6 +60,11 @@ class _InputLayout:
             if not spec.shape and spec.device.type == "cpu" and spec.dtype in _VALUE_DTYPES
         )
 
+    @functools.cached_property
+    def module_call(self) -> ModuleCall:
+        """The call of the module with ``blanks``, in the grad mode of the first use."""
+        return ModuleCall.of(self.blanks, {})
+
     def with_values(self, inputs: Sequence[Tensor]) -> _InputLayout:
         """The layout with the values of the scalar inputs at ``valued``. The inputs must have the
         sizes of the layout.
@@ -163,12 +168,9 @@ class StageSpecializations(Specializations):
                 captured.
             SplitError: the module changed, and its outputs with it.
         """
-        args: tuple[Any, ...] = tuple(examples) or self._checked.blanks
-        if self._spec is not None:
-            args = tree_unflatten(self._leaves_with(args), self._spec)
         try:
             with torch.set_grad_enabled(self._grad_mode):
-                functions = self.fitting(ModuleCall.of(args, {}))
+                functions = self.fitting(self._call(examples))
         except (CaptureError, SplitError) as error:
             text = self._name
             if isinstance(error, FailingCallError):
@@ -179,6 +181,17 @@ class StageSpecializations(Specializations):
             self._check_outputs(functions)
         self.current = functions
         return functions
+
+    def _call(self, examples: Sequence[Tensor]) -> ModuleCall:
+        """The call of the module with the examples; without examples, with tensors without memory
+        like the inputs of the last ``check_inputs``.
+        """
+        if self._spec is None and not examples and not torch.is_inference_mode_enabled():
+            return self._checked.module_call
+        args: tuple[Any, ...] = tuple(examples) or self._checked.blanks
+        if self._spec is not None:
+            args = tree_unflatten(self._leaves_with(args), self._spec)
+        return ModuleCall.of(args, {})
 
     def _leaves_with(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The leaves of the latest arguments, with these tensors in place of the arguments'

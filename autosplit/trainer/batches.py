@@ -164,7 +164,9 @@ class BatchSplitter:
         tensors have no gaps in memory, so that strides follow from sizes.
         """
         if isinstance(value, Tensor):
-            moved = value.detach().to(self._device, non_blocking=True)
+            moved = value.detach() if value.requires_grad else value
+            if value.device != self._device:
+                moved = moved.to(self._device, non_blocking=True)
             is_dense = (
                 not dense or torch.empty_like(moved, device="meta").stride() == moved.stride()
             )
@@ -389,6 +391,16 @@ def signature(batch: object) -> Hashable:
     if len(leaves) == 1 and leaves[0] is batch:
         return type(batch).__name__
     return spec, tuple(map(signature, leaves))
+
+
+def tensors_of(batch: Microbatches) -> list[Tensor | None]:
+    """The tensors of microbatches, also those inside of objects; None where there is none."""
+    tensors: list[Tensor | None] = []
+    for microbatch in batch:
+        for value in microbatch:
+            leaves = [value] if value is None or type(value) is Tensor else tree_flatten(value)[0]
+            tensors += [leaf for leaf in leaves if leaf is None or isinstance(leaf, Tensor)]
+    return tensors
 
 
 def deliver_gradients(

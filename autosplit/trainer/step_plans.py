@@ -151,8 +151,7 @@ class StepPlans:
         microbatches: M, the number of microbatches into which a batch is cut.
         source: the rank whose stage takes the batch's first input. It alone chooses the plan of a
             step that does not wait.
-        has_graphs: whether this rank knows that all stages have graphs for the microbatches of a
-            plan.
+        is_known: whether this rank knows that all stages can run the microbatches of a plan.
         check: called with the training plans of pipelines; returns them if a schedule must be
             searched for them, else none. Raises BatchError, equally on all ranks, if one has no
             schedule.
@@ -170,14 +169,14 @@ class StepPlans:
         *,
         microbatches: int,
         source: int,
-        has_graphs: Callable[[StepPlan], bool],
+        is_known: Callable[[StepPlan], bool],
         check: Callable[[Sequence[StepPlan]], Sequence[StepPlan]],
         equal_counts: bool,
     ) -> None:
         self._splitter, self._seeds, self._groups = splitter, seeds, groups
         self._dataflow, self._modules = dataflow, modules
         self._count, self._source = microbatches, source
-        self._has_graphs, self._check = has_graphs, check
+        self._is_known, self._check = is_known, check
         self._equal_counts = equal_counts
         self._plans: dict[int, StepPlan] = {}  # by bit, the least recently used first
         # By signature, the bits of the plans that may run such a batch: other ranks decide between
@@ -274,7 +273,7 @@ class StepPlans:
                 return None  # ranks search its schedule together
         except PipelineError:
             return None  # ranks agree on the refusal
-        return plan if self._has_graphs(plan) else None
+        return plan if self._is_known(plan) else None
 
     def _common_plans(self, fitting: int, offer: int, *, evaluates: bool, waits: bool) -> list[int]:
         """Agree with all ranks on the plans that fit the batch; collective.

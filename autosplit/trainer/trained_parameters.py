@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -166,6 +167,7 @@ class TrainedParameters:
             parameter.grad = None
 
 
+_GRAD = attrgetter("grad")
 _IS_SPARSE = attrgetter("is_sparse")
 _SMALL = 2**18
 """The most bytes of gradients that are copied together: up to here, an operator's call takes longer
@@ -196,9 +198,12 @@ class GradientNorms:
     def __init__(
         self, parameters: Iterable[nn.Parameter], *, squares: bool, small: bool = False
     ) -> None:
-        self._parameters = [p for p in parameters if p.grad is not None]
+        self._parameters = [*parameters]
+        gradients: Any = [*map(_GRAD, self._parameters)]
+        if any(map(is_, gradients, repeat(None))):
+            self._parameters = [p for p in self._parameters if p.grad is not None]
+            gradients = [p.grad for p in self._parameters]
         self._exact = squares
-        gradients: Any = [p.grad for p in self._parameters]
         if small and not squares and gradients and not any(map(_IS_SPARSE, gradients)):
             total = flatten_together(gradients).detach().sum()
         else:

@@ -10,7 +10,9 @@ import pickle
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -475,6 +477,29 @@ def test_moved_module_takes_its_gradients_along() -> None:
         assert model.a.weight.grad.dtype is torch.float64
 
     assert_alike(Net(), drive)
+
+
+def test_an_idle_split_module_costs_other_optimizers_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooks = OrderedDict[int, Any]()  # without those of other tests
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    monkeypatch.setattr(module, "_global_optimizer_pre_hooks", hooks)
+    split = autosplit.split(nn.Linear(2, 2))
+    split(torch.ones(1, 2)).sum().backward()
+    split.backward_weight()
+    other, called = torch.optim.SGD(nn.Linear(2, 2).parameters()), list[str]()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and "/autosplit/" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        other.step()
+    finally:
+        sys.setprofile(None)
+    assert called == ["step_hook"]
 
 
 def test_zeros_of_pending_gradients_take_time_in_proportion_to_their_number() -> None:

@@ -90,10 +90,10 @@ def test_auto_finds_an_order_for_each_list_without_a_message(options: dict[str, 
         trainer(schedule="auto", **options) as engine,
         mock.patch.object(Control, "gather", autospec=True, side_effect=gather) as gathers,
     ):
-        lists: Any = engine._runner._orders.lists
+        lists: Any = engine._runner._executors._orders.lists
         for step in range(MEASURED + 4):
             pairs = listed([5 + step // 4, 40, 3, 17, 28, 3, 11], step)
-            limited = engine._runner._limited
+            limited = engine._runner._executors._limited
             budget = limited.schedules[0].budget if limited and limited.schedules else None
             schedule = lists.find([x.numel() for x, _ in pairs], budget)
             gathers.reset_mock()

@@ -84,6 +84,7 @@ class Executor:
 
     Attributes:
         batch_gradients: gradients of the batch's inputs in the last run, by name and microbatch.
+        stages: as passed.
         schedule: as passed.
         messages: as passed.
         moves: as passed.
@@ -108,7 +109,8 @@ class Executor:
         sharding: StageSharding | None = None,
         watch: Callable[[BoundAction], BoundAction] | None = None,
     ) -> None:
-        self._stages, self._batch_arguments = stages, batch_arguments
+        self.stages: Mapping[int, Any] = stages
+        self._batch_arguments = batch_arguments
         self._seeds, self._sharding = seeds, sharding
         self._gathering: set[int] = set()
         self.batch_gradients: dict[Any, dict[int, Tensor]] = defaultdict(dict)
@@ -283,7 +285,7 @@ class Executor:
         if action.stage in self._gathering:
             self._gathering.remove(action.stage)
             waits.append(partial(self._finish_gather, action.stage))
-        bound, stage = self._bind_compute(action), self._stages[action.stage]
+        bound, stage = self._bind_compute(action), self.stages[action.stage]
         if not isinstance(stage, Stage):
             if self._seeds is not None:
                 bound = bound._replace(compute=partial(self._seeds.run, action, bound.compute))
@@ -298,7 +300,7 @@ class Executor:
         joined: list[BoundAction] = []
         for bound in row:
             action, last = bound.action, joined[-1] if joined else None
-            stage = self._stages.get(action.stage)
+            stage = self.stages.get(action.stage)
             if (
                 last is not None
                 and action.kind is last.action.kind is ActionKind.BACKWARD_WEIGHT
@@ -331,7 +333,7 @@ class Executor:
             return partial(sharding.free, stage)
 
         def reduce() -> None:
-            publisher: Any = self._stages[stage]
+            publisher: Any = self.stages[stage]
             publisher.publish()
             sharding.start_reduction(stage)
 
@@ -348,11 +350,11 @@ class Executor:
 
     def _bind_compute(self, action: Action) -> BoundAction:
         """Bind the input, the work and the result of F, I, W, B or RECOMPUTE."""
-        stage, microbatch, kind = self._stages.get(action.stage), action.microbatch, action.kind
+        stage, microbatch, kind = self.stages.get(action.stage), action.microbatch, action.kind
         if stage is None:
             raise PipelineError(
                 f"{action} is scheduled on rank {self._rank}, which has stages "
-                f"{sorted(self._stages)}: pass the stages that the schedule places on this rank"
+                f"{sorted(self.stages)}: pass the stages that the schedule places on this rank"
             )
         if kind is ActionKind.FORWARD:
             forward: Callable[..., Values] = partial(stage.forward, microbatch)
@@ -381,7 +383,7 @@ class Executor:
         return BoundAction(action, backward, self._gradients_of(action), self._gradients_to(action))
 
     def _require_recompute(self, action: Action) -> Any:
-        stage = self._stages[action.stage]
+        stage = self.stages[action.stage]
         if not hasattr(stage, "recompute"):
             raise PipelineError(
                 f"{action} is scheduled with a RECOMPUTE, but stage {action.stage} cannot run its "

@@ -4,8 +4,7 @@ rank.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from autosplit.ranks.groups import Groups
 _STRIDE = 0x9E3779B97F4A7C15
 """Odd, so that 2**32 of its multiples differ in the 32 bits that the CPU's generator takes."""
 _CALLS = "FIBW"
+_NOT_DRAWN = -1
+"""In place of a step's number, which one rank alone draws only when a stage needs it."""
 
 
 def seed_at(number: int, place: int) -> int:
@@ -66,6 +67,7 @@ class StageSeeds:
         shares = sorted({place.share for place in layout.places})
         self._share, self._shares = shares.index(layout.place.share), len(shares)
         self._stages, self.microbatches = stages, 1
+        self._is_alone = groups.everybody.ranks == 1
         self._is_source = groups.everybody.rank == layout.pipelines[0][source]
         self._device = device
         # The kinds of steps, by ``evaluates``, in which a stage draws: of any rank, of this rank.
@@ -79,11 +81,12 @@ class StageSeeds:
         ranks' numbers are reduced with AND.
 
         Returns:
-            (number of the step, or -1 on ranks that are not the source; 0 if a stage is known to
-            draw, else -1).
+            (number of the step, or -1 on ranks that are not the source, and if there is only one
+            rank; 0 if a stage is known to draw, else -1).
         """
         draws = evaluates in self._drawing or evaluates in self._drawing_here
-        return (next_number() if self._is_source else -1), (0 if draws else -1)
+        shares_number = self._is_source and not self._is_alone
+        return (next_number() if shares_number else _NOT_DRAWN), (0 if draws else -1)
 
     def begin_step(self, number: int, draws: int, *, evaluates: bool) -> None:
         """Begin a step with the number on which all ranks agreed.
@@ -115,18 +118,17 @@ class StageSeeds:
         """
         return self._evaluates in self._drawing_here
 
-    @contextlib.contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Context around a step that restores the generators at its end."""
+    def __enter__(self) -> None:
+        """Enter the context around a step, which restores the generators at its end."""
         self._states = None
         if self._evaluates in self._drawing:
-            draw_number()
+            number = draw_number()
+            self._number = number if self._number == _NOT_DRAWN else self._number
             self._states = GeneratorStates.on(self._device)
-        try:
-            yield
-        finally:
-            if self._states is not None:
-                self._states.restore()
+
+    def __exit__(self, *error: object) -> None:
+        if self._states is not None:
+            self._states.restore()
 
     def seed(self, stage: int, microbatch: int) -> None:
         """Seed the generators for an F of a stage that draws."""
@@ -135,6 +137,8 @@ class StageSeeds:
 
     def seed_of(self, stage: int, microbatch: int, call: str = "F") -> int:
         """The seed of an action of this step, if its stage draws."""
+        if self._number == _NOT_DRAWN:
+            self._number = next_number()
         place = (self._first + stage) * self.microbatches + microbatch
         place = place * len(_CALLS) + max(_CALLS.find(call), 0)  # a recomputed F draws as F
         return seed_at(self._number, place)

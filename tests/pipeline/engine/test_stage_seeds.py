@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.passes.analysis.operators import may_draw
 from autosplit.pipeline import PipelineTrainer, build
+from autosplit.pipeline.engine import stage_seeds
 from tests.kept_ranks import ranks
 from tests.mesh.workers import common_folder, mesh_of, same
 from tests.pipeline.reference_stage import ReferenceStage
@@ -176,6 +177,15 @@ def test_generators_move_where_stages_draw_only() -> None:
         torch.manual_seed(4)
         torch.empty(steps, dtype=torch.int64).random_()
         assert torch.equal(result, torch.rand(3))
+
+
+def test_one_rank_draws_no_number_that_no_stage_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, draw = [], stage_seeds.draw_number
+    with trainer([silent(0), silent(1)], None, ranks=1) as engine:
+        engine.step(batch())
+        monkeypatch.setattr(stage_seeds, "draw_number", lambda: drawn.append(1) or draw())
+        engine.step(batch())
+    assert not drawn
 
 
 def test_a_rate_that_is_raised_later_draws_anew_in_each_step() -> None:
