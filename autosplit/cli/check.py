@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from autosplit.pipeline.validation.grid import describe
 from autosplit.pipeline.validation.programs import COMMUNICATORS, engine_programs, torch_programs
 from autosplit.pipeline.validation.torch_csv import add_communication, check_memory, read_actions
 from autosplit.text.figures import few, nearest
-from autosplit.text.files import write_text
+from autosplit.text.files import write_json
 
 _RULES: dict[Sharing, str] = {
     "streams": "a stream for each communicator",
@@ -163,6 +162,6 @@ def check(
     ends = not {"may hang", "never ends"} & {*verdicts.values()}
     if json_file:
         data = {"schedule": describe(plan), "mesh": sizes, "ends": ends, "rules": verdicts}
-        write_text(json_file, json.dumps(data, indent=2) + "\n")
+        write_json(json_file, data)
     if not ends:
         raise click.exceptions.Exit(1)

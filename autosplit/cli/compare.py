@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from autosplit.compare.run import compare as run
 from autosplit.compare.tables import Row, comparison_table, durations_table
 from autosplit.pipeline.builders.build import AUTO, build
 from autosplit.report import write_timelines
-from autosplit.text.files import write_text
+from autosplit.text.files import write_json
 
 from .options import (
     COUNTS,
@@ -101,7 +100,7 @@ def _write_json(rows: Sequence[Row], file: pathlib.Path) -> None:
     for row in rows:
         rates = {"samples_per_s": row.samples_per_s, "tokens_per_s": row.tokens_per_s}
         data.append(dataclasses.asdict(row) | rates)
-    write_text(file, json.dumps({"rows": data}, indent=2) + "\n")
+    write_json(file, {"rows": data})
 
 
 def _write_timelines(results: Sequence[Result], folder: pathlib.Path) -> list[pathlib.Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
@@ -22,7 +21,7 @@ from autosplit.dump import split_figures
 from autosplit.errors import AutosplitError
 from autosplit.module import SplitModule
 from autosplit.splitting import split
-from autosplit.text.files import write_text
+from autosplit.text.files import write_json
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
@@ -92,8 +91,7 @@ def inspect(
     module = _split(model, args, kwargs, factory, backend=backend, memory=memory)
     click.echo(module.report())
     if json_file:
-        data = {"captures": [*map(split_figures, module.functions)]}
-        write_text(json_file, json.dumps(data, indent=1) + "\n")
+        write_json(json_file, {"captures": [*map(split_figures, module.functions)]})
     if folder:
         module.dump(folder, fold_views=fold_views)
         click.echo(f"\nwritten: {folder}")

@@ -5,7 +5,6 @@ of devices.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import pathlib
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from autosplit.planner.meta_model import meta_model
 from autosplit.planner.plan_search import Configuration, search_plans
 from autosplit.runtime.options import SplitOptions
 from autosplit.text.figures import milliseconds, size_text
-from autosplit.text.files import write_text
+from autosplit.text.files import write_json
 from autosplit.text.progress import working
 from autosplit.trainer.plan import Plan
 
@@ -224,9 +223,9 @@ def plan(
         source += "; links take no time (give their bandwidth as --link)"
     click.echo(f"{search_table(configurations, rows)}\n\n{chosen.report()}; {source}")
     if json_file:
-        write_text(json_file, json.dumps({"rows": search_rows(configurations)}, indent=1) + "\n")
+        write_json(json_file, {"rows": search_rows(configurations)})
     if output:
         figures = {"predicted_step": chosen.predicted_step, "peak_memory": chosen.peak_memory}
         data = {"partition": chosen.arguments, **figures, "stage_times": chosen.stage_times}
-        write_text(output, json.dumps(data, indent=1) + "\n")
+        write_json(output, data)
         click.echo(f"\nwritten: {output}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from autosplit.recorder.bundle import differing_copies, read_parts
 from autosplit.recorder.faults import FaultSearch
 from autosplit.recorder.replay import StepReplay
 from autosplit.report import draw_timelines
-from autosplit.text.files import write_text
+from autosplit.text.files import write_json, write_text
 
 _ACTION = Read("ACTION", Action.parse)
 
@@ -90,7 +89,7 @@ def replay(
     click.echo(fault or nothing)
     if json_file:
         row = {"action": str(shown), "rank": step.rank_of(shown), "text": fault} if fault else None
-        write_text(json_file, json.dumps({"actions": count, "fault": row}) + "\n")
+        write_json(json_file, {"actions": count, "fault": row})
     if picture:
         title = f"step {facts['steps'][-1]['step']}"
         draw_timelines([(title, step.timeline)], picture, marked=[shown] if fault else [])

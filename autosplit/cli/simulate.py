@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from autosplit.pipeline.validation.grid import format_schedule
 from autosplit.planner.cuts import CapError
 from autosplit.report import write_timelines
 from autosplit.text.figures import milliseconds
-from autosplit.text.files import write_text
+from autosplit.text.files import write_json
 
 MOST = 200_000
 """Most actions of a step, over all chunks. More would take minutes and gigabytes to simulate."""
@@ -304,7 +303,7 @@ def simulate(
         click.echo(f"\nnot {name}: {reason}")
     if json_file:
         data = {"rows": survey_rows(entries), "refused": refused}
-        write_text(json_file, json.dumps(data, indent=2) + "\n")
+        write_json(json_file, data)
     if output:
         title = f"{stages} ranks, {microbatches} microbatches, simulated"
         rows = [(f"{shown.name}, {shown.weights}", shown.timeline)]

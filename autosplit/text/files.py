@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -67,6 +68,15 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """
     with writing(path):
         Path(path).write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], data: object) -> None:
+    """Write data as JSON into a file.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    write_text(path, json.dumps(data, indent=2) + "\n")
 
 
 def sync_folder(folder: Path) -> None:
