@@ -113,12 +113,12 @@ def export_around_blocks(
     session: RegionSession[ForwardRegion],
 ) -> tuple[fx.GraphModule, Inputs] | None:
     """Dynamo's graph of a module into which the graphs of its blocks are copied, and the graph's
-    inputs; None if it calls no block, or has no inputs.
+    inputs; None if it has no inputs.
     """
     exported, _ = export(module, args, kwargs, regions=session)
     inputs = input_tensors(exported, args, kwargs)
     calls = session.called_blocks(exported)
-    if not (calls and inputs):
+    if not inputs:
         return None
     copier = _Copier(exported, inputs)
     for node, name, block, region, _ in calls:

@@ -360,13 +360,13 @@ def _around_regions(
     captured separately.
     """
 
-    def captured(session: RegionSession[BlockRegion]) -> Capture | None:
-        """Capture the module in a session; None if it calls no block."""
+    def captured(session: RegionSession[BlockRegion]) -> Capture:
+        """Capture the module in a session."""
         exported, guards = export(module, args, kwargs, regions=session)
         calls = bind(session, exported)
-        if not calls:
-            return None
         _prepare(module, exported)
+        if not calls:
+            return _traced(module, exported, guards, (args, kwargs), decompositions)
         while True:
             guards.blocks = [call.guards for call in calls]
             with without_blocks(session, exported, calls), tracing_calls(calls):

@@ -12,11 +12,12 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import UnspecializedNNModuleVariable, VariableTracker
@@ -91,8 +92,8 @@ calls. ``kind`` is the name of the block's kind, ``leaves`` are the fake inputs 
 _LEAF_TYPES = {FakeTensor, Tensor, nn.Parameter, int, float, bool, str, type(None)}
 
 
-class RegionRefusedError(Exception):
-    """A block cannot be captured by itself."""
+class RegionRefusedError(Unsupported):
+    """A block cannot be captured by itself. Dynamo passes such errors on as they are."""
 
 
 class RegionSession(Generic[R]):
@@ -111,8 +112,8 @@ class RegionSession(Generic[R]):
     Attributes:
         detached: as passed.
         blocks: the blocks that Dynamo does not trace into, by name.
-        is_outdated: whether the session's result must be dropped: it has added to ``refused``, or
-            to ``detached`` while sizes are symbolic.
+        is_outdated: whether the session's result must be dropped: a block was refused after
+            Dynamo's trace, or the session has added to ``detached`` while sizes are symbolic.
         has_detached: whether the session has added to ``detached`` since blocks were bound.
     """
 
@@ -158,16 +159,29 @@ class RegionSession(Generic[R]):
         original: Any = UnspecializedNNModuleVariable.call_function
 
         def trace_call(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            """Trace the call of a module; a block's stand-in is called without ``__call__``."""
+            """Trace the call of a module; a block's stand-in is called without ``__call__``. The
+            call of a block that cannot be captured by itself is traced with the model.
+            """
             stand_in = self._stand_ins.get(id(module.value))
             # Another thread may trace a module of the model meanwhile.
             if stand_in is None or not module.source or threading.get_ident() != self._thread:
                 return original(module, tx, args, kwargs)
+            calls, module_calls = len(self._matches), dict(tx.num_calls)
+            key, source = str(id(module.value)), module.get_nn_module_stack_source()
+            try:
+                with record_nn_module_stack(key, source, tx, module.value):
+                    result = VariableTracker.build(tx, stand_in).call_function(tx, args, kwargs)
+            except Unsupported as error:
+                if len(self._matches) > calls:  # the stand-in failed after its operator
+                    raise
+                self._add_refused(module.value, str(error))
+                self._erase_failed_call(tx.output)
+                tx.num_calls.clear()
+                tx.num_calls.update(module_calls)
+                return original(module, tx, args, kwargs)
             # The block's own guards check this object, whatever has its place in the model.
             install_guard(module.source.make_guard(GuardBuilder.ID_MATCH))
-            key, source = str(id(module.value)), module.get_nn_module_stack_source()
-            with record_nn_module_stack(key, source, tx, module.value):
-                return VariableTracker.build(tx, stand_in).call_function(tx, args, kwargs)
+            return result
 
         with patched(UnspecializedNNModuleVariable, "call_function", trace_call):
             yield
@@ -211,25 +225,32 @@ class RegionSession(Generic[R]):
             ):
                 match = region, _ = self._match(name, block, leaves, spec)
         except Exception as error:
-            self._refuse(name, str(error))
+            raise RegionRefusedError(f"{name}: {error}") from error
         result = region.fake_result()
         self._matches[_first_tensor(result)] = match
         return result
 
-    def _refuse(self, name: str, reason: str) -> NoReturn:
-        """Refuse to capture a block, and all blocks that look like it, separately from the model.
+    def _erase_failed_call(self, output: Any) -> None:
+        """Erase from Dynamo's graph the call of a block that raised, if it came that far."""
+        last: Any = next(iter(reversed(output.graph.nodes)), None)
+        has_failed = last is not None and "example_value" not in last.meta
+        if has_failed and last.target in self._block_by_operator:
+            output.remove_node(last)
 
-        Raises:
-            RegionRefusedError: always.
+    def _add_refused(self, block: nn.Module, reason: str) -> None:
+        """Let later calls of a block, and of all blocks that look like it, be traced with the
+        model.
         """
-        self.record_refusal(name, reason)
-        raise RegionRefusedError(name)
+        look = look_of(block)
+        for name, other in self.blocks.items():
+            if look_of(other) == look:
+                self.refused[name] = reason
+                self._stand_ins.pop(id(other), None)
 
     def record_refusal(self, name: str, reason: str) -> None:
-        """Add a block, and all blocks that look like it, to ``refused``."""
+        """Refuse a block after Dynamo's trace, so that Dynamo must trace the model again."""
         self.is_outdated = True
-        look = look_of(self.blocks[name])
-        self.refused |= {n: reason for n, b in self.blocks.items() if look_of(b) == look}
+        self._add_refused(self.blocks[name], reason)
 
     def detach(self, name: str, path: str) -> None:
         """Let later captures of a block leave out the gradient of a result."""
@@ -293,7 +314,8 @@ class RegionSession(Generic[R]):
         for node in nested:
             if node.target in self._block_by_operator:
                 name, _ = self._block_by_operator[node.target]
-                self._refuse(name, "it is called in the body of a higher-order operator")
+                self.record_refusal(name, "it is called in the body of a higher-order operator")
+                raise RegionRefusedError(name)
         return [
             (node, *self._block_by_operator[node.target], *self._matches[_first_tensor(value)])
             for node in exported.graph.nodes

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
-from torch._dynamo.variables import UserFunctionVariable, VariableTracker
+from torch._dynamo.variables import ConstantVariable, UserFunctionVariable, VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder
 
 from autosplit.torch_internals.patches import patched
@@ -23,24 +22,17 @@ _PLAIN = (int, float, str, bool, type(None))
 
 @contextlib.contextmanager
 def read_layer_configs_once() -> Iterator[None]:
-    """Context in which Dynamo computes ``get_layer_types_and_kwargs`` of transformers outside of
-    the trace. The traced code compares the attributes that the function reads, so that guards
-    hold them.
+    """Context in which ``get_layer_types_and_kwargs`` of transformers runs outside of the trace.
+    Dynamo traces only its reads of attributes, once each, so that guards hold them.
     """
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a call. ``get_layer_types_and_kwargs`` is called instead, and the attributes that
-        it reads are compared in the trace."""
+        """Trace a call, unless it is one of ``get_layer_types_and_kwargs``."""
         called = getattr(function, "fn", None)
         if getattr(called, "__name__", "") == "get_layer_types_and_kwargs" and len(args) == 1:
-            config = args[0].realize()
-            reads = _ConfigReads(getattr(config, "value", None))
-            result = reads.result_of(called)
+            result = _TracedConfig(tx, args[0].realize()).result_of(called)
             if result is not None:
-                attributes = SourcelessBuilder.create(tx, (*reads.attributes.items(),))
-                compare = UserFunctionVariable(cast(FunctionType, _require_attributes))
-                original(compare, tx, [config, attributes], {})
                 variable: VariableTracker = SourcelessBuilder.create(tx, result)
                 return variable
         return original(function, tx, args, kwargs)
@@ -49,32 +41,40 @@ def read_layer_configs_once() -> Iterator[None]:
         yield
 
 
-class _ConfigReads:
-    """Stand-in for a model's configuration, and for each layer's; it records which attributes are
-    read.
-
-    Attributes:
-        attributes: values by name of the attributes that were read; None for an absent attribute.
+class _TracedConfig:
+    """Stand-in for a configuration and for that of each layer, whose attributes are read by
+    Dynamo: the forward may have made the configuration, or changed it.
     """
 
-    def __init__(self, config: Any) -> None:
-        self._config = config
-        self.attributes: dict[str, Any] = {}
+    def __init__(self, tx: Any, config: Any) -> None:
+        self._tx, self._config = tx, config
+        self._attributes: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "per_layer_config":
             return [self] * self.num_hidden_layers
-        self.attributes[name] = getattr(self._config, name, None)
-        return getattr(self._config, name)
+        if name not in self._attributes:
+            if not self._traced(hasattr, name):
+                raise AttributeError(name)
+            self._attributes[name] = self._traced(getattr, name)
+        return self._attributes[name]
+
+    def _traced(self, function: Any, name: str) -> Any:
+        """The value of ``function(config, name)`` for the traced configuration."""
+        arguments = [self._config, ConstantVariable.create(name)]
+        builtin = SourcelessBuilder.create(self._tx, function)
+        return builtin.call_function(self._tx, arguments, {}).as_python_constant()
 
     def result_of(self, function: Any) -> Any:
         """The function's result for this stand-in; None if it must be traced instead, because
         layers differ or values are not plain.
         """
-        if getattr(self._config, "is_heterogeneous", True):
-            return None
-        result = function(self)
-        return result if _is_plain(result) and _is_plain([*self.attributes.values()]) else None
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            if not self.is_heterogeneous:
+                result = function(self)
+                if _is_plain(result):
+                    return result
+        return None
 
 
 def _is_plain(value: Any) -> bool:
@@ -83,13 +83,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return _is_plain([*value, *value.values()])
     return type(value) in _PLAIN
-
-
-def _require_attributes(config: Any, attributes: tuple[tuple[str, Any], ...]) -> None:
-    """Read each attribute. Dynamo traces this function, so that the capture gets a guard for
-    each."""
-    if hasattr(config, "_heterogeneity_spec"):
-        raise RuntimeError("the configuration has become heterogeneous during its capture")
-    for name, value in attributes:
-        if getattr(config, name, None) != value:
-            raise RuntimeError(f"{name} of the configuration has changed during its capture")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.capture import region_session
+from autosplit.capture import export, region_session
 from autosplit.runtime import build
 from tests.capture.regions.blocks import WIDTH, Gated, Plain, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
@@ -215,6 +216,18 @@ def test_one_trace_finds_all_blocks_to_refuse(monkeypatch: pytest.MonkeyPatch) -
     assert kinds(split) == [2]
     assert len(sessions) == 2
     assert len({*sessions[1].values()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "traces"), [(Stack(Same), 2), (Objects(TakingObjects), 1), (Changing(Scaled), 1)]
+)
+def test_blocks_refused_while_dynamo_traces_are_traced_with_the_model(
+    model: nn.Module, traces: int
+) -> None:
+    traced = mock.Mock(wraps=export.fullgraph_capture)
+    with mock.patch.object(export, "fullgraph_capture", traced):
+        assert_equals_autograd(model, [(torch.randn(5, WIDTH, requires_grad=True),)])
+    assert traced.call_count == traces
 
 
 BECOMES: dict[str, Callable[[Any], object]] = {

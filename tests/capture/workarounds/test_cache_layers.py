@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.variables import UserFunctionVariable
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, LlamaConfig, T5Config
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 import autosplit
+from autosplit.capture.joint_graph import capture
+from autosplit.torch_internals import TORCH
 from tests.zoo import Made
 
 HEADS, LAYERS = 2, 2
@@ -67,3 +69,18 @@ def test_layers_that_differ_are_read_one_by_one() -> None:
     kinds = [type(layer) for layer in model(X).layers]
     assert len({*kinds}) == 2
     assert [type(layer) for layer in autosplit.split(model)(X).layers] == kinds
+
+
+def cache_length(model: Any, x: Tensor) -> Tensor:
+    """``x`` times the number of layers of a cache. The cache reads a copy of the configuration,
+    which it makes and changes.
+    """
+    return x * len(DynamicCache(config=model.config).layers)
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="Dynamo traces no copy.deepcopy of an object")
+def test_a_configuration_made_by_the_forward_is_read_as_it_is() -> None:
+    model = Made(cache_length, config=T5Config(num_layers=2, num_decoder_layers=3))
+    graph = capture(model, (torch.ones(2, requires_grad=True),), {}).joint.graph
+    products = [node.args[1] for node in graph.nodes if node.target is torch.ops.aten.mul.Tensor]
+    assert products == [model(torch.ones(())).item()] * 2
