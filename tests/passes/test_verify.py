@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,15 +14,19 @@ from autosplit.passes.graph import Kind, inputs
 from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.partition.split_graphs import partition_forward_backward, split_backward
 from autosplit.passes.verify import verify, verify_graph
-from tests.passes.graphs import hand_made, program_of
+from tests.passes.graphs import copied, hand_made, joint_of, program_of
 from tests.zoo import SwiGLU
 
 aten = torch.ops.aten
 
 
+@functools.cache
+def linear() -> torch.fx.GraphModule:
+    return joint_of(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True))
+
+
 def whole(module: nn.Module | None = None, *args: Tensor) -> SplitGraphs:
-    args = args or (torch.randn(4, 3, requires_grad=True),)
-    program = program_of(module or nn.Linear(3, 2), *args)
+    program = program_of(module, *args) if module else SplitGraphs(copied(linear()))
     partition_forward_backward(program)
     split_backward(program)
     verify(program)
