@@ -77,9 +77,9 @@ def _earlier_objects_are_frozen() -> None:
     gc.freeze()
 
 
-# Tests of these are about what trainers do with stages, and when weight gradients reach ``.grad``,
-# whatever is in the graphs.
-_SHARE_CAPTURES = ("autograd", "checkpoint", "mesh", "pipeline", "recorder", "trainer")
+# Tests of these are about what runs graphs, and what trainers do with stages, whatever is in the
+# graphs.
+_SHARE_CAPTURES = ("autograd", "checkpoint", "mesh", "pipeline", "recorder", "runtime", "trainer")
 
 
 @pytest.fixture(autouse=True)
