@@ -26,7 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autosplit.capture.guards import BlockGuards, Guards
 from autosplit.capture.input_sizes import leave_open
-from autosplit.capture.repeated_blocks import has_plain_forward, look_of, repeated_blocks
+from autosplit.capture.repeated_blocks import (
+    has_plain_forward,
+    look_of,
+    repeated_blocks,
+    spares_tracing,
+)
 from autosplit.capture.workarounds.dynamo import function_modes_of_the_call
 from autosplit.capture.workarounds.key_value_cache import cache_argument, caching
 from autosplit.device import accelerator_kind
@@ -160,7 +165,8 @@ class RegionSession(Generic[R]):
 
         def trace_call(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             """Trace the call of a module; a block's stand-in is called without ``__call__``. The
-            call of a block that cannot be captured by itself is traced with the model.
+            call of a block that cannot be captured by itself is traced with the model. The trace
+            ends in an error if the other blocks are too few.
             """
             stand_in = self._stand_ins.get(id(module.value))
             # Another thread may trace a module of the model meanwhile.
@@ -175,6 +181,8 @@ class RegionSession(Generic[R]):
                 if len(self._matches) > calls:  # the stand-in failed after its operator
                     raise
                 self._add_refused(module.value, str(error))
+                if calls and not self._spares_tracing():
+                    raise  # a capture of the whole model costs less
                 self._erase_failed_call(tx.output)
                 tx.num_calls.clear()
                 tx.num_calls.update(module_calls)
@@ -229,6 +237,12 @@ class RegionSession(Generic[R]):
         result = region.fake_result()
         self._matches[_first_tensor(result)] = match
         return result
+
+    def _spares_tracing(self) -> bool:
+        """Whether the blocks that are not refused are worth captures of their own."""
+        return spares_tracing(
+            self.model, [block for name, block in self.blocks.items() if name not in self.refused]
+        )
 
     def _erase_failed_call(self, output: Any) -> None:
         """Erase from Dynamo's graph the call of a block that raised, if it came that far."""

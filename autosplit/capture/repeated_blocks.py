@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 
 import torch
 from torch import nn
@@ -36,17 +36,22 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {name: model.get_submodule(name) for name in sorted(outermost)}
 
 
-def spares_tracing(model: nn.Module) -> bool:
-    """Whether capturing each kind of block once takes less time than capturing the model whole: at
-    least a third of its modules are in blocks that look like an earlier block.
+def spares_tracing(model: nn.Module, blocks: Collection[nn.Module] | None = None) -> bool:
+    """Whether capturing each kind of ``blocks`` once takes less time than capturing the model
+    whole. The default is all repeated blocks.
 
-    A kind costs a capture of its own, and a kind that is refused is traced twice. In a U-Net whose
-    kinds have two blocks on average, that exceeds what repeats spare.
+    At least a third of the modules must be in blocks that look like an earlier block. With more
+    than two kinds, two blocks of each kind are subtracted instead of one.
+
+    A kind costs a capture of its own. A kind that is refused once the model is traced costs another
+    trace of the model, and with many kinds, one is likely refused. In U-Nets and in a T5 with few
+    layers, that exceeds what repeats spare.
     """
-    blocks = repeated_blocks(model).values()
+    blocks = repeated_blocks(model).values() if blocks is None else blocks
     kinds = {look_of(block): block for block in blocks}.values()
     repeated, first = (sum(1 for b in group for _ in b.modules()) for group in (blocks, kinds))
-    return 3 * (repeated - first) >= sum(1 for _ in model.modules())
+    subtracted = first if len(kinds) <= 2 else 2 * first
+    return 3 * (repeated - subtracted) >= sum(1 for _ in model.modules())
 
 
 def _shared_state(model: nn.Module) -> set[int]:

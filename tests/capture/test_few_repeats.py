@@ -20,7 +20,22 @@ class OfWidth(zoo.Residual):
         super().__init__(WIDTH, WIDTH + max(1, index))
 
 
-@pytest.mark.parametrize(("model", "captures"), [(Stack(OfWidth, 6), 1), (Stack(Residual, 6), 2)])
+class OfThreeWidths(zoo.Residual):
+    """Blocks of three kinds, in turn."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH + index % 3)
+
+
+MODELS = [
+    (Stack(OfWidth, 6), 1),
+    (Stack(Residual, 6), 2),
+    (Stack(OfThreeWidths, 6), 1),
+    (Stack(OfThreeWidths, 12), 4),
+]
+
+
+@pytest.mark.parametrize(("model", "captures"), MODELS)
 def test_captures(model: Stack, captures: int) -> None:
     traced = mock.Mock(wraps=export.fullgraph_capture)
     with mock.patch.object(export, "fullgraph_capture", traced):

@@ -230,6 +230,25 @@ def test_blocks_refused_while_dynamo_traces_are_traced_with_the_model(
     assert traced.call_count == traces
 
 
+class FirstAlone(Stack):
+    """The first block is called as a graph of its own; others like it get objects."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            x = layer(x) if at == 0 else layer(Given(x))
+        return self.head(x)
+
+
+class TakingBoth(Plain):
+    def forward(self, given: Any) -> Tensor:
+        return super().forward(given.x if isinstance(given, Given) else given)
+
+
+def test_a_model_is_captured_whole_once_few_blocks_remain() -> None:
+    split = assert_equals_autograd(FirstAlone(TakingBoth), [(torch.randn(5, WIDTH),)])
+    assert kinds(split) == []
+
+
 BECOMES: dict[str, Callable[[Any], object]] = {
     "constant": lambda block: setattr(block[0], "scale", 0.25),
     "frozen": lambda block: block.requires_grad_(False),
