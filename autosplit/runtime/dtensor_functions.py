@@ -40,6 +40,10 @@ class DTensorFunctions(SplitFunctions):
         updates = self._whole(Kind.UPDATE, self.updated_state, updates)
         return ForwardResult([*returned, *written], updates, saved)
 
+    def _write(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
         output_grads[:] = self._local(Kind.TANGENT, self.output_names, output_grads)
         return super()._backward_pool(saved, output_grads)

@@ -17,7 +17,7 @@ from autosplit.errors import SplitError
 from autosplit.passes import Role
 from autosplit.runtime.residuals import Residuals, State, own_writes
 from autosplit.torch_internals.autograd import is_autocast, without_autocast
-from autosplit.torch_internals.gradients import write_buffers
+from autosplit.torch_internals.gradients import copy_together
 
 from .accumulation import ACCUMULATION
 from .accumulators import Accumulators
@@ -102,12 +102,19 @@ class SplitFunctions(ModuleGraphs):
         if is_autocast():
             with without_autocast():
                 return SplitFunctions.run(self, state, leaves)
-        if self.updated_state:
-            refuse_state_overlap(self, leaves, state)
+        if not self.updated_state:
+            return self.forward(state, leaves)
+        buffers = [*map(state.__getitem__, self.updated_state)]
+        refuse_state_overlap(self, leaves, buffers)
         result = self.forward(state, leaves)
-        if self.updated_state:
-            write_buffers([state[name] for name in self.updated_state], result.updates)
+        with torch.no_grad():
+            self._write(buffers, result.updates)
         return result
+
+    def _write(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Copy new values into buffers, which are in the order of ``updated_state``."""
+        for part in self._slices_by_dtype:
+            copy_together(buffers[part], values[part])
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F: run the forward, and return new values of buffers without writing them.

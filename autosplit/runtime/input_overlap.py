@@ -57,7 +57,9 @@ def _refuse(names: Sequence[str], values: Sequence[Any], written: Collection[int
             raise _shared(names[target], ", ".join(names[at] for at in sharing if at != target))
 
 
-def refuse_state_overlap(functions: SplitFunctions, leaves: Sequence[Any], state: State) -> None:
+def refuse_state_overlap(
+    functions: SplitFunctions, leaves: Sequence[Any], written: Sequence[Tensor]
+) -> None:
     """Refuse a call in which an input shares memory with a buffer that the module writes into.
 
     Element addresses are compared only if the input and the buffer have one storage.
@@ -65,13 +67,12 @@ def refuse_state_overlap(functions: SplitFunctions, leaves: Sequence[Any], state
     Args:
         functions: the graphs of the call, which write into buffers.
         leaves: the flattened inputs.
-        state: parameters and buffers by name.
+        written: the buffers, in the order of ``updated_state``.
 
     Raises:
         SplitError: names the buffer and the input.
     """
-    written = {name: state[name] for name in functions.updated_state}
-    addresses = sorted([buffer.data_ptr() for buffer in written.values()])
+    addresses = sorted(map(Tensor.data_ptr, written))
     for input_name, leaf in zip(functions.capture.inputs, leaves, strict=True):
         if not is_plain(leaf):
             continue
@@ -79,7 +80,7 @@ def refuse_state_overlap(functions: SplitFunctions, leaves: Sequence[Any], state
         start, size = storage.data_ptr(), storage.nbytes()
         if not start or bisect_left(addresses, start) == bisect_left(addresses, start + size):
             continue
-        for name, buffer in written.items():
+        for name, buffer in zip(functions.updated_state, written, strict=True):
             if buffer is leaf or (is_plain(buffer) and any(overlaps([buffer, leaf]))):
                 raise _shared(name, input_name)
 

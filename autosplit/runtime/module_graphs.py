@@ -7,9 +7,10 @@ graphs of one capture ──► for_sizes: the same graphs with other sizes
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -134,10 +135,14 @@ class ModuleGraphs:
         run_graph_passes(When.COMPILED, graphs, form)
         by_kind = {kind: [r for r in compiled.outputs if r.kind is kind] for kind in Kind}
         updated, saved = by_kind[Kind.UPDATE], by_kind[Kind.SAVED]
+        dtypes = {r: v.meta["val"].dtype for r, v in outputs(graphs.forward.graph, Kind.UPDATE)}
         buffers = [role for role in updated if role.name not in leaf_names]
+        buffers.sort(key=lambda role: str(dtypes[role]))  # each dtype is written by one call
         results = [*by_kind[Kind.OUTPUT], *(role for role in updated if role.name in leaf_names)]
         self.updated_inputs = [role.name for role in updated if role.name in leaf_names]
         self.updated_state = [role.name for role in buffers]
+        ends = accumulate(Counter(dtypes[role] for role in buffers).values(), initial=0)
+        self._slices_by_dtype = [slice(start, end) for start, end in pairwise(ends)]
         self.output_names = [role.name for role in results]
         self._private_roles = private(graphs.forward.graph, Kind.SAVED)
         self._exposed = [at for at, role in enumerate(saved) if role not in self._private_roles]

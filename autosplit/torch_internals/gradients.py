@@ -6,7 +6,6 @@ the engine's time.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -49,6 +48,12 @@ add_together: Callable[..., None] = torch._foreach_add_
 """Add each gradient to its sum, all in one call of torch; at least one."""
 
 
+copy_together: Callable[..., None] = torch._foreach_copy_
+"""Copy each value into its tensor, all in one call of torch; at least one. A GPU runs one kernel if
+all have one dtype.
+"""
+
+
 zero_together: Callable[..., None] = torch._foreach_zero_
 """Set all sums to zero in one call of torch; at least one."""
 
@@ -83,23 +88,6 @@ def scale_together(sums: Sequence[Tensor], factor: float) -> None:
     """Multiply sums by a factor in one call."""
     if sums:
         torch._foreach_mul_(list(sums), factor)
-
-
-def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values into buffers, in one call for each dtype.
-
-    A network of batch norms has hundreds of buffers. One kernel for each would take longer to
-    launch than to run.
-    """
-    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            if is_dtensor(buffer):
-                buffer.copy_(value)
-            else:
-                kinds[buffer.dtype].append((buffer, value))
-        for pairs in kinds.values():
-            torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
 
 
 def add_gradient(parameter: Tensor, home: Any, grad: Tensor, borrowed: bool) -> None:
