@@ -159,4 +159,5 @@ def _attach(outputs: Any, aux: Any, gradient: Tensor) -> Any:
     row[needing[0]] = _WithGradient.apply(row[needing[0]], aux, gradient)  # type: ignore[no-untyped-call]
     if isinstance(outputs, Tensor):
         return row[0]
-    return outputs._replace(loss=row[0]) if isinstance(outputs, NamedLoss) else tuple(row)
+    # Dynamo of torch 2.11 cannot return what NamedLoss._replace creates.
+    return NamedLoss(row[0], outputs.parts) if isinstance(outputs, NamedLoss) else tuple(row)

@@ -344,6 +344,7 @@ def test_inputs_of_open_sizes_are_asserted() -> None:
     assert [fixed._backend.asserts_inputs, varying._backend.asserts_inputs] == [False, True]
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.11's autotuning uses it
 def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would write one microbatch's results over the last one's, which are pending."""
     from autosplit.torch_internals import inductor  # which takes seconds to import

@@ -373,7 +373,10 @@ def test_under_torch_compile(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_targets_are_refused_with_the_line(kind: str) -> None:
-    with pytest.raises(CaptureError, match=r"writes into (parameter 'weight'|Shared.total) \(from"):
+    message = r"writes into (parameter 'weight'|Shared.total) \(from"
+    # Dynamo of torch 2.11 refuses the write itself.
+    message += r"|at .*test_backward_writes.py:\d+\n.* a leaf Variable that requires grad"
+    with pytest.raises(CaptureError, match=message):
         autosplit.Stage(Writer(kind), batches()[0])
 
 

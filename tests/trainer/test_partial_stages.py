@@ -99,9 +99,14 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """The loss in float32; torch 2.11 cannot derive it from two dtypes."""
+    return F.mse_loss(output.float(), target)
+
+
 def trainer(modules: list[nn.Module], **options: Any) -> PipelineTrainer:
     options = {"ranks": 1, "microbatches": MICROBATCHES, "timeout": 60.0, **options}
-    loss_fn = options.pop("loss_fn", F.mse_loss)
+    loss_fn = options.pop("loss_fn", squared_error)
     return PipelineTrainer(modules, loss_fn, sgd, **grouped(**options))
 
 
@@ -114,7 +119,7 @@ def plain_backward(
         for module in modules:
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 x = module(x)
-        loss = F.mse_loss(x, y)
+        loss = squared_error(x, y)
         torch.autograd.backward(loss / MICROBATCHES)
         losses.append(loss.detach())
     return torch.stack(losses)
