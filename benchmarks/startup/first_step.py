@@ -13,8 +13,6 @@ import autosplit
 
 from .models import MODELS, Batch
 
-LATER = 3  # steps after the first; the fastest counts
-
 Step = Callable[[Batch], Tensor]
 
 
@@ -27,12 +25,7 @@ def first_step(name: str, layers: int, way: str) -> dict[str, Any]:
     face = WAYS[way](model)
     run_step(face, batch)
     first = time.perf_counter() - start
-    later = []
-    for _ in range(LATER):
-        start = time.perf_counter()
-        run_step(face, batch)
-        later.append(time.perf_counter() - start)
-    return {"first": first, "later": min(later), "held": _held_bytes(face, batch)}
+    return {"first": first, "held": _held_bytes(face, batch)}
 
 
 def run_step(face: Any, batch: Batch) -> None:

@@ -75,7 +75,7 @@ def measure(
 def render(aim: Aim, rows: Rows) -> str:
     """Seconds of the first step, and how they grow with depth."""
     headers = ["model", "layers", "torch.compile s", "blocks s", "autosplit s"]
-    headers += ["over torch.compile", "over blocks", "later step ms", "torch.compile's", "held KiB"]
+    headers += ["over torch.compile", "over blocks", "held KiB"]
     cells = []
     for row in rows:
         cold, whole, blocks = (_median(row[each], "first") for each in WHOSE)
@@ -86,8 +86,6 @@ def render(aim: Aim, rows: Rows) -> str:
                 *(f"{each:.1f}" for each in (whole, blocks, cold)),
                 _ratio(aim, row, "theirs"),
                 _ratio(aim, row, "regional"),
-                f"{1e3 * _median(row['ours'], 'later'):.1f}",
-                f"{1e3 * _median(row['theirs'], 'later'):.1f}",
                 f"{row['ours'][-1]['held'] / 1024:.0f}",
             ]
         )

@@ -18,8 +18,8 @@ Models of transformers, 64 wide, two samples of 32 tokens (a ViT: 32x32 pixels),
 process: from `split` or `torch.compile` to the end of the first backward, weight gradients
 included, with empty caches. What is imported before does not count. Medians over processes that
 take turns. *blocks* has each block compiled by itself, as accelerate's `compile_regions` does;
-*held* is what one microbatch holds between I and W. A later step is the fastest of three, unless a
-section says otherwise.
+*held* is what one microbatch holds between I and W. Later steps take turns in one process, because
+two processes that run the same kernels differ by more than the two ways do.
 {sections}
 ## To reproduce
 

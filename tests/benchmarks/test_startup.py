@@ -11,7 +11,7 @@ from benchmarks.startup.page import PAGE
 
 def test_a_first_step_is_measured() -> None:
     result = first_step("bert", 1, "autosplit")
-    assert result["first"] > result["later"] > 0
+    assert result["first"] > 0
     assert result["held"] > 0
 
 
