@@ -79,7 +79,9 @@ def _earlier_objects_are_frozen() -> None:
 
 # Tests of these are about what runs graphs, and what trainers do with stages, whatever is in the
 # graphs.
-_SHARE_CAPTURES = ("autograd", "checkpoint", "mesh", "pipeline", "recorder", "runtime", "trainer")
+_SHARE_CAPTURES = (
+    "autograd", "checkpoint", "mesh", "pipeline", "pipelining", "recorder", "runtime", "trainer",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ def test_compare(tmp_path: pathlib.Path) -> None:
     """Two ranks, fused and split, every promised field and file."""
     options = "--stages 2 --schedule 1f1b --microbatches 2 --steps 2"
     files = f"--output {tmp_path}/out --json {tmp_path}/rows.json"
-    result = run(f"compare {SMALL} --set layers=1 {options} {files}")
+    result = run(f"compare {PERCEPTRON} {options} {files}")
     assert result.exit_code == 0, result.output
     for word in ("schedule", "speed-up", "ideal bubble", "peak memory by rank", "grad diff"):
         assert word in result.output

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -40,32 +39,41 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 WORDS = 32
 
 
-# --- a whole model of transformers ----------------------------------------------------------------
+# --- a whole model --------------------------------------------------------------------------------
 
 
-def llama() -> tuple[nn.Module, str]:
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        use_cache=False,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    return model, "model.layers"
+class Words(nn.Module):
+    """Blocks between an embedding and a head with the same weight; called by keywords, it computes
+    its loss beside other outputs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8)
+        blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        self.body = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
+        self.head = nn.Linear(8, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for block in self.body["layers"]:
+            x = x + block(x)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+BLOCKS = "body.layers"
 
 
 def tokens(replica: int, step: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(10 * step + replica)
     ids = torch.randint(WORDS, (4, 8), generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()}
+    return {"ids": ids, "labels": ids.flip(1)}
 
 
 def _loss(output: Any, _: Any) -> Tensor:
-    result: Tensor = output.loss.float()
+    result: Tensor = output["loss"].float()
     return result
 
 
@@ -73,8 +81,8 @@ def of_fsdp(replica: int, **options: Any) -> tuple[list[float], dict[str, Tensor
     """The losses of a replica's share, and the gradients of plain FSDP2 over two ranks."""
     mesh = mesh_of(dp_shard=2)
     torch.manual_seed(0)
-    model, blocks = llama()
-    for block in model.get_submodule(blocks).children():
+    model = Words()
+    for block in model.get_submodule(BLOCKS).children():
         fully_shard(block, mesh=mesh, **options)
     sharded: Any = fully_shard(model, mesh=mesh, **options)
     losses = []
@@ -90,11 +98,10 @@ def of_fsdp(replica: int, **options: Any) -> tuple[list[float], dict[str, Tensor
 
 def of_trainer(mesh: DeviceMesh, **options: Any) -> PipelineTrainer:
     torch.manual_seed(0)
-    model, blocks = llama()
-    planning = {"costs": "estimate", "cut_at": [f"{blocks}.1"]}
+    planning = {"costs": "estimate", "cut_at": [f"{BLOCKS}.1"]}
     example = {name: item[:2] for name, item in tokens(0).items()}
     options = {"microbatches": 2, "planning": planning, "example": example, **options}
-    return trainer(mesh, model, loss_fn=_loss, **options)
+    return trainer(mesh, Words(), loss_fn=_loss, **options)
 
 
 @ranks(2)
@@ -107,7 +114,7 @@ def test_a_whole_model_is_that_of_fsdp() -> None:
     batch = tokens(number_of(mesh)), ()
     with of_trainer(mesh, sharding=sharding) as engine:
         tied = {name for group in engine.shared_parameters for _, name in group}
-        assert tied == {"lm_head.weight", "model.embed_tokens.weight"}
+        assert tied == {"head.weight", "embed.weight"}
         assert engine.forward_backward(batch).tolist() == losses
         for stage, module in engine.modules.items():
             for name, gradient in engine.gradients()[stage].items():
@@ -115,7 +122,7 @@ def test_a_whole_model_is_that_of_fsdp() -> None:
                 if name in tied:
                     # FSDP2 adds the two parts in the dtype of the parameters.
                     torch.testing.assert_close(
-                        whole(gradient), gradients[name], rtol=0.02, atol=1e-4
+                        whole(gradient), gradients[name], rtol=0.02, atol=1e-3
                     )
                 else:
                     assert torch.equal(whole(gradient), gradients[name]), name

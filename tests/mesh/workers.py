@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterable
@@ -131,7 +132,8 @@ def whole(tensor: Any) -> Tensor:
 
 def norm_of(grads: Iterable[Tensor]) -> float:
     """The norm of gradients, with one rounding behind the squares' and one behind their sum."""
-    return math.sqrt(math.fsum(x * x for g in grads for x in g.double().flatten().tolist()))
+    squares = (g.double().square().flatten().tolist() for g in grads)
+    return math.sqrt(math.fsum(itertools.chain.from_iterable(squares)))
 
 
 Names = Callable[[int, str], str]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autosplit import partition
 from autosplit.errors import PipelineError, ScheduleError
@@ -14,7 +16,6 @@ from autosplit.pipeline import PipelineTrainer, StageOptions, build
 from tests.kept_ranks import Ranks
 from tests.pipeline import workers
 from tests.planner.planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
-from tests.planner.whole_models import llama
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "1f1b": ({}, 2),
@@ -46,29 +47,46 @@ def test_the_schedule_is_built_for_the_stages_that_are_cut() -> None:
         assert engine.schedule.name == "zb-v"
 
 
+class WithStates(nn.Module):
+    """Returns the outputs of all layers, if asked, beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor, output_hidden_states: bool = False) -> Any:
+        states = [self.embed(ids)]
+        for layer in self.layers:
+            states.append(torch.tanh(layer(states[-1])))
+        loss = F.cross_entropy(self.head(states[-1]).flatten(0, 1), labels.flatten())
+        return {"loss": loss, "states": states} if output_hidden_states else {"loss": loss}
+
+
 def test_a_model_that_puts_out_its_hidden_states() -> None:
     """They go from their stages to the last, and gradients back."""
     torch.manual_seed(0)
-    case = llama(1)
-    example = {**case.kwargs, "output_hidden_states": True}
+    model = WithStates()
+    batch = dict(zip(("ids", "labels"), torch.randint(9, (2, 2, 8)), strict=True))
+    example = {**batch, "output_hidden_states": True}
 
-    def loss_fn(output: Any, targets: Any) -> torch.Tensor:
-        states = output.hidden_states
-        return torch.stack([output.loss, *(state.square().mean() for state in states)]).sum()
+    def loss_fn(output: Any, targets: Any) -> Tensor:
+        states = [state.square().mean() for state in output["states"]]
+        return torch.stack([output["loss"], *states]).sum()
 
-    expected = copy.deepcopy(case.model)
+    expected = copy.deepcopy(model)
     loss_fn(expected(**example), ()).backward()
     with PipelineTrainer(
-        case.model,
+        model,
         loss_fn,
         sgd,
         stages=2,
         example=example,
         microbatches=1,
         ranks=1,
-        stage_options=StageOptions(planning={"costs": "estimate"}),
+        stage_options=StageOptions(planning={"costs": "estimate", "cut_at": ["layers.1"]}),
     ) as engine:
-        engine.forward_backward((case.kwargs, ()))
+        engine.forward_backward((batch, ()))
         for module in engine.modules.values():
             for name, parameter in module.named_parameters():
                 assert torch.equal(parameter.grad, expected.get_parameter(name).grad), name
