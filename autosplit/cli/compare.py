@@ -12,7 +12,7 @@ import click
 
 from autosplit.backends.backend import check_backend
 from autosplit.compare.example import samples_of, trained_example
-from autosplit.compare.run import Result, Settings
+from autosplit.compare.run import ComparisonRow, Settings
 from autosplit.compare.run import compare as run
 from autosplit.compare.tables import Row, comparison_table, durations_table
 from autosplit.pipeline.builders.build import AUTO, build
@@ -103,7 +103,7 @@ def _write_json(rows: Sequence[Row], file: pathlib.Path) -> None:
     write_json(file, {"rows": data})
 
 
-def _write_timelines(results: Sequence[Result], folder: pathlib.Path) -> list[pathlib.Path]:
+def _write_timelines(results: Sequence[ComparisonRow], folder: pathlib.Path) -> list[pathlib.Path]:
     """Write a trace and a picture of the typical steps, and return the paths. Below each measured
     step, the trace has the simulated step, in which actions wait for nothing but their inputs.
     """

@@ -72,7 +72,7 @@ class Settings:
     profiling: float = 10.0
 
 
-class Result(NamedTuple):
+class ComparisonRow(NamedTuple):
     """A row of a comparison, with the timelines of a typical step (see ``typical_pair``).
 
     Attributes:
@@ -87,7 +87,7 @@ class Result(NamedTuple):
     ideal: Timeline
 
 
-def compare(settings: Settings) -> list[Result] | None:
+def compare(settings: Settings) -> list[ComparisonRow] | None:
     """Run a comparison on ranks of this machine, or as one rank of a torchrun launch.
 
     Returns:
@@ -103,13 +103,13 @@ def compare(settings: Settings) -> list[Result] | None:
     return launch(compare_on_rank, settings.ranks, (settings,), timeout=_TIMEOUT * _WAITS)[0]
 
 
-def compare_on_rank(settings: Settings) -> list[Result]:
+def compare_on_rank(settings: Settings) -> list[ComparisonRow]:
     """Run the whole comparison; the result is the same on every rank."""
     example = trained_example(settings.factory, settings.overrides, settings.loss)
     whole = WholeModel.capture(copy.deepcopy(example.model), example.inputs)
     options = BlockOptions(SplitOptions(backend=settings.backend), device=device_of_trainer())
     costs = on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
-    results: list[Result] = []
+    results: list[ComparisonRow] = []
     for schedule, microbatches in settings.cases:
         results += _Case(settings, example, whole, costs, schedule, microbatches).run()
     return results
@@ -155,7 +155,7 @@ class _Case:
             batch = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         self.step_batch = batch, target
 
-    def run(self) -> list[Result]:
+    def run(self) -> list[ComparisonRow]:
         """Compare the first gradients, measure memory, then time steps of the two trainers in
         turns.
         """
@@ -271,7 +271,7 @@ class _Case:
             run.seconds.append(seconds)
             run.timelines.append(run.trainer.timeline())
 
-    def _summarise(self, run: _Run, fused: _Run, pair: int) -> Result:
+    def _summarise(self, run: _Run, fused: _Run, pair: int) -> ComparisonRow:
         durations = run.durations()
         ideal = simulate(run.trainer.schedule, durations)
         ideal_fused = simulate(fused.trainer.schedule, fused.durations())
@@ -293,7 +293,7 @@ class _Case:
             durations_s=_by_kind(durations, self.settings.stages),
             drawn_step=pair + 1,
         )
-        return Result(row, run.timelines[pair], ideal)
+        return ComparisonRow(row, run.timelines[pair], ideal)
 
 
 def _speedup(fused: Sequence[float], split: Sequence[float]) -> float:

@@ -154,13 +154,13 @@ class FlightRecorder:
     def _watch_held(self, bound: BoundAction) -> BoundAction:
         """Return Ws, one or several in one call, that also record the tensors that they take."""
 
-        def compute() -> Any:
+        def note_then_compute() -> Any:
             if self._tape is not None:
                 for action in bound.recorded:
                     self._tape.note_held(action)
             return bound.compute()
 
-        return bound._replace(compute=compute)
+        return bound._replace(compute=note_then_compute)
 
     def start_step(
         self,

@@ -32,7 +32,7 @@ SMALLEST = Smallest("tiny", ("bert",), ("1F1B-1",), 2, 1, 1, (2,), 0.004, 0.2)
 PERCEPTRON = MlpConfig(features=8, width=8, layers=3, microbatch_size=4)
 
 
-def compare_perceptrons(settings: comparison.Settings) -> list[comparison.Result] | None:
+def compare_perceptrons(settings: comparison.Settings) -> list[comparison.ComparisonRow] | None:
     """Compare a model that is traced in a tenth of the time of a family's."""
     overrides = dataclasses.asdict(PERCEPTRON)
     factory = "examples.models:mlp"
