@@ -64,6 +64,7 @@ class WeightAnchor:
         leaf: a tensor that requires a gradient and never gets one.
         node: gradient accumulator of ``leaf``. The engine visits it in an ordinary backward, but
             not for ``torch.autograd.grad`` or ``backward(inputs=...)``.
+        alternative: the model to use where a split backward is refused, as text for errors.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class WeightAnchor:
         queue: PendingQueue,
         sharded: ShardedModule | None = None,
         leaves: LeavesCache | None = None,
+        alternative: str = "the unsplit model (.unsplit)",
     ) -> None:
-        self.queue, self.sharded = queue, sharded
+        self.queue, self.sharded, self.alternative = queue, sharded, alternative
         self.leaves = leaves or LeavesCache()
         with torch.inference_mode(False):
             self.leaf = torch.zeros((), requires_grad=True)
@@ -212,9 +214,9 @@ class Split(torch.autograd.Function):
         call: _Call = ctx.call
         functions, anchor, saved = call.functions, call.anchor, ctx.saved
         if saved is None or torch.is_grad_enabled() or in_compiled_autograd():
-            _refuse_backward()
+            _refuse_backward(anchor.alternative)
         if ctx.watched:
-            _refuse_partial_gradients(ctx.watched)
+            _refuse_partial_gradients(ctx.watched, anchor.alternative)
         if is_autocast():
             functions.autocast_guard.check_autocast()
         arrived = list(output_grads)
@@ -242,7 +244,7 @@ class Split(torch.autograd.Function):
             node and is_requested(node) for node in _sentinel_nodes(ctx)
         )
         if requested and not call.fused_backward:
-            _refuse_parameter_request()
+            _refuse_parameter_request(anchor.alternative)
         if ordinary or requested:
             weights = _queue_or_run_weights(ctx, functions, deferred, early, skipped) or weights
         elif kept and called_by_stage_backward():
@@ -318,11 +320,11 @@ def _is_batch(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_leaf
 
 
-def _refuse_backward() -> NoReturn:
+def _refuse_backward(alternative: str) -> NoReturn:
     if torch.is_grad_enabled():
         raise SplitError(
-            "create_graph=True: a split backward cannot be differentiated again; run the "
-            "unsplit model (.unsplit) for double backward"
+            "create_graph=True: a split backward cannot be differentiated again; run "
+            f"{alternative} for double backward"
         )
     if in_compiled_autograd():
         raise SplitError(
@@ -349,19 +351,22 @@ def _refuse_pipelining() -> None:
     )
 
 
-def _refuse_parameter_request() -> NoReturn:
+def _refuse_parameter_request(alternative: str) -> NoReturn:
     raise SplitError(
         "torch.autograd.grad or backward(inputs=...) requests gradients of parameters of a split "
         "module, which that backward does not compute. Call loss.backward() and read .grad, or "
-        "compute the loss with the unsplit model (.unsplit), which has the same parameters"
+        f"compute the loss with {alternative}, which has the same parameters"
     )
 
 
-def _refuse_partial_gradients(watched: Iterable[tuple[str, weakref.ref[Tensor]]]) -> None:
+def _refuse_partial_gradients(
+    watched: Iterable[tuple[str, weakref.ref[Tensor]]], alternative: str
+) -> None:
     """Check that nothing reads the gradient of an output that would get a partial gradient.
 
     Args:
         watched: names of such outputs, and weak references to them.
+        alternative: see ``WeightAnchor``.
 
     Raises:
         SplitError: an output has a hook or ``retain_grad()``.
@@ -372,8 +377,8 @@ def _refuse_partial_gradients(watched: Iterable[tuple[str, weakref.ref[Tensor]]]
             continue
         raise SplitError(
             f"{name} has a hook or retain_grad() and would get a partial gradient, because the "
-            "module also computes other outputs from it. Take the gradient in the unsplit model "
-            f"(.unsplit), or split the module in two at {name}"
+            "module also computes other outputs from it. Take the gradient in "
+            f"{alternative}, or split the module in two at {name}"
         )
 
 

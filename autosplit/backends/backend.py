@@ -207,6 +207,13 @@ MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs")
 """Modes of ``torch.compile`` in which graphs can be compiled."""
 
 
+_MAX_AUTOTUNE = (
+    "backend='inductor', mode='max-autotune'; under torch.compile, where only one of mode= and "
+    "options= is accepted, use options={'backend': 'inductor', 'mode': 'max-autotune'}"
+)
+"""Options that compile with a mode, as text for errors."""
+
+
 def backend_named(name: str, mode: str = "default") -> Backend:
     """Create a backend of ``BACKENDS``, for one traced module, with a mode of ``MODES``."""
     backend = BACKENDS[name]()
@@ -228,13 +235,13 @@ def check_backend(name: str, mode: str = "default") -> None:
         raise SplitError(
             "mode='reduce-overhead' is refused, because it only adds CUDA graphs: a CPU has none, "
             "and on a GPU they would write over results of microbatches whose backward is still to "
-            "come. Leave it out, or use mode='max-autotune'"
+            f"come. Leave it out, or use {_MAX_AUTOTUNE}"
         )
     if mode not in MODES:
         names = ", ".join(map(repr, MODES))
         raise SplitError(f"unknown mode {mode!r} of torch.compile; known modes: {names}")
     if mode != "default" and name == "eager":
         raise SplitError(
-            f"mode={mode!r} has no effect with backend='eager', which compiles nothing: "
-            "use backend='inductor'"
+            f"mode={mode!r} has no effect with backend='eager', which compiles nothing. Leave it "
+            f"out, or use {_MAX_AUTOTUNE}"
         )

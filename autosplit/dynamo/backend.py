@@ -85,6 +85,7 @@ class GraphFunctions(SplitFunctions):
     """F, I and W of a graph of Dynamo."""
 
     capture: GraphCapture
+    has_memory_setting = False
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         outputs, updates, saved = super().forward(state, leaves)

@@ -55,7 +55,9 @@ class PendingOnParameters(PendingQueue):
     def __init__(self, bound: PendingBound) -> None:
         super().__init__(Delivery(), bound)
         self._leaves = UncachedLeaves()
-        self.anchor = WeightAnchor(self, leaves=self._leaves)  # Dynamo keeps it
+        self.anchor = WeightAnchor(  # Dynamo keeps it
+            self, leaves=self._leaves, alternative="the model without torch.compile"
+        )
 
     def name_of(self, parameter: nn.Parameter) -> None:
         """Return None: graphs name parameters by Dynamo's expressions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
@@ -52,6 +52,7 @@ class BoundaryLayout:
         before_weight: whether the boundary is the one between I and W.
         live: positions in the state of buffers that backward graphs write. The next graph reads
             their present value.
+        advice: a further remedy for writes into state, by name of the state, as text for errors.
     """
 
     names: tuple[str, ...]
@@ -60,6 +61,7 @@ class BoundaryLayout:
     donated: Sequence[int] = ()
     before_weight: bool = False
     live: Collection[int] = ()
+    advice: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.on_streams = has_accelerator()
@@ -86,12 +88,3 @@ class BoundaryLayout:
     def remedy(self) -> str:
         """The call after which the saved or deferred tensors may be written, as text for errors."""
         return "Call backward_weight()" if self.before_weight else "Run the backward"
-
-    @property
-    def recomputation(self) -> str:
-        """The setting under which fewer tensors may not be written, as text for errors."""
-        if self.before_weight:
-            return ""
-        return (
-            ' With memory="fast", nothing is recomputed, and the backward reads fewer parameters.'
-        )

@@ -69,9 +69,11 @@ class ModuleGraphs:
         dependence: on which outputs each gradient depends, and other static facts about gradients.
         has_backward: whether the module was captured with gradients.
         joins: whether W of several microbatches may run as one call.
+        has_memory_setting: whether the caller can choose a memory setting.
     """
 
     joins = True
+    has_memory_setting = True
 
     def __init__(
         self,
@@ -123,7 +125,21 @@ class ModuleGraphs:
             self._exposed,
             self._donated,
             live=live_positions(state),
+            advice=self._advice(state),
         )
+
+    def _advice(self, state: Iterable[Role]) -> dict[str, str]:
+        """Remedies for writes into state that the backward reads, by name of the state."""
+        texts = {
+            Kind.BUFFER: "A later forward in train mode may have written the buffers: run it after "
+            "the backward."
+        }
+        if self.has_memory_setting and self._graphs.memory.recompute:
+            texts[Kind.PARAMETER] = (
+                'With memory="fast", nothing is recomputed, and the backward reads fewer '
+                "parameters."
+            )
+        return {role.name: texts[role.kind] for role in state if role.kind in texts}
 
     def _compile_forward(self) -> list[Role]:
         """Compile F, and return the roles of saved tensors."""

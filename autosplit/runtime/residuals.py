@@ -320,11 +320,13 @@ class Residuals:
             return
         layout = self._layout
         pairs = zip(layout.protected_names(len(self._tensors)), self._counts, now, strict=True)
-        written = ", ".join(name for name, then, count in pairs if then != count)
-        raise SplitError(
-            f"tensors were written in place between {layout.interval}: {written}. {layout.remedy} "
-            f"before writing, or write into a clone.{layout.recomputation}"
+        written = [name for name, then, count in pairs if then != count]
+        advice = dict.fromkeys(layout.advice[name] for name in written if name in layout.advice)
+        text = (
+            f"tensors were written in place between {layout.interval}: {', '.join(written)}. "
+            f"{layout.remedy} before writing, or write into a clone."
         )
+        raise SplitError(" ".join([text, *advice]))
 
     def _check_sums(self) -> None:
         """Raise ``SplitError`` if code outside of the graphs has written into a tensor to which W

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,6 +71,18 @@ def test_refused_with_advice_that_works(
     assert all(map(torch.equal, result, expected))
     split(x).square().sum().backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, expected, strict=True))
+
+
+def test_advice_under_torch_compile() -> None:
+    """A compiled model has no ``.unsplit``."""
+    model = layers()
+    compiled = torch.compile(model, backend="autosplit")
+    parameters = [*model.parameters()]
+    asks = (ASKS["inputs"], ASKS["grad"], partial(torch.autograd.grad, create_graph=True))
+    for ask in asks:
+        with pytest.raises(SplitError, match=r"the model without torch\.compile") as raised:
+            ask(compiled(batch()).sum(), parameters)
+        assert "unsplit" not in str(raised.value)
 
 
 @pytest.mark.parametrize("build", [many, TwoLayers])

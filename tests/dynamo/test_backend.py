@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pathlib
+import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -16,7 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import autosplit
-from autosplit import SplitError
+from autosplit import SplitError, SplitOptions
 from autosplit.dynamo.backend import backend
 from autosplit.dynamo.pending_weights import backward_weight, pending_queues
 from autosplit.torch_internals import TORCH
@@ -168,6 +170,17 @@ def test_options() -> None:
         compiled(model, options={"speed": "high"})(x)
     with pytest.raises(BackendCompilerFailed, match="unknown backend 'fast'; known backends:"):
         compiled(model, options={"backend": "fast"})(x)
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
+def test_a_mode_is_refused_with_advice_for_torch_compile(mode: str) -> None:
+    """``torch.compile(backend="inductor")`` would be torch's own compiler, which does not split."""
+    advice = r"under torch\.compile, .*use options=(\{'backend': 'inductor', 'mode': '[^']*'\})"
+    with pytest.raises(BackendCompilerFailed, match=advice) as raised:
+        compiled(nn.Linear(4, 4), mode=mode)(torch.ones(3, 4))
+    options = re.search(advice, str(raised.value))
+    assert options
+    assert SplitOptions(**ast.literal_eval(options[1])).mode == "max-autotune"
 
 
 def test_name_is_registered() -> None:

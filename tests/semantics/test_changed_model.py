@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,6 +218,34 @@ def test_parameter_written_from_which_the_backward_recomputes() -> None:
     run(autosplit.split(fast, memory="fast"), fast[1].added)
     pairs = zip(fast.parameters(), expected.parameters(), strict=True)
     assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+
+
+def test_memory_setting_is_advised_only_where_it_helps() -> None:
+    """Not if nothing is recomputed, and not under torch.compile, which has no such option."""
+    faces: dict[str, Callable[[nn.Module], Any]] = {
+        "balanced": autosplit.split,
+        "fast": partial(autosplit.split, memory="fast"),
+        "compiled": partial(torch.compile, backend="autosplit"),
+    }
+    for name, face in faces.items():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        output = face(model)(torch.randn(3, 4))
+        with torch.no_grad():
+            model[2].weight.mul_(2.0)
+        with pytest.raises(SplitError, match=r"2\.weight\. Run the backward") as raised:
+            output.sum().backward()
+        assert ("memory=" in str(raised.value)) == (name == "balanced")
+
+
+def test_buffers_written_by_a_later_forward_in_train_mode() -> None:
+    split = autosplit.split(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    x = torch.randn(3, 4)
+    output = split.eval()(x)
+    split.train()(x)
+    text = r"1\.running_mean.* A later forward in train mode may have written the buffers"
+    with pytest.raises(SplitError, match=text) as raised:
+        output.sum().backward()
+    assert "memory=" not in str(raised.value)
 
 
 def test_constant_given_other_data() -> None:

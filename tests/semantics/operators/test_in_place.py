@@ -161,6 +161,19 @@ def test_written_buffer_that_shares_memory_with_an_input_is_refused(
         split(model.sum[:])
 
 
+@FACES
+def test_written_buffer_itself_as_the_input_of_a_later_call(
+    face: Callable[[nn.Module], Any],
+) -> None:
+    def drive(call: Any, model: nn.Module) -> Tensor:
+        for x in torch.ones(3, 4), model.sum, model.sum:
+            call(x).square().sum().backward()
+        return model.sum
+
+    model = layered(lambda m, x: m.linear(m.sum.add_(1.0) + x), sum=nn.Buffer(torch.zeros(3, 4)))
+    assert_alike(model, drive, face=face)
+
+
 @pytest.mark.parametrize("share", [lambda b: b, lambda b: b[:], lambda b: b.data])
 def test_stages_refuse_inputs_that_share_memory_with_a_written_buffer(
     share: Callable[[Tensor], Tensor],
