@@ -114,7 +114,11 @@ class StateReader:
         is_replaced = map(is_not, map(dict.get, self._tables, self._children), self._submodules)
         if any(is_replaced) or sum(map(len, self._registries)) != self._count:
             self._index()
-        tensors = [*map(getitem, self._spaces, self._keys)]
+        try:
+            tensors = [*map(getitem, self._spaces, self._keys)]
+        except KeyError:  # one name was removed and another added
+            self._index()
+            tensors = [*map(getitem, self._spaces, self._keys)]
         latest = self._latest
         if len(latest) == len(tensors) and all(map(is_, tensors, latest.values())):
             return latest

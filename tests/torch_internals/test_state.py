@@ -50,6 +50,9 @@ def test_a_reader_returns_the_same_object_until_a_tensor_or_its_name_changes() -
     model.add_module("last", model[1])
     delattr(model, "1")
     assert [*reader.read()] == ["0.weight", "0.bias", "last.weight", "last.bias"]
+    model[0].register_parameter("scale", model[0].weight)
+    del model[0].weight
+    assert [*reader.read()] == ["0.bias", "0.scale", "last.weight", "last.bias"]
 
 
 def test_a_reader_without_some_parameters_reads_those_that_are_there() -> None:
