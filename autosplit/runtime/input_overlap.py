@@ -1,7 +1,8 @@
 """Refuse calls in which an input shares memory with a tensor that the module writes into.
 
 A graph is captured for inputs, parameters and buffers in separate memory. If they overlap, the
-module would read a value after a write, and the graph the value before the write.
+module would read a value after a write, and the graph the value before the write. Parameters and
+buffers that overlap already at a capture belong to its graphs, see ``aliases``.
 """
 
 from __future__ import annotations
@@ -83,6 +84,25 @@ def refuse_state_overlap(
         for name, buffer in zip(functions.updated_state, written, strict=True):
             if buffer is leaf or (is_plain(buffer) and any(overlaps([buffer, leaf]))):
                 raise _shared(name, input_name)
+
+
+def aliases(state: State, *, in_memory: bool) -> frozenset[tuple[str, ...]]:
+    """Return the names under which a module has one tensor.
+
+    Args:
+        state: parameters and buffers by name.
+        in_memory: whether names of different tensors that share memory count, too.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    groups = [tuple(group) for group in names.values() if len(group) > 1]
+    if in_memory:
+        plain = [(name, value) for name, value in state.items() if is_plain(value)]
+        placed = [(name, value) for name, value in plain if value.data_ptr()]
+        tensors = [value for _, value in placed]
+        groups += [tuple([placed[at][0] for at in group]) for group in overlaps(tensors)]
+    return frozenset(groups)
 
 
 def _shared(written: str, sharers: str) -> SplitError:

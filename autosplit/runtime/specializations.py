@@ -34,6 +34,7 @@ from autosplit.errors import (
 from autosplit.runtime.build import Dimensions, Values, trace, without_history
 from autosplit.runtime.call_cache import MAX_CALLS
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.input_overlap import aliases
 from autosplit.runtime.open_sizes import OpenSizes
 from autosplit.runtime.options import SplitOptions
 from autosplit.runtime.residuals import State
@@ -212,6 +213,8 @@ class Specializations:
         self._warned = warned
         self._reader = StateReader(model)
         self.steady: dict[Hashable, BoundGraphs] = {}
+        self._aliased: State | None = None  # the last state that had ``_aliases``
+        self._aliases: frozenset[tuple[str, ...]] = frozenset()
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
@@ -290,11 +293,34 @@ class Specializations:
         sharding = self.sharding
         plain = _NOTHING if sharding is None or not sharding.groups else sharding.plain()
         with self._capturing, plain:
+            self._forget_other_aliases()
             for captured, functions in self._by_signature.get(call.signature, ()):
                 if captured.capture.guards.hold(call.args, call.kwargs):
                     self._note_used(captured)
                     return functions
             return self._resized(call) or self._capture_for(call, called)
+
+    def _forget_other_aliases(self) -> None:
+        """Forget all graphs if other parameters or buffers are one tensor, or share memory, than
+        when the graphs were captured. No guard checks that: weights may have been tied since.
+
+        Memory counts only if a graph writes into state.
+        """
+        if self._busy or (self.sharding is not None and self.sharding.groups):
+            return
+        state = self._reader.read()
+        if state is self._aliased or not self._captured:
+            return
+        if self._aliases_of(state) == self._aliases:
+            self._aliased = state
+            return
+        self._captured, self._by_signature = {}, {}
+        self.steady.clear()
+
+    def _aliases_of(self, state: State) -> frozenset[tuple[str, ...]]:
+        """See ``aliases``."""
+        writes = any(captured.updated_state for captured in self._captured)
+        return aliases(state, in_memory=writes)
 
     def _resized(self, call: ModuleCall) -> SplitFunctions | None:
         """Graphs with open sizes whose guards hold, specialized for the sizes of this call; None if
@@ -337,6 +363,8 @@ class Specializations:
             self._warn_of_limit()
         self._remember(call.signature, functions, functions)
         self._captured[functions] = call.signature
+        self._aliased = self._reader.read()
+        self._aliases = self._aliases_of(self._aliased)
         return functions
 
     def _remember(

@@ -103,13 +103,15 @@ class StateReader:
         self._count = len(slots) + len(children)
         state = zip(self._names, map(getitem, self._spaces, self._keys), strict=True)
         self._holding = [name for name, tensor in state if _holds_tensors(tensor)]
+        self._tensors: list[Any] = []
         self._latest = _State()
 
     def read(self) -> Mapping[str, torch.Tensor]:
         """The module's parameters and buffers by name, as they are now.
 
         Returns:
-            the same object as before, if no tensor was added, removed or replaced.
+            the same object as before, if no tensor was added, removed or replaced. Another object
+            each time, if a tensor subclass holds tensors.
         """
         is_replaced = map(is_not, map(dict.get, self._tables, self._children), self._submodules)
         if any(is_replaced) or sum(map(len, self._registries)) != self._count:
@@ -119,15 +121,15 @@ class StateReader:
         except KeyError:  # one name was removed and another added
             self._index()
             tensors = [*map(getitem, self._spaces, self._keys)]
-        latest = self._latest
-        if len(latest) == len(tensors) and all(map(is_, tensors, latest.values())):
-            return latest
+        known = self._tensors
+        if len(known) == len(tensors) and not self._holding and all(map(is_, tensors, known)):
+            return self._latest
         state = _State(zip(self._names, tensors, strict=True))
         for name in self._holding:
             state.update(_tensors_of(name, state[name]))
         if any(map(is_, tensors, repeat(None))):
             state = _State((name, tensor) for name, tensor in state.items() if tensor is not None)
-        self._latest = state
+        self._tensors, self._latest = tensors, state
         return state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
@@ -55,6 +56,7 @@ class TrainedParameters:
         self.counts_all = len(self._counted) == len(self.parameters)
         self._ids = frozenset(trained)
         self._state_readers = {stage: StateReader(module) for stage, module in modules.items()}
+        self._states = {stage: reader.read() for stage, reader in self._state_readers.items()}
         self.optimizer: torch.optim.Optimizer | None = None
 
     def build_optimizer(
@@ -87,18 +89,39 @@ class TrainedParameters:
         return [value for value in values if isinstance(value, Tensor)]
 
     def check_parameters(self) -> None:
-        """Check that each trained parameter was trained when the trainer was built.
+        """Check that each trained parameter was trained when the trainer was built, and is tied to
+        no others than then.
 
         No optimizer would update a newly trained parameter, no norm would count it, and its copies
-        would become different.
+        would become different. A parameter that another name got since has one place for the sum of
+        its gradients, into which two stages would write.
 
         Raises:
-            PipelineError: names a newly trained parameter.
+            PipelineError: names a parameter that was newly trained, or tied.
         """
         for stage, reader in self._state_readers.items():
             state = reader.read()
+            if state is not self._states[stage]:
+                self._refuse_tied(stage, state)
             if not self._ids.issuperset(map(id, filter(_NEEDS_GRAD, state.values()))):
                 self._refuse_new(stage, state)
+
+    def _refuse_tied(self, stage: int, state: Mapping[str, Tensor]) -> None:
+        """Raise PipelineError if a parameter has got one more name in a stage."""
+        before, now = self._states, self._states | {stage: state}
+        counts, earlier = (
+            Counter(id(tensor) for tensors in states.values() for tensor in tensors.values())
+            for states in (now, before)
+        )
+        for name, tensor in state.items():
+            is_tied = id(tensor) in self._ids and counts[id(tensor)] > earlier[id(tensor)]
+            if is_tied and before[stage].get(name) is not tensor:
+                raise PipelineError(
+                    f"parameter {name!r} of stage {stage} was tied to another parameter after the "
+                    "trainer was built, which keeps one place for each parameter's gradient: tie "
+                    "weights before you build the trainer, or build a new one"
+                )
+        self._states = now
 
     def _refuse_new(self, stage: int, state: Mapping[str, Tensor]) -> None:
         """Raise PipelineError if a stage has a newly trained parameter, not only such a buffer."""

@@ -268,6 +268,47 @@ def test_constant_written_before_the_weights_of_a_stage() -> None:
         stage.backward_input(1, grads[1:])
 
 
+def test_weights_of_a_stage_tied_after_its_capture() -> None:
+    """One memory for the sum of both gradients, which each would overwrite under its own name."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x, grad = torch.randn(3, 4), torch.randn(3, 4)
+    stage = Stage(model, (torch.randn(3, 4),))
+    memory: dict[Tensor, Tensor] = {}
+    stage.place_gradients(lambda p, _: memory.setdefault(p, torch.empty_like(p)))
+    model[2].weight = model[0].weight
+    reference = copy.deepcopy(model)
+    reference(x).backward(grad)
+    stage.forward(0, [x.clone()])
+    stage.backward_input(0, [grad.clone()])
+    stage.backward_weight(0)
+    stage.publish()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+class Counting(nn.Module):
+    """Writes one buffer, and reads another afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(1.0)
+        return self.linear(x) + self.shift
+
+
+def test_buffer_that_becomes_a_view_of_a_written_one() -> None:
+    model = Counting()
+    split, x = autosplit.split(model), torch.randn(3, 4)
+    assert torch.equal(split(x), model.linear(x))
+    model.shift = model.total[:]
+    with pytest.warns(autosplit.DeferralWarning, match="0% of the weight gradients"):
+        assert torch.equal(split(x), model.linear(x) + 2.0)
+
+
 class Scales(nn.Module):
     scale = torch.full((4,), 2.0)
 

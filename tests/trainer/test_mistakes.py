@@ -41,6 +41,16 @@ def test_a_trainer_is_told_in_one_line() -> None:
     )
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weights_tied_after_the_trainer_was_built_are_refused(stage: int) -> None:
+    """Also within a stage, where each copy of the model has one place for their gradient."""
+    engine = trainer(model=[nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)])
+    engine.step((X, Y))
+    engine.modules[stage][1].weight = engine.modules[0][0].weight
+    with pytest.raises(PipelineError, match=f"'1.weight' of stage {stage} was tied to another"):
+        engine.step((X, Y))
+
+
 class ByName(nn.Linear):
     """Its values would reach the next stage in the order of the dictionary."""
 
