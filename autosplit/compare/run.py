@@ -159,9 +159,12 @@ class _Case:
         """Compare the first gradients, measure memory, then time steps of the two trainers in
         turns.
         """
+        # Before the trainers are built, so that an error of the model ends the comparison.
+        expected = [self._whole(), self._whole()] if dist.get_rank() == 0 else []
         runs = [_Run(self._trainer(split), split) for split in (False, True)]
         try:
-            self._check_gradients(runs)
+            self._check_gradients(runs, expected)
+            expected.clear()
             for run in runs:
                 self._settle(run)
                 self._measure_memory(run)
@@ -214,10 +217,14 @@ class _Case:
         can_fuse = self.schedule != AUTO and SCHEDULES[self.schedule].fused
         return self.schedule if split or can_fuse else "1f1b"
 
-    def _check_gradients(self, runs: list[_Run]) -> None:
-        """Compare both trainers' gradients of the first step with plain autograd's, on rank 0."""
-        is_first = dist.get_rank() == 0
-        expected = [self._whole(runs[0].trainer.device) for _ in runs] if is_first else []
+    def _check_gradients(self, runs: list[_Run], expected: list[Gradients]) -> None:
+        """Compare both trainers' gradients of the first step with plain autograd's.
+
+        Args:
+            runs: the fused and the split trainer.
+            expected: gradients of two plain backwards, whose difference is that of plain autograd;
+                empty except on rank 0.
+        """
         for run in runs:
             run.trainer.forward_backward(self.step_batch)
             local = [_gradients(module) for module in run.trainer.modules.values()]
@@ -230,8 +237,9 @@ class _Case:
             for module in run.trainer.modules.values():
                 module.zero_grad(set_to_none=True)
 
-    def _whole(self, device: torch.device) -> Gradients:
+    def _whole(self) -> Gradients:
         """Gradients of the mean loss over the microbatches, for the whole model in this process."""
+        device = device_of_trainer() or torch.device("cpu")
         model, count = copy.deepcopy(self.example.model).to(device), self.microbatches
         leaves, spec = tree_flatten((self.batch, self.target))
         cut = [
