@@ -121,8 +121,8 @@ class StateReader:
         except KeyError:  # one name was removed and another added
             self._index()
             tensors = [*map(getitem, self._spaces, self._keys)]
-        known = self._tensors
-        if len(known) == len(tensors) and not self._holding and all(map(is_, tensors, known)):
+        latest = self._tensors
+        if len(latest) == len(tensors) and not self._holding and all(map(is_, tensors, latest)):
             return self._latest
         state = _State(zip(self._names, tensors, strict=True))
         for name in self._holding:

@@ -108,20 +108,20 @@ class TrainedParameters:
 
     def _refuse_tied(self, stage: int, state: Mapping[str, Tensor]) -> None:
         """Raise PipelineError if a parameter has got one more name in a stage."""
-        before, now = self._states, self._states | {stage: state}
-        counts, earlier = (
+        earlier, latest = self._states, self._states | {stage: state}
+        counts, earlier_counts = (
             Counter(id(tensor) for tensors in states.values() for tensor in tensors.values())
-            for states in (now, before)
+            for states in (latest, earlier)
         )
         for name, tensor in state.items():
-            is_tied = id(tensor) in self._ids and counts[id(tensor)] > earlier[id(tensor)]
-            if is_tied and before[stage].get(name) is not tensor:
+            is_tied = id(tensor) in self._ids and counts[id(tensor)] > earlier_counts[id(tensor)]
+            if is_tied and earlier[stage].get(name) is not tensor:
                 raise PipelineError(
                     f"parameter {name!r} of stage {stage} was tied to another parameter after the "
                     "trainer was built, which keeps one place for each parameter's gradient: tie "
                     "weights before you build the trainer, or build a new one"
                 )
-        self._states = now
+        self._states = latest
 
     def _refuse_new(self, stage: int, state: Mapping[str, Tensor]) -> None:
         """Raise PipelineError if a stage has a newly trained parameter, not only such a buffer."""
