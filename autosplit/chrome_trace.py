@@ -9,7 +9,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.ledger.bands import StepMemory
@@ -17,10 +17,6 @@ from autosplit.pipeline.schedule.routes import StageDataflow, needs_of, result_o
 from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.simulate import Span, Timeline
 from autosplit.text.files import write_text
-
-if TYPE_CHECKING:
-    pass
-
 
 Rows = Sequence[tuple[str, Timeline]]
 """Timelines and their names, shown from top to bottom."""

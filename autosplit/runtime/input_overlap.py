@@ -98,10 +98,10 @@ def aliases(state: State, *, in_memory: bool) -> frozenset[tuple[str, ...]]:
         names.setdefault(id(tensor), []).append(name)
     groups = [tuple(group) for group in names.values() if len(group) > 1]
     if in_memory:
-        plain = [(name, value) for name, value in state.items() if is_plain(value)]
-        placed = [(name, value) for name, value in plain if value.data_ptr()]
-        tensors = [value for _, value in placed]
-        groups += [tuple([placed[at][0] for at in group]) for group in overlaps(tensors)]
+        placed = {name: t for name, t in state.items() if is_plain(t) and t.data_ptr()}
+        placed_names = [*placed]
+        sharing = overlaps([*placed.values()])
+        groups += [tuple([placed_names[at] for at in group]) for group in sharing]
     return frozenset(groups)
 
 

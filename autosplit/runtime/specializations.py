@@ -230,6 +230,11 @@ class Specializations:
         with self.sharding.with_gathered_parameters():
             return self._reader.read()
 
+    @property
+    def _writes_state(self) -> bool:
+        """Whether any graph writes into a parameter or buffer."""
+        return any(captured.updated_state for captured in self._captured)
+
     def bind(self, key: Hashable, functions: SplitFunctions) -> BoundGraphs:
         """Return the graphs with the module's present state, and remember them in ``steady``.
 
@@ -244,9 +249,7 @@ class Specializations:
         """
         bound = BoundGraphs(functions, self.state())
         is_sharded = self.sharding is not None and self.sharding.groups
-        changes = functions.capture.guards.read_numbers and any(
-            captured.updated_state for captured in self._captured
-        )
+        changes = functions.capture.guards.read_numbers and self._writes_state
         if key is not None and not (is_sharded or changes):
             self.steady[key] = bound
         return bound
@@ -306,21 +309,16 @@ class Specializations:
 
         Memory counts only if a graph writes into state.
         """
-        if self._busy or (self.sharding is not None and self.sharding.groups):
+        if self._busy or not self._captured or (self.sharding and self.sharding.groups):
             return
         state = self._reader.read()
-        if state is self._aliased or not self._captured:
+        if state is self._aliased:
             return
-        if self._aliases_of(state) == self._aliases:
+        if aliases(state, in_memory=self._writes_state) == self._aliases:
             self._aliased = state
             return
         self._captured, self._by_signature = {}, {}
         self.steady.clear()
-
-    def _aliases_of(self, state: State) -> frozenset[tuple[str, ...]]:
-        """See ``aliases``."""
-        writes = any(captured.updated_state for captured in self._captured)
-        return aliases(state, in_memory=writes)
 
     def _resized(self, call: ModuleCall) -> SplitFunctions | None:
         """Graphs with open sizes whose guards hold, specialized for the sizes of this call; None if
@@ -364,7 +362,7 @@ class Specializations:
         self._remember(call.signature, functions, functions)
         self._captured[functions] = call.signature
         self._aliased = self._reader.read()
-        self._aliases = self._aliases_of(self._aliased)
+        self._aliases = aliases(self._aliased, in_memory=self._writes_state)
         return functions
 
     def _remember(
