@@ -82,6 +82,21 @@ def test_the_last_and_the_best_are_kept_and_a_restart_continues(
     assert manager.planning(stages=2) != manager.planning(stages=3)
 
 
+def test_a_restart_continues_the_schedule_of_learning_rates(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    with trainer() as engine:
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=2)
+        for _ in range(3):
+            engine.step(BATCH)
+            scheduler.step()
+        manager.save(engine, step=3, scheduler=scheduler)
+        expected = scheduler.state_dict(), engine.optimizer.param_groups[0]["lr"]
+    with trainer() as engine:
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=2)
+        assert manager.resume(engine, scheduler=scheduler) == 3
+        assert (scheduler.state_dict(), engine.optimizer.param_groups[0]["lr"]) == expected
+
+
 def test_other_files_are_not_removed(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=1, keep_best=0)
     with trainer() as engine:
