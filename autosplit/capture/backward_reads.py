@@ -29,6 +29,7 @@ from autosplit.errors import CaptureError, SplitError
 from autosplit.passes.analysis.operators import READ
 from autosplit.passes.graph import source_line
 from autosplit.torch_internals.dynamo import all_nodes, source_name, traced_value
+from autosplit.torch_internals.operators import register_fake
 from autosplit.torch_internals.patches import patched
 
 _NUMBERS = {float: torch.float64, int: torch.int64}
@@ -66,7 +67,7 @@ def _traced(place: str, size: list[int], dtype: torch.dtype, device: torch.devic
 
 
 _LIBRARY.impl("tensor", _read, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{READ}::tensor", _traced, lib=_LIBRARY)
+register_fake(_LIBRARY, "tensor", _traced)
 _OPERATOR: Any = getattr(torch.ops, READ).tensor.default
 
 

@@ -21,11 +21,12 @@ from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.operators import READ, is_sum
 from autosplit.passes.graph import inputs, is_like, outputs, placeholders, source_line
+from autosplit.torch_internals.operators import register_fake
 
 _LIBRARY = torch.library.Library(READ, "FRAGMENT")
 _LIBRARY.define("state(Tensor state) -> Tensor")
 _LIBRARY.impl("state", Tensor.clone, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{READ}::state", torch.empty_like, lib=_LIBRARY)
+register_fake(_LIBRARY, "state", torch.empty_like)
 _OPERATOR: Any = getattr(torch.ops, READ).state.default
 
 

@@ -39,6 +39,7 @@ from autosplit.capture.workarounds.dynamo import (
     limit_unrolling,
     refuse_lost_hooks,
     report_compiling,
+    skip_function_names,
     skip_guard_timing,
     trace_quantizers,
 )
@@ -111,6 +112,7 @@ def _export(
         with (
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),
+            skip_function_names(),
             skip_guard_timing(),
             # Inside, because the metrics that torch 2.11 records of a capture cannot hold
             # functions.

@@ -41,6 +41,7 @@ from autosplit.passes.graph import (
     role_of,
 )
 from autosplit.passes.subgraph import Subgraph, call_subgraph
+from autosplit.torch_internals.operators import register_fake
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def _backward(call: int, grads: list[Tensor]) -> list[Tensor]:
     return [*gradients, new_anchor()]
 
 
-torch.library.register_fake("autosplit_block::forward", _forward, lib=_LIBRARY)
-torch.library.register_fake("autosplit_block::backward", _backward, lib=_LIBRARY)
+register_fake(_LIBRARY, "forward", _forward)
+register_fake(_LIBRARY, "backward", _backward)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ host time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,15 @@ _FUNCTIONS = {
     "transpose.int": torch.transpose,
     "where.self": torch.where,
 }
+
+
+def register_fake(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
+    """Register the fake kernel of a library's operator.
+
+    torch notes the line that registers a kernel, and for a file that it does not know yet, it looks
+    at all imported modules. At this stack level it notes a line of its own file.
+    """
+    torch.library.register_fake(f"{library.ns}::{name}", kernel, lib=library, _stacklevel=0)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

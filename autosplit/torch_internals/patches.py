@@ -110,6 +110,11 @@ STATE = (
         "counts the operators of each line, to stop at long unrolled loops",
     ),
     GlobalState(
+        "symbolic_convert.get_funcname",
+        _DYNAMO,
+        "skips names of functions for a log; each traced file is tokenized to find them",
+    ),
+    GlobalState(
         "guards.profile_guard_manager",
         _DYNAMO,
         "skips the timing of guards, which flushes the processor's caches for a log",

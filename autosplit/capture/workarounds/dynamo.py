@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import os
 from collections import Counter
@@ -14,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import guards, trace_rules
+from torch._dynamo import guards, symbolic_convert, trace_rules
 from torch._dynamo.convert_frame import BackendInput, preserve_global_state
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import OutputGraph
@@ -252,6 +253,15 @@ def skip_guard_timing() -> AbstractContextManager[Any]:
     after it has flushed the processor's caches, for which it allocates 27 MiB.
     """
     return patched(guards, "profile_guard_manager", lambda *args: 0.0, create=True)
+
+
+def skip_function_names() -> AbstractContextManager[Any]:
+    """Context in which Dynamo does not look up the names of traced functions for its log of calls,
+    unless the log is on. It would tokenize every file that it traces.
+    """
+    if symbolic_convert.trace_call_log.isEnabledFor(logging.DEBUG):
+        return contextlib.nullcontext()
+    return patched(symbolic_convert, "get_funcname", lambda *args: None)
 
 
 def report_compiling() -> AbstractContextManager[Any]:
