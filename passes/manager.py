@@ -32,7 +32,7 @@ from .rewrites.peephole import (
     divide_backward_operators,
     drop_summed_dimensions,
     fold_powers,
-    fold_transposes,
+    fold_views,
     forget_statistics,
     half_precision_dropout,
 )
@@ -55,7 +55,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("half_precision_dropout", half_precision_dropout),
     Pass("dead_code", dead_code),
     Pass("padded_sums", concatenate_padded_sums),
-    Pass("fold_transposes", fold_transposes),
+    Pass("fold_views", fold_views),
     Pass("fold_powers", fold_powers),
     Pass("drop_summed_dimensions", drop_summed_dimensions),
     Pass("recompute_results", recompute_results),

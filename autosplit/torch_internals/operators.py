@@ -11,16 +11,23 @@ from typing import Any
 import torch
 
 # Overloads that are the same as a function of torch, which parses its arguments in a third of the
-# time of the operator.
+# time of the operator. Functions of losses are not: their default reduction is another.
 _UNIQUE = """
-_log_softmax _softmax _softmax_backward_data addmm baddbmm bmm cat clone convolution cos detach
-embedding exp mm native_layer_norm neg permute relu reshape rsqrt sigmoid sin sqrt t tanh unsqueeze
+_log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax
+_softmax_backward_data addmm baddbmm bmm cat clone convolution cos detach embedding exp gather mm
+native_dropout native_layer_norm neg permute relu reshape rsqrt sigmoid sin sqrt t tanh unsqueeze
+"""
+_IN_PLACE = """
+add_.Tensor addmm_.default baddbmm_.default copy_.default div_.Tensor exp_.default mul_.Tensor
+neg_.default relu_.default rsqrt_.default sigmoid_.default sub_.Tensor tanh_.default
 """
 _FUNCTIONS = {
     **{f"{name}.default": getattr(torch, name) for name in _UNIQUE.split()},
     **{f"{name}.Tensor": getattr(torch, name) for name in ("add", "div", "mul", "sub")},
+    **{key: getattr(torch.Tensor, key.partition(".")[0]) for key in _IN_PLACE.split()},
     "expand.default": torch.Tensor.expand,
     "gelu.default": torch._C._nn.gelu,
+    "max_pool2d_with_indices.default": torch._C._nn.max_pool2d_with_indices,
     "mean.dim": torch.mean,
     "pow.Tensor_Scalar": torch.pow,
     "select.int": torch.select,

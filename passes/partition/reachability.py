@@ -150,7 +150,8 @@ def _is_inside_checkpoint(node: fx.Node, gradient: set[fx.Node]) -> bool:
     value that leaves the region may be saved.
     """
     region = checkpoint_region(node)
-    readers = [user for user in node.users if user not in gradient]
+    # Derivatives of the operator may read no gradient, such as a power of the value.
+    readers = [u for u in node.users if u not in gradient and not origin_of(u).is_backward]
     return region is not None and all(checkpoint_region(user) == region for user in readers)
 
 

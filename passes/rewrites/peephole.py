@@ -15,9 +15,9 @@ the gradient by noise, ``mask / (1 - p)``, rounded to bfloat16 or float16. The t
 multiplies by the exact number. Gradients would differ from autograd's by a constant factor: by
 0.15% for p = 0.1 in bfloat16.
 
-``fold_transposes``: ``t(t(x))`` becomes ``x``. Autograd transposes the gradient of a transposed
-weight back, in two consecutive calls. Both are views of the same elements, so no computed value
-changes.
+``fold_views``: ``t(t(x))``, ``detach(x)``, and a view or an expansion to the shape of ``x`` become
+``x``. Autograd transposes the gradient of a transposed weight back, in two consecutive calls, and
+detaches each saved result twice. All are views of the same elements, so no computed value changes.
 
 ``fold_powers``: ``pow(x, 1)`` becomes ``x``. The derivative of a square, as in RMSNorm, computes
 such a power, which is a copy.
@@ -42,6 +42,7 @@ from ..graph import (
     SplitGraphs,
     calls,
     computed_outputs,
+    is_like,
     origin_of,
     outputs,
     tensor_of,
@@ -122,20 +123,31 @@ def _rounds_otherwise(node: fx.Node) -> bool:
     return value is not None and value.device.type == "cpu" and value.dtype in _HALF
 
 
-def fold_transposes(program: SplitGraphs) -> bool:
-    """Replace each pair of transposes that cancel by the operand of the pair's first transpose;
-    True if there was a pair.
-    """
-    graph, folded = program.joint.graph, False
+_VIEWS = (aten.detach.default, aten.expand.default, aten.t.default, aten.view.default)
+
+
+def fold_views(program: SplitGraphs) -> bool:
+    """Replace views that change nothing by the tensors that they view; True if there was one."""
+    graph, changed = program.joint.graph, False
     # An output of the user's forward stays a separate tensor, as in eager.
     returned = {value for _, value in outputs(graph, *FORWARD_OUTPUT)}
-    for node in graph.find_nodes(op="call_function", target=aten.t.default):
-        first: Any = node.args[0]
-        if first.target is aten.t.default and node not in returned:
-            node.replace_all_uses_with(first.args[0])
-            erase(graph, [first, node])
-            folded = True
-    return folded
+    for node in calls(graph):
+        same = _viewed(node) if node.target in _VIEWS and node not in returned else None
+        if same is not None:
+            first: Any = node.args[0]
+            node.replace_all_uses_with(same)
+            erase(graph, [node] if first is same else [first, node])
+            changed = True
+    return changed
+
+
+def _viewed(view: fx.Node) -> fx.Node | None:
+    """The tensor that a view of the kinds ``_VIEWS`` returns unchanged; None if it changes it."""
+    first: Any = view.args[0]
+    if view.target is aten.t.default:
+        same: fx.Node | None = first.args[0] if first.target is aten.t.default else None
+        return same
+    return first if view.target is aten.detach.default or is_like(first, view) else None
 
 
 _COPIES = ("cpu", "cuda")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import fx, nn
 
 from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.analysis.aliasing import is_view
 from autosplit.passes.graph import calls
 from autosplit.passes.rewrites.peephole import (
     divide_backward_operators,
     drop_summed_dimensions,
     fold_powers,
-    fold_transposes,
+    fold_views,
     half_precision_dropout,
 )
 from autosplit.passes.verify import verify
@@ -66,7 +69,7 @@ def test_half_precision_takes_the_steps_of_autograd(dtype: torch.dtype) -> None:
     assert not half_precision_dropout(program)
 
 
-# --- fold_transposes: pairs that cancel go --------------------------------------------------------
+# --- fold_views: views that change nothing go -----------------------------------------------------
 
 
 aten = torch.ops.aten
@@ -88,13 +91,43 @@ def test_pairs_that_cancel(steps: int, left: int, returned: bool) -> None:
     graph.output([last]).meta["roles"] = (Role(Kind.OUTPUT, "output"),)
     program = SplitGraphs(fx.GraphModule(nn.Module(), graph))
     left = 2 - steps % 2 if returned else left
-    assert fold_transposes(program) == (left < steps)
+    assert fold_views(program) == (left < steps)
     assert len(graph.find_nodes(op="call_function", target=aten.t.default)) == left
     graph.lint()
     x = torch.randn(2, 3)
     expected = x if steps % 2 == 0 else x.t()
     (result,) = fx.GraphModule(nn.Module(), graph)(x)
     assert torch.equal(result, expected if returned else -expected)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detached": torch.Tensor.detach,
+    "expanded": lambda x: x.expand(2, -1),
+    "viewed": lambda x: x.view(2, 3),
+}
+
+
+class Views(nn.Module):
+    def __init__(self, kind: str, *, returned: bool) -> None:
+        super().__init__()
+        self.view, self.returned = VIEWS[kind], returned
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        view = self.view(self.view(x * 2))
+        return view if self.returned else view + 1, x.tanh()
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("returned", [False, True])
+def test_views_that_change_nothing(kind: str, returned: bool) -> None:
+    """A returned value remains a separate tensor."""
+    program = program_of(Views(kind, returned=returned), torch.randn(2, 3, requires_grad=True))
+    expected = computed(program.joint)
+    assert fold_views(program)
+    assert sum(map(is_view, calls(program.joint.graph))) == returned
+    assert all(map(torch.equal, computed(program.joint), expected))
+    verify(program)
+    assert not fold_views(program)
 
 
 # --- fold_powers: a power of 1 is its base --------------------------------------------------------
