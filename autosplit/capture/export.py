@@ -41,6 +41,7 @@ from autosplit.capture.workarounds.dynamo import (
     report_compiling,
     skip_function_names,
     skip_guard_timing,
+    skip_local_maps,
     trace_quantizers,
 )
 from autosplit.capture.workarounds.key_value_cache import drop_initial_contents
@@ -114,6 +115,7 @@ def _export(
             dynamo_timed("fullgraph_capture"),
             skip_function_names(),
             skip_guard_timing(),
+            skip_local_maps(),
             # Inside, because the metrics that torch 2.11 records of a capture cannot hold
             # functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),

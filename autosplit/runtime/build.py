@@ -116,9 +116,9 @@ def trace(
     """
     refuse_sharded(module)
     refuse_unsupported_shardings(module)
-    compiler = backend_named(options.backend, options.mode)
-    compiler.gathering = gathering
     with _TRACING, _undrawn(), collecting_new_objects_only():
+        compiler = backend_named(options.backend, options.mode)
+        compiler.gathering = gathering
         dump = dump_folder(module)
         split = None
         # Which weight gradients I computes early depends on all blocks together.

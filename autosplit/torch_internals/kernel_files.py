@@ -110,7 +110,7 @@ def _start_compiling(
         for at in range(len(kernels))
     ]
     source = _file_of([scope[name] for name, scope in kernels])
-    load_first = modules[0].load_async(source, submit_fn=submit)
+    load_first = _load_async(modules[0], source, submit)
 
     def load(module: Any) -> Callable[..., Any]:
         first = load_first()
@@ -120,6 +120,19 @@ def _start_compiling(
 
     for (name, scope), module in zip(kernels, modules, strict=True):
         scope[name] = _kernel_at_first_call(name, partial(load, module), scope)
+
+
+def _load_async(cache: Any, source: str, submit: Callable[..., Any] | None) -> Callable[[], Any]:
+    """Start to compile a file if torch's cache lacks it, and return a function that loads it.
+
+    For a file with a header to precompile, torch runs the C++ preprocessor before it looks the file
+    up. So the file is first looked up as one without such a header.
+    """
+    missing: list[Any] = []
+    members = {"cache": {}, "_get_uncompiled_header": staticmethod(lambda device: None)}
+    without_header: Any = type("WithoutHeader", (cache,), members)
+    load: Callable[[], Any] = without_header.load_async(source, submit_fn=missing.append)
+    return cache.load_async(source, submit_fn=submit) if missing else load
 
 
 # Headers of the bindings, which cannot be included inside of a namespace.

@@ -115,6 +115,11 @@ STATE = (
         "skips names of functions for a log; each traced file is tokenized to find them",
     ),
     GlobalState(
+        "LocalMapWrappedHigherOrderVariable.should_wrap_in_hop",
+        _DYNAMO,
+        "skips a comparison that is always False, for which torch imports a slow module",
+    ),
+    GlobalState(
         "guards.profile_guard_manager",
         _DYNAMO,
         "skips the timing of guards, which flushes the processor's caches for a log",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._inductor import codecache
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.lowering import lowerings
 from torch._inductor.output_code import CompiledFxGraph
@@ -141,13 +142,20 @@ def test_backward_uses_the_mask_of_its_forward() -> None:
     torch.testing.assert_close(model.scale.grad, expected)
 
 
-def test_identical_stages_are_compiled_once() -> None:
+def test_identical_stages_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 12)
     earlier = []
+    headers: list[int] = []
     for model in (Residual(12), nn.Sequential(Residual(12))):  # under other names
         earlier.append(dict(counters["inductor"]))
         stage = Stage(model, [x.clone().requires_grad_()], backend="inductor")
         drive(stage, [x], [torch.randn(5, 12)])
+        # As in another process, torch finds the kernels as files. No file needs a header then.
+        CppPythonBindingsCodeCache.cache.clear()
+        monkeypatch.setattr(
+            codecache, "_precompile_header", lambda *args, **_: headers.append(args)
+        )
+    assert not headers
     after = dict(counters["inductor"])
     assert after["fxgraph_cache_hit"] - earlier[1].get("fxgraph_cache_hit", 0) == 3  # F, I, W
     assert after.get("fxgraph_cache_miss") == earlier[1].get("fxgraph_cache_miss")

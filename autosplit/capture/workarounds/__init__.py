@@ -28,6 +28,8 @@ the test that fails without it. Once torch is fixed, the workaround can go.
   `read_layer_configs_once` | tests/capture/workarounds/test_cache_layers.py |
 | files of traced functions are tokenized for a log that is off | Dynamo | all |
   `skip_function_names` | tests/capture/workarounds/test_function_names.py |
+| comparisons that are never true import a slow module | Dynamo | all |
+  `skip_local_maps` | tests/capture/workarounds/test_local_maps.py |
 | whether a mask is causal is read from its values | Dynamo | all | `decide_masks_statically` |
   tests/semantics/operators/test_layers.py |
 | layers for quantization-aware training are not traced | Dynamo | all | `trace_quantizers` |

@@ -21,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
+from torch._dynamo.variables.higher_order_ops import LocalMapWrappedHigherOrderVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import TracingContext
@@ -262,6 +263,15 @@ def skip_function_names() -> AbstractContextManager[Any]:
     if symbolic_convert.trace_call_log.isEnabledFor(logging.DEBUG):
         return contextlib.nullcontext()
     return patched(symbolic_convert, "get_funcname", lambda *args: None)
+
+
+def skip_local_maps() -> AbstractContextManager[Any]:
+    """Context in which Dynamo does not look for DTensor's local maps, which it finds only while
+    torch enables that. At the first look it would import ``torch.distributed.tensor.experimental``.
+    """
+    if LocalMapWrappedHigherOrderVariable._enabled:
+        return contextlib.nullcontext()
+    return patched(LocalMapWrappedHigherOrderVariable, "should_wrap_in_hop", lambda _: False)
 
 
 def report_compiling() -> AbstractContextManager[Any]:
