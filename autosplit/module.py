@@ -234,7 +234,7 @@ class SplitModule(ModuleProxy):
             in_data_parallel: whether data parallelism wraps the module.
             fused_backward: whether ``backward()`` computes weight gradients, too.
         """
-        state = self._graphs.state()
+        state = self._graphs.fitted_state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:

@@ -230,13 +230,19 @@ class Specializations:
         with self.sharding.with_gathered_parameters():
             return self._reader.read()
 
+    def fitted_state(self) -> State:
+        """The state for which ``fitting`` found graphs. A sharded model is read again."""
+        is_sharded = self.sharding is not None and self.sharding.groups
+        return self.state() if is_sharded or self._aliased is None else self._aliased
+
     @property
     def _writes_state(self) -> bool:
         """Whether any graph writes into a parameter or buffer."""
         return any(captured.updated_state for captured in self._captured)
 
     def bind(self, key: Hashable, functions: SplitFunctions) -> BoundGraphs:
-        """Return the graphs with the module's present state, and remember them in ``steady``.
+        """Return the graphs with the state that ``fitting`` has read, and remember them in
+        ``steady``.
 
         Graphs whose guards read numbers are not remembered if any graph writes into state, because
         the numbers may be values of that state. Parameters of a sharded module are gathered for
@@ -247,7 +253,7 @@ class Specializations:
                 remembered.
             functions: the graphs, whose guards hold.
         """
-        bound = BoundGraphs(functions, self.state())
+        bound = BoundGraphs(functions, self.fitted_state())
         is_sharded = self.sharding is not None and self.sharding.groups
         changes = functions.capture.guards.read_numbers and self._writes_state
         if key is not None and not (is_sharded or changes):

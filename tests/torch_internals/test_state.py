@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch import nn
 
+import autosplit
 from autosplit.torch_internals.state import StateReader
 
 
@@ -61,3 +64,20 @@ def test_a_reader_without_some_parameters_reads_those_that_are_there() -> None:
     state = reader.read()
     assert [*state] == ["weight"]
     assert reader.read() is state
+
+
+def test_a_call_reads_the_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    split, x = autosplit.split(nn.Linear(3, 3)), torch.randn(2, 3)
+    split(x)
+    reads, read = [], StateReader.read
+
+    def counted(reader: StateReader) -> object:
+        reads.append(reader)
+        return read(reader)
+
+    monkeypatch.setattr(StateReader, "read", counted)
+    split(x)
+    assert len(reads) == 1
+    split.unsplit.weight = nn.Parameter(torch.zeros(3, 3))
+    assert torch.equal(split(x), split.unsplit(x))
+    assert len(reads) == 2
