@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +18,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import LoweringException
+from torch._inductor.fx_passes import fuse_attention, joint_graph
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.virtualized import V
@@ -81,7 +83,9 @@ def rewrite_joint(joint: fx.GraphModule, mode: str) -> None:
     joint.graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's expects the traced signature
     roles = joint.graph.output_node().meta["roles"]
     drawn_in = _draws(joint.graph)
-    with compile_lock, V.set_fake_mode(fakes), tracing(TracingContext(fakes)), _settings(mode):
+    needed = nullcontext() if _may_have_attention(joint.graph) else _without_attention()
+    context = tracing(TracingContext(fakes))
+    with compile_lock, V.set_fake_mode(fakes), context, _settings(mode), needed:
         joint_graph_passes(joint, example.device)
     joint.graph.output_node().meta["roles"] = roles
     for node in joint.graph.nodes:
@@ -89,6 +93,25 @@ def rewrite_joint(joint: fx.GraphModule, mode: str) -> None:
             # Seeds are new operators; they belong to the graph of the operators that they replace.
             node.meta.setdefault(_TAG, drawn_in)
     joint.recompile()
+
+
+def _may_have_attention(graph: fx.Graph) -> bool:
+    """Whether a pattern of attention may match: each one has two batched products."""
+    return len(graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)) > 1
+
+
+def _without_attention() -> AbstractContextManager[Any]:
+    """Context in which Inductor does not load its patterns of attention, over a hundred."""
+    return patched(joint_graph, "lazy_init", _load_other_patterns)
+
+
+_load_all_patterns: Any = joint_graph.lazy_init
+
+
+@functools.cache
+def _load_other_patterns(device: torch.device) -> None:
+    with patched(fuse_attention, "_sfdp_init", lambda _: None):
+        _load_all_patterns.__wrapped__(device)  # not cached: a later graph may need all patterns
 
 
 def _draws(graph: fx.Graph) -> str:

@@ -187,6 +187,16 @@ STATE = (
         "autosplit/torch_internals/inductor.py",
         "leaves out assertions that guards make, half a microsecond for each input of a graph",
     ),
+    GlobalState(
+        "joint_graph.lazy_init",
+        "autosplit/torch_internals/inductor.py",
+        "loads no patterns of attention for a graph that cannot have attention",
+    ),
+    GlobalState(
+        "fuse_attention._sfdp_init",
+        "autosplit/torch_internals/inductor.py",
+        "leaves these patterns out while the other patterns are loaded",
+    ),
     # Other state of torch, changed while a graph is traced.
     GlobalState(
         "_KEPT.update",

@@ -15,12 +15,15 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor import codecache
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.fx_passes import fuse_attention, joint_graph
 from torch._inductor.lowering import lowerings
 from torch._inductor.output_code import CompiledFxGraph
 
 import autosplit
 from autosplit import SplitError, Stage
+from autosplit.backends.backend import backend_named
 from autosplit.backends.inductor import check_strides
+from autosplit.capture.joint_graph import capture
 from autosplit.dynamo.pending_weights import backward_weight
 from autosplit.errors import BackendError
 from autosplit.passes import Kind, Role
@@ -28,6 +31,8 @@ from autosplit.passes.graph import add_placeholder, set_outputs
 from autosplit.passes.subgraph import Subgraph, call_subgraph
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.schedule.schedule import Action, Schedule
+from autosplit.runtime.build import split_capture
+from autosplit.runtime.options import SplitOptions
 from autosplit.trainer.trainer import PipelineTrainer
 from tests.pipeline.trainer_options import grouped
 from tests.zoo import Made, Residual
@@ -430,6 +435,25 @@ def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.Mon
     expected = r"cannot compile the kernel cpp_\w+ \(RuntimeError: no space left\)"
     with pytest.raises(BackendError, match=expected):
         stage.forward(0, [torch.randn(5, 11)])
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT / 2).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), Attention()], ids=lambda m: type(m).__name__)
+def test_patterns_of_attention_are_loaded_for_attention(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(fuse_attention, "_sfdp_init", loaded.append)
+    joint_graph.lazy_init.cache_clear()
+    backend = backend_named("inductor")
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    split_capture(capture(model, (x,), {}, backend.decompositions), backend, SplitOptions())
+    joint_graph.lazy_init.cache_clear()
+    assert bool(loaded) == isinstance(model, Attention)
 
 
 class Odd(torch.autograd.Function):
