@@ -16,10 +16,11 @@ their target.
 
 Models of transformers, 64 wide, two samples of 32 tokens (a ViT: 32x32 pixels), each in a fresh
 process: from `split` or `torch.compile` to the end of the first backward, weight gradients
-included, with empty caches. What is imported before does not count. Medians over processes that
-take turns. *blocks* has each block compiled by itself, as accelerate's `compile_regions` does;
-*held* is what one microbatch holds between I and W. Later steps take turns in one process, because
-two processes that run the same kernels differ by more than the two ways do.
+included, with empty caches. What is imported before does not count. As after an installation,
+Python finds compiled byte code of autosplit, as it does of torch. Medians over processes that take
+turns. *blocks* has each block compiled by itself, as accelerate's `compile_regions` does; *held* is
+what one microbatch holds between I and W. Later steps take turns in one process, because two
+processes that run the same kernels differ by more than the two ways do.
 {sections}
 ## To reproduce
 
