@@ -69,13 +69,16 @@ def _strided_parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
     return [local_tensor(tensor)]
 
 
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
+
+
 class StateReader:
     """Reads the present parameters and buffers of a module by name.
 
     The reader keeps the dictionaries in which names are registered. So it finds tensors that were
     replaced, and walks the module tree again only if a name was added or removed, or a submodule
-    was replaced. Tensors inside of a tensor subclass (quantized weights) are included, under the
-    names of their attributes.
+    or a dictionary that had names was replaced. Tensors inside of a tensor subclass (quantized
+    weights) are included, under the names of their attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -86,9 +89,16 @@ class StateReader:
         slots: dict[str, tuple[dict[str, Any], str]] = {}
         children: list[tuple[dict[str, Any], str]] = []
         self._registries: list[dict[str, Any]] = []
+        named: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
         for prefix, child in self._module.named_modules(remove_duplicate=False):
             modules, *spaces = map(_table, (child._modules, child._parameters, child._buffers))
             self._registries += modules, *spaces
+            # A TorchScript module has none of these attributes.
+            named += [
+                (vars(child), name, table)
+                for name, table in zip(_REGISTRIES, (modules, *spaces), strict=True)
+                if table and name in vars(child)
+            ]
             children += [(modules, name) for name in modules]
             for space in spaces:
                 for name in space:
@@ -99,6 +109,9 @@ class StateReader:
         self._keys = [name for _, name in slots.values()]
         self._tables = [modules for modules, _ in children]
         self._children = [name for _, name in children]
+        self._owners = [attributes for attributes, _, _ in named]
+        self._registry_names = [name for _, name, _ in named]
+        self._named_registries = [table for _, _, table in named]
         self._submodules = list(map(dict.get, self._tables, self._children))
         self._count = len(slots) + len(children)
         state = zip(self._names, map(getitem, self._spaces, self._keys), strict=True)
@@ -113,8 +126,13 @@ class StateReader:
             the same object as before, if no tensor was added, removed or replaced. Another object
             each time, if a tensor subclass holds tensors.
         """
-        is_replaced = map(is_not, map(dict.get, self._tables, self._children), self._submodules)
-        if any(is_replaced) or sum(map(len, self._registries)) != self._count:
+        submodules = map(dict.get, self._tables, self._children)
+        registries = map(getitem, self._owners, self._registry_names)
+        if (
+            any(map(is_not, submodules, self._submodules))
+            or any(map(is_not, registries, self._named_registries))
+            or sum(map(len, self._registries)) != self._count
+        ):
             self._index()
         try:
             tensors = [*map(getitem, self._spaces, self._keys)]

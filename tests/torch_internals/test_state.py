@@ -31,6 +31,8 @@ def test_a_reader_sees_tensors_and_submodules_that_were_added_replaced_or_remove
     check()
     model[1][0] = nn.Linear(2, 3)
     check()
+    model[1][0]._parameters = dict(nn.Linear(2, 3)._parameters)
+    check()
     model[1].append(nn.Linear(3, 3))
     check()
     model[1].append(nn.Sequential(nn.Linear(3, 3)))
