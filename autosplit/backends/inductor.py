@@ -74,7 +74,7 @@ class Inductor(Backend):
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         from autosplit.torch_internals.kernel_files import shared_files
 
-        with shared_files() as kernels:
+        with collecting_new_objects_only(), shared_files() as kernels:
             if subgraphs(module.graph):
                 return self._compile_around_calls(name, outline(module), kernels)
             return self._compile_whole(name, module, kernels)
@@ -114,7 +114,7 @@ class Inductor(Backend):
         input_nodes = inputs(module.graph)
         roles = list(input_nodes)
         try:
-            with collecting_new_objects_only(), working(f"compiling {name} by Inductor"):
+            with working(f"compiling {name} by Inductor"):
                 compiled = inductor.compile_module(
                     copy,
                     mode=self.mode,

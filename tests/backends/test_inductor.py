@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import re
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -410,7 +412,8 @@ def test_torch_compile_passes_its_mode_on() -> None:
 
 def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """F, I and two forms of W are compiled although no kernel ever is; the first call names a
-    kernel. The kernels of a block and of the operators around it share a file.
+    kernel. The kernels of a block and of the operators around it share a file, and Python collects
+    once for each graph, not for each block.
     """
     from autosplit.torch_internals import kernel_files
 
@@ -426,11 +429,14 @@ def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.Mon
     monkeypatch.setattr(CppPythonBindingsCodeCache, "load_async", load)
     monkeypatch.setattr(kernel_files, "get_compile_threads", lambda: 2)
     monkeypatch.setattr(kernel_files, "_FILE", 10**6)
+    collect = mock.Mock(wraps=gc.collect)
+    monkeypatch.setattr(gc, "collect", collect)
     model = nn.Sequential(*map(Residual, (11, 11, 11)), nn.Tanh())
     stage = Stage(model, [torch.randn(5, 11, requires_grad=True)], backend="inductor")
     stage.compile()
     kernels = [code.count("cpp_pybinding(") for code in stage.functions.generated.values()]
     assert len(files) == 4 < len(kernels)
+    assert collect.call_count <= 4 * len(files)  # twice after each of two phases
     assert sum(files) == sum(kernels)
     expected = r"cannot compile the kernel cpp_\w+ \(RuntimeError: no space left\)"
     with pytest.raises(BackendError, match=expected):
