@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 import types
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
+from torch._inductor import codecache
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -22,6 +24,7 @@ from torch._inductor.fx_passes import fuse_attention, joint_graph
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.virtualized import V
+from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.passes.analysis.operators import is_random
@@ -169,6 +172,7 @@ def compile_module(
         _settings(mode),
         testing_one_set(),
         kernels.collecting(),
+        _without_key_details(),
         nullcontext() if asserts_inputs else _without_assertions(),
     ):
         try:
@@ -202,6 +206,15 @@ def _direct_call(compiled: CompiledFxGraph) -> Callable[[list[Any]], list[Any]]:
 def _without_assertions() -> AbstractContextManager[Any]:
     """Context in which generated code asserts nothing of its inputs."""
     return patched(PythonWrapperCodegen, "codegen_input_size_asserts", lambda _: None)
+
+
+def _without_key_details() -> AbstractContextManager[Any]:
+    """Context in which Inductor does not describe the keys of its cache for logs that are off. For
+    a description it pickles and hashes every part of a key once more.
+    """
+    if trace_log.handlers or codecache.log.isEnabledFor(logging.DEBUG):
+        return nullcontext()
+    return patched(codecache.FxGraphCachePickler, "debug_lines", lambda *_: [])
 
 
 def _settings(mode: str) -> AbstractContextManager[Any]:

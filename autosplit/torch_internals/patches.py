@@ -188,6 +188,11 @@ STATE = (
         "leaves out assertions that guards make, half a microsecond for each input of a graph",
     ),
     GlobalState(
+        "codecache.FxGraphCachePickler.debug_lines",
+        "autosplit/torch_internals/inductor.py",
+        "leaves out descriptions of cache keys for logs that are off",
+    ),
+    GlobalState(
         "joint_graph.lazy_init",
         "autosplit/torch_internals/inductor.py",
         "loads no patterns of attention for a graph that cannot have attention",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import re
 from functools import partial
 from typing import Any
@@ -441,6 +442,19 @@ def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.Mon
     expected = r"cannot compile the kernel cpp_\w+ \(RuntimeError: no space left\)"
     with pytest.raises(BackendError, match=expected):
         stage.forward(0, [torch.randn(5, 11)])
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_cache_keys_are_described_for_logs(
+    monkeypatch: pytest.MonkeyPatch, *, is_logged: bool
+) -> None:
+    described: list[Any] = []
+    describe = lambda _, details: described.append(details) or []  # noqa: E731
+    monkeypatch.setattr(codecache.FxGraphCachePickler, "debug_lines", describe)
+    log = logging.Logger("keys", logging.DEBUG if is_logged else logging.INFO)
+    monkeypatch.setattr(codecache, "log", log)
+    autosplit.split(nn.Linear(3, 3), backend="inductor")(torch.randn(2, 3))
+    assert bool(described) == is_logged
 
 
 class Attention(nn.Module):
