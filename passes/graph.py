@@ -47,6 +47,8 @@ class Kind(enum.Enum):
     BACKWARD_SUM = "backward_sum"  # new value of written state that only W reads
     BACKWARD_UPDATE = "backward_update"  # new value of other written state, which I writes
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash runs Python for each role
+
 
 STATE = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.WRITTEN})
 PRIMAL = STATE | {Kind.INPUT}
@@ -170,6 +172,38 @@ def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -
     copy = add_placeholder(graph, node.name, node.meta.get("val"), role or role_of(node))
     copy.meta = node.meta | copy.meta
     return copy
+
+
+def add_call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """Add a call of an operator, without torch's slow search of its arguments for bare symbols."""
+    node = graph.call_function(target)
+    node.args = args
+    return node
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
+    """Add a copy of a node of another graph, without torch's slow search, see ``add_call``.
+
+    Args:
+        graph: the graph.
+        node: the node.
+        copies: maps the operands of ``node`` to nodes of ``graph``.
+    """
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    copy.args = fx.node.map_arg(node.args, copies.__getitem__)
+    if node.kwargs:
+        copy.kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__)
+    copy.meta.update(node.meta)
+    return copy
+
+
+def copy_nodes(graph: fx.Graph, module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Add copies of all nodes of a module's graph but the output; return a map to the copies."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op != "output":
+            copies[node] = copy_node(graph, node, copies)
+    return copies
 
 
 def role_of(node: fx.Node) -> Role:

@@ -31,9 +31,12 @@ from .graph import (
     Origin,
     Role,
     SplitGraphs,
+    add_call,
     add_placeholder,
     calls,
     computed_outputs,
+    copy_node,
+    copy_nodes,
     copy_placeholder,
     inputs,
     is_input,
@@ -82,8 +85,7 @@ class Subgraph:
             recompute_time: the attribute.
         """
         graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(module.graph, copies)
+        copies = copy_nodes(graph, module)
         places: dict[fx.Node, int] = {}
         results: dict[Role, int | Role] = {}
         pairs: list[tuple[Role, fx.Node]] = []
@@ -165,11 +167,11 @@ def call_subgraph(
     else:
         target = operators.drawing_subgraph if called.draws else operators.subgraph
     lists = (arguments, list(sums)) if sums else (arguments,)
-    node = graph.call_function(target.default, (called.name, *lists))
+    node = add_call(graph, target.default, called.name, *lists)
     node.meta = {"val": values, SUBGRAPH: called}
     items = []
     for at, value in enumerate(values):
-        item = graph.call_function(operator.getitem, (node, at))
+        item = add_call(graph, operator.getitem, node, at)
         item.meta = {"val": value}
         items.append(item)
     return items
@@ -284,7 +286,7 @@ def inline(module: fx.GraphModule) -> fx.GraphModule:
         elif node.op == "output":
             set_outputs(graph, outputs(module.graph), copies)
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies)
     result.graph = graph
     return result
 
@@ -301,7 +303,7 @@ def _inlined(
             return [copies[value] for _, value in outputs(inner)]
         if node.op == "placeholder":
             continue
-        copy = copies[node] = into.graph.node_copy(node, copies.__getitem__)
+        copy = copies[node] = copy_node(into.graph, node, copies)
         if node.op == "get_attr":
             copy.target = f"{called.name}_{node.target}"
             setattr(into, copy.target, operator.attrgetter(str(node.target))(called.module))
@@ -349,7 +351,7 @@ class _Outlining:
         return module_like(self._module, self._graph, "outlined")
 
     def _copy(self, node: fx.Node) -> None:
-        self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+        self._copies[node] = copy_node(self._graph, node, self._copies)
 
     def _end_run(self) -> None:
         """Move the operators since the last call into a subgraph, unless all are views or
@@ -381,7 +383,7 @@ class _Outlining:
         graph = fx.Graph()
         copies = {node: _placeholder(graph, node) for node in operands_of_run}
         for node in run:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies)
         set_outputs(graph, [(Role(Kind.OUTPUT, node.name), node) for node in results], copies)
         self._parts += 1
         name = f"part_{self._parts}"

@@ -44,7 +44,6 @@ from autosplit.capture.workarounds.dynamo import (
     skip_local_maps,
     trace_quantizers,
 )
-from autosplit.capture.workarounds.key_value_cache import drop_initial_contents
 from autosplit.capture.workarounds.operators import allow_grouped_products
 from autosplit.errors import CaptureError
 from autosplit.torch_internals import TORCH
@@ -145,8 +144,6 @@ def _export(
             examples = hold(args), hold(kwargs)
             exported = create_fx_graph_from_captured_output(captured, module, *examples)
         label_values(exported, labels.values())
-        if regions is not None:
-            drop_initial_contents(exported)
         inline_compile_regions(exported)
         return_tensors_once(exported)
         track_global_tensors(exported)

@@ -34,6 +34,7 @@ from ..graph import (
     SplitGraphs,
     add_placeholder,
     computed_outputs,
+    copy_nodes,
     copy_placeholder,
     inputs,
     module_like,
@@ -222,8 +223,8 @@ def write_state(program: SplitGraphs, form: GraphForm) -> Changed:
     module = program.graphs()[form.graph]
     if not written(module.graph):
         return {}
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.graph_copy(module.graph, copies)
+    graph = fx.Graph()
+    copies = copy_nodes(graph, module)
     into = {role.name: node for role, node in inputs(graph, Kind.WRITTEN).items()}
     for role, value in outputs(module.graph, *BACKWARD_WRITE):
         new = copies[value]

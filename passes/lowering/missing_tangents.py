@@ -23,6 +23,7 @@ from ..graph import (
     Kind,
     Role,
     SplitGraphs,
+    copy_nodes,
     inputs,
     is_fixed,
     is_size,
@@ -96,8 +97,8 @@ class _SpecializedCalls:
         """A copy of a subgraph's module, without the results in ``unread`` and without the nodes
         that depend on missing gradients alone.
         """
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        graph.graph_copy(module.graph, copies)
+        graph = fx.Graph()
+        copies = copy_nodes(graph, module)
         depends = _dependence(graph, arrivals)
         missing = {node for node, arrives in depends.items() if arrives is False}
         pairs = [pair for pair in outputs(module.graph) if pair[0] not in unread]

@@ -12,7 +12,15 @@ from torch import fx
 
 from ..analysis.aliasing import producer
 from ..analysis.operators import is_check
-from ..graph import Region, Role, copy_placeholder, module_like, placeholders, set_outputs
+from ..graph import (
+    Region,
+    Role,
+    copy_node,
+    copy_placeholder,
+    module_like,
+    placeholders,
+    set_outputs,
+)
 
 
 def extract(
@@ -70,7 +78,7 @@ def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
             stack.extend(reversed(missing))
         else:
             current = stack.pop()
-            copies[current] = graph.node_copy(current, copies.__getitem__)
+            copies[current] = copy_node(graph, current, copies)
 
 
 def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -18,6 +18,7 @@ from torch._dynamo.variables.builder import SourcelessBuilder
 from autosplit.torch_internals.patches import patched
 
 _PLAIN = (int, float, str, bool, type(None))
+_ABSENT = object()
 
 
 @contextlib.contextmanager
@@ -54,9 +55,10 @@ class _TracedConfig:
         if name == "per_layer_config":
             return [self] * self.num_hidden_layers
         if name not in self._attributes:
-            if not self._traced(hasattr, name):
-                raise AttributeError(name)
-            self._attributes[name] = self._traced(getattr, name)
+            is_there = self._traced(hasattr, name)
+            self._attributes[name] = self._traced(getattr, name) if is_there else _ABSENT
+        if self._attributes[name] is _ABSENT:
+            raise AttributeError(name)
         return self._attributes[name]
 
     def _traced(self, function: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 _ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
@@ -89,6 +89,11 @@ def caching(
         return plain
     (place,) = numbers
     cached = operator(CachedBlock(block, name, at, DynamicLayer))
+    filled = DynamicLayer()
+    filled.lazy_initialization(torch.empty(0), torch.empty(0))
+    # An entry's ``lazy_initialization`` would be traced for longer than the call of the block,
+    # because it makes two tensors that nothing reads.
+    of_keys = [attribute for attribute in ("dtype", "device") if hasattr(filled, attribute)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         """Call the block; fill an empty cache with the block's keys and values."""
@@ -98,21 +103,13 @@ def caching(
             if type(layer) is DynamicLayer and not layer.is_initialized:
                 positional, named = _with_cache(None, name, at, args, kwargs)
                 results, keys, values = cached(*positional, **named)
-                layer.lazy_initialization(keys, values)
-                layer.keys, layer.values = keys, values
+                for attribute in of_keys:
+                    setattr(layer, attribute, getattr(keys, attribute))
+                layer.keys, layer.values, layer.is_initialized = keys, values, True
                 return results
         return plain(*args, **kwargs)
 
     return forward
-
-
-def drop_initial_contents(captured: fx.GraphModule) -> None:
-    """Erase from a captured graph the empty tensors with which the entries of a cache start. No
-    operator reads them, and each takes as long to trace as two calls of blocks.
-    """
-    for node in captured.graph.find_nodes(op="call_function", target=torch.tensor):
-        if not node.users:
-            captured.graph.erase_node(node)
 
 
 def _with_cache(

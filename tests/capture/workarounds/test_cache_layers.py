@@ -24,30 +24,46 @@ def filled_cache(model: Any, x: Tensor) -> DynamicCache:
     """A cache as a model of transformers makes and fills it."""
     keys = model.keys(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
     cache = DynamicCache(config=model.config)
-    for layer in range(LAYERS):
+    for layer in range(len(cache.layers)):
         cache.update(keys + layer, keys, layer)
     return cache
 
 
-def caching(**settings: Any) -> nn.Module:
+def caching(layers: int = LAYERS, **settings: Any) -> nn.Module:
     config = LlamaConfig(
-        hidden_size=4, num_attention_heads=HEADS, num_hidden_layers=LAYERS, vocab_size=8
+        hidden_size=4, num_attention_heads=HEADS, num_hidden_layers=layers, vocab_size=8
     )
     for name, value in settings.items():
         setattr(config, name, value)
     return Made(filled_cache, keys=nn.Linear(4, 4), config=config)
 
 
-def test_a_changed_attribute_changes_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the function that reads it is not traced."""
-    traced = []
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The functions that Dynamo traces."""
+    functions: list[Any] = []
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, *args: Any) -> Any:
-        traced.append(function.fn)
+        functions.append(function.fn)
         return original(function, *args)
 
     monkeypatch.setattr(UserFunctionVariable, "call_function", call_function)
+    return functions
+
+
+def test_further_layers_read_nothing(traced: list[Any]) -> None:
+    """Neither attributes that the configuration has, nor those that it lacks."""
+    reads = []
+    for layers in (2, 4):
+        traced.clear()
+        autosplit.split(caching(layers))(X)
+        reads.append([f.__name__ for f in traced].count("__getattribute__"))
+    assert reads[0] == reads[1] > 0
+
+
+def test_a_changed_attribute_changes_the_cache(traced: list[Any]) -> None:
+    """And the function that reads it is not traced."""
     model: Any = caching()
     split = autosplit.split(model)
     first = split(X)
