@@ -44,6 +44,7 @@ from autosplit.capture.workarounds.dynamo import (
     skip_local_maps,
     trace_quantizers,
 )
+from autosplit.capture.workarounds.module_slices import slice_module_lists
 from autosplit.capture.workarounds.operators import allow_grouped_products
 from autosplit.errors import CaptureError
 from autosplit.torch_internals import TORCH
@@ -124,6 +125,7 @@ def _export(
                 refuse_lost_hooks(),
                 decide_masks_statically(),
                 read_layer_configs_once(),
+                slice_module_lists(),
                 trace_quantizers(),
                 allow_grouped_products(),
                 record_writes() as written,

@@ -96,6 +96,11 @@ STATE = (
     ),
     GlobalState(
         "UserFunctionVariable.call_function",
+        "autosplit/capture/workarounds/module_slices.py",
+        "slices module lists without checks of each module",
+    ),
+    GlobalState(
+        "UserFunctionVariable.call_function",
         _DYNAMO,
         "answers questions about values of attention masks, which a graph cannot read",
     ),

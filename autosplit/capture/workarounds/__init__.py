@@ -30,6 +30,8 @@ the test that fails without it. Once torch is fixed, the workaround can go.
   `skip_function_names` | tests/capture/workarounds/test_function_names.py |
 | comparisons that are never true import a slow module | Dynamo | all |
   `skip_local_maps` | tests/capture/workarounds/test_local_maps.py |
+| each module of a slice of a module list is checked in Python, slowly | Dynamo | all |
+  `slice_module_lists` | tests/capture/workarounds/test_module_slices.py |
 | whether a mask is causal is read from its values | Dynamo | all | `decide_masks_statically` |
   tests/semantics/operators/test_layers.py |
 | layers for quantization-aware training are not traced | Dynamo | all | `trace_quantizers` |
