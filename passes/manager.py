@@ -18,6 +18,7 @@ from .errors import PassError
 from .graph import SplitGraphs, calls
 from .lowering import codegen
 from .lowering.accumulate import accumulate_gradients, write_state
+from .lowering.buffer_writes import mark_buffer_writes
 from .lowering.forms import Changed, GraphForm, donate, propagate_strides
 from .lowering.join import join_microbatches
 from .lowering.missing_tangents import without_tangents
@@ -62,6 +63,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("partition", partition_forward_backward),
     Pass("split_backward", split_backward),
     Pass("overlap_collectives", overlap_collectives),
+    Pass("mark_buffer_writes", mark_buffer_writes),
 )
 """The passes that split a joint graph, in order."""
 

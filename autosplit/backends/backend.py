@@ -147,7 +147,7 @@ class Eager(Backend):
         return Code(self._python_function(name, module))
 
     def _python_function(self, name: str, module: fx.GraphModule) -> Boxed:
-        source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
+        source = f"{codegen.HEADER}\n\n{codegen.generate(name, module, writes_buffers=True)}"
         constants = codegen.constants(module)
         for called in subgraphs(module.graph):
             block, gathering = self._compiled(called), self.gathering

@@ -87,8 +87,8 @@ class GraphFunctions(SplitFunctions):
     capture: GraphCapture
     has_memory_setting = False
 
-    def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
-        outputs, updates, saved = super().forward(state, leaves)
+    def _run_forward(self, state: State, leaves: list[Any]) -> ForwardResult:
+        outputs, updates, saved = super()._run_forward(state, leaves)
         if self.capture.aliases:
             named = zip(self.output_names, outputs, strict=True)
             outputs = [self.capture.hide_alias(name, value) for name, value in named]

@@ -27,12 +27,12 @@ class DTensorFunctions(SplitFunctions):
     is computed; the parameter may have others.
     """
 
-    def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
+    def _run_forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F: unwraps state and leaves, and wraps outputs and updates."""
         sharded = [role.name for role in self.capture.shardings if role.kind in STATE]
         state = {**state, **{name: local_tensor(state[name]) for name in sharded}}
         leaves[:] = self._local(Kind.INPUT, self.capture.inputs, leaves)
-        outputs, updates, saved = super().forward(state, leaves)
+        outputs, updates, saved = super()._run_forward(state, leaves)
         results = len(self.output_names) - len(self.updated_inputs)
         names = self.output_names
         returned = self._whole(Kind.OUTPUT, names[:results], outputs[:results])

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import is_
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from autosplit.errors import SplitError
 from autosplit.passes import Role
@@ -90,7 +92,8 @@ class SplitFunctions(ModuleGraphs):
     residuals = Residuals
 
     def run(self, state: State, leaves: list[Any]) -> ForwardResult:
-        """Run F, and write new values of buffers into the tensors of ``state``.
+        """Run F, and write new values of buffers into the tensors of ``state``. If F raises, each
+        buffer has its old value, or that of eager mode after the same error.
 
         Args:
             state: parameters and buffers by name.
@@ -103,16 +106,24 @@ class SplitFunctions(ModuleGraphs):
             with without_autocast():
                 return SplitFunctions.run(self, state, leaves)
         if not self.updated_state:
-            return self.forward(state, leaves)
-        buffers = [*map(state.__getitem__, self.updated_state)]
+            return self._run_forward(state, leaves)
+        values = buffers = [*map(state.__getitem__, self.updated_state)]
         refuse_state_overlap(self, leaves, buffers)
-        result = self.forward(state, leaves)
-        with torch.no_grad():
-            self._write(buffers, result.updates)
+        try:
+            result = self._run_forward(state, leaves)
+            values = result.updates
+        finally:  # F may have written buffers before it raised
+            with torch.no_grad():
+                self._write(buffers, values)
         return result
 
     def _write(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Copy new values into buffers, which are in the order of ``updated_state``."""
+        """Copy new values into buffers, which are in the order of ``updated_state``. Buffers that F
+        has written are counted as written, because kernels of batch norms do not count.
+        """
+        if all(map(is_, buffers, values)):
+            increment_version(buffers)
+            return
         for part in self._slices_by_dtype:
             copy_together(buffers[part], values[part])
 
@@ -123,6 +134,11 @@ class SplitFunctions(ModuleGraphs):
             state: parameters and buffers by name.
             leaves: the flattened ``(args, kwargs)``; emptied.
         """
+        copies = {name: state[name].clone() for name in self.updated_state}
+        return self.run({**state, **copies}, leaves)
+
+    def _run_forward(self, state: State, leaves: list[Any]) -> ForwardResult:
+        """Run F. An update may be its buffer itself, with the new value."""
         read = tuple(map(state.__getitem__, self._read_state))
         pool = [*map(state.__getitem__, self.forward_state), *leaves]
         leaves.clear()

@@ -279,4 +279,4 @@ class RecomputableState:
         leaves: list[Any] = self._inputs.take_arguments()[:count]
         state = {**self.module_state, **self._buffers}
         with WithoutAutograd(), self._generators.again():
-            return self.functions.forward(state, leaves).saved
+            return self.functions.run(state, leaves).saved

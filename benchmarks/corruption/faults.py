@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.transport import Mailbox
-from autosplit.pipeline.schedule.schedule import METHODS, Action
+from autosplit.pipeline.schedule.schedule import METHODS, Action, ActionKind
 from autosplit.recorder.tape import StepTape
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals
@@ -158,13 +158,13 @@ def happening(fault: Fault, trainer: PipelineTrainer, action: Action) -> Iterato
         stages = trainer.modules[action.stage]
         after = mock.patch.object(
             SplitFunctions,
-            "forward",
-            around(SplitFunctions.forward, lambda *_: [*stages.parameters()]),
+            "run",
+            around(SplitFunctions.run, lambda *_: [*stages.parameters()]),
         )
         with after:
             yield
     else:
-        name = METHODS[action.kind]
+        name = "run" if action.kind is ActionKind.FORWARD else METHODS[action.kind]
         call = around(getattr(SplitFunctions, name), results_of(fault.kind))
         with mock.patch.object(SplitFunctions, name, call):
             yield

@@ -59,7 +59,7 @@ def run() -> dict[str, Any]:
     batch = torch.randn(2, 4 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(0))
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))
-        stack.enter_context(_sleeping("forward", _SECONDS))
+        stack.enter_context(_sleeping("run", _SECONDS))
         stack.enter_context(_sleeping("backward", 2 * _SECONDS))
         trainer = stack.enter_context(
             PipelineTrainer(

@@ -44,6 +44,7 @@ from ..graph import (
     role_of,
     tensor_of,
 )
+from .buffer_writes import written_buffer
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -253,7 +254,7 @@ def _homes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         root = storage_root(node)
         place = reused.get(node, _written_argument(node))
-        operand = None if place is None else node.args[place]
+        operand = written_buffer(node) or (None if place is None else node.args[place])
         if isinstance(operand, fx.Node):
             root = operand
         homes[node] = root if root is node else homes.get(root, root)

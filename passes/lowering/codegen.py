@@ -4,7 +4,8 @@ run with the blocks that they call written inline.
 The generated function is boxed: it takes one list and empties it. It deletes every name after its
 last use, so each tensor is freed inside the function as early as possible, if the caller kept no
 reference. A result overwrites an operand if ``reusable_operands`` allows it. Comments show shapes,
-roles and the user's source lines.
+roles and the user's source lines. In the source that runs, F also writes buffers where they are;
+in dumps it returns new values.
 
 Before an operator that addresses memory by strides (``as_strided``), the function checks strides at
 run time: some real kernels return other strides than torch's fake kernels promised to tracing
@@ -37,6 +38,7 @@ from ..graph import (
     value_text,
 )
 from ..subgraph import operands
+from .buffer_writes import BATCH_NORM, written_buffer
 from .buffers import last_uses, reusable_operands
 
 
@@ -83,7 +85,9 @@ def _message(node: fx.Node, expected: tuple[int, ...]) -> str:
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
 
 
-def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> str:
+def generate(
+    name: str, module: fx.GraphModule, *, fold_views: bool = False, writes_buffers: bool = False
+) -> str:
     """Source of ``def name(args, constants)`` for one graph.
 
     ``args`` is a list in the order of the placeholders; it is emptied. ``constants`` maps names to
@@ -95,6 +99,8 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
         module: the graph.
         fold_views: whether views that only one matrix product reads are written inside that
             product's call. This makes the source easier to read.
+        writes_buffers: whether operators write the new values of buffers that
+            ``mark_buffer_writes`` marked over the old values, and return the buffers.
 
     Raises:
         PassError: a value in the graph cannot be written as Python source.
@@ -123,7 +129,8 @@ def generate(name: str, module: fx.GraphModule, *, fold_views: bool = False) -> 
             lines.append(f"    # {_without_folder(line)}")
             source = line
         lines += stride_check(node, node_name)
-        lines.append(_statement(node, last_use.get(node, []), reused.get(node), expression_of))
+        dead = last_use.get(node, [])
+        lines.append(_statement(node, dead, reused.get(node), expression_of, writes_buffers))
     return "\n".join(lines) + "\n"
 
 
@@ -204,15 +211,33 @@ def _without_folder(line: str) -> str:
 
 
 def _statement(
-    node: fx.Node, dead: list[fx.Node], reused: int | None, name_of: Callable[[fx.Node], str]
+    node: fx.Node,
+    dead: list[fx.Node],
+    reused: int | None,
+    name_of: Callable[[fx.Node], str],
+    writes_buffers: bool,
 ) -> str:
     if SUBGRAPH in node.meta:
         return _subgraph_call(node, dead)
     call = _call(node, name_of) if reused is None else _call_in_place(node, reused)
+    if writes_buffers:
+        call = _buffer_write(node) or call
     text = f"    {node_name(node)} = {call}"
     if dead:
         text += f"; del {', '.join(node_name(item) for item in dead)}"
     return f"{text}  # {value_text(node.meta.get('val'))}"
+
+
+def _buffer_write(node: fx.Node) -> str:
+    """Source of a call that writes new values over buffers, and returns the results of ``node``;
+    empty for other nodes.
+    """
+    if node.target is BATCH_NORM and any(map(written_buffer, node.users)):
+        arguments = [*map(_text, node.args)]
+        call = f"aten._native_batch_norm_legit.default({', '.join(arguments)})"
+        return f"(*{call}, {arguments[3]}, {arguments[4]})"
+    writes = node.target in IN_PLACE and written_buffer(node) is not None
+    return _call_in_place(node, 0) if writes else ""
 
 
 def _subgraph_call(node: fx.Node, dead: list[fx.Node]) -> str:

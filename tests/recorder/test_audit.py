@@ -129,7 +129,8 @@ def damage(
     monkeypatch: pytest.MonkeyPatch, kind: str, calls: set[int], tensor: Callable[[Any], Tensor]
 ) -> None:
     """Flip a bit in what some calls of a graph return, counted from 1."""
-    count, original = [0], getattr(SplitFunctions, METHODS[ActionKind(kind)])
+    name = "run" if kind == "F" else METHODS[ActionKind(kind)]
+    count, original = [0], getattr(SplitFunctions, name)
 
     def call(*args: Any) -> Any:
         results = original(*args)
@@ -138,7 +139,7 @@ def damage(
             flip(tensor(results))
         return results
 
-    monkeypatch.setattr(SplitFunctions, METHODS[ActionKind(kind)], call)
+    monkeypatch.setattr(SplitFunctions, name, call)
 
 
 @pytest.mark.parametrize(

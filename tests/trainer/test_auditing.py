@@ -110,13 +110,13 @@ def test_audits_of_replicas_change_no_bit() -> None:
 
 def damage(trainer: PipelineTrainer, action: Action) -> Any:
     """Flip a bit of what an action computes, whenever it runs in its place of the row."""
-    name = "forward" if action.kind is FORWARD else "backward"
+    name = "run" if action.kind is FORWARD else "backward"
     original, activity = getattr(SplitFunctions, name), trainer._groups.activity
 
     def call(self: SplitFunctions, *args: Any) -> Any:
         results = original(self, *args)
         if activity.action == action and not activity.waiting:
-            tensor = results.outputs[0] if name == "forward" else results[1][0]
+            tensor = results.outputs[0] if name == "run" else results[1][0]
             tensor.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
         return results
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autosplit.passes import Kind, Role, SplitGraphs, run
 from autosplit.passes.analysis.operators import start_of
 from autosplit.passes.graph import calls, outputs
+from autosplit.passes.lowering.buffer_writes import written_buffer
 from autosplit.passes.lowering.buffers import donatable, reusable_operands
 from tests.passes.graphs import joint_of
 from tests.semantics.against_autograd import assert_equals_autograd, one_by_one
@@ -146,6 +147,19 @@ def test_a_buffer_is_read_before_it_is_written(
     # Running statistics are written behind autograd's back: with all forwards before all
     # backwards, plain autograd multiplies with those of the last.
     assert_equals_autograd(model, [(torch.randn(5, 3),) for _ in range(2)], orders=[one_by_one])
+
+
+@pytest.mark.parametrize(
+    ("forward", "count"), [(through, 6), (reading_before, 4), (returning, 4), (counting, 6)]
+)
+def test_buffers_that_are_read_are_not_written_in_f(
+    forward: Callable[[Made, Tensor], object], count: int
+) -> None:
+    norms = [nn.BatchNorm1d(3) for _ in range(2)]
+    model = Made(forward, blocks=normed(norms), count=nn.Buffer(torch.ones(3)))
+    graph = run(joint_of(model, torch.randn(5, 3, requires_grad=True))).forward.graph
+    updates = [value for _, value in outputs(graph, Kind.UPDATE)]
+    assert sum(written_buffer(value) is not None for value in updates) == count
 
 
 def test_operand_of_a_collective_is_not_written_over_before_its_wait() -> None:
