@@ -56,7 +56,10 @@ class Inductor(Backend):
     generated: dict[str, str]
 
     def __init__(self) -> None:
-        from autosplit.torch_internals import inductor, instruction_set
+        from autosplit.torch_internals.kernel_templates import lazy_templates
+
+        with lazy_templates():
+            from autosplit.torch_internals import inductor, instruction_set
 
         if not has_accelerator():
             instruction_set.start_test()

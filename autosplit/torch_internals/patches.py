@@ -198,6 +198,11 @@ STATE = (
         "leaves out descriptions of cache keys for logs that are off",
     ),
     GlobalState(
+        "KernelTemplate._template_from_string",
+        "autosplit/torch_internals/kernel_templates.py",
+        "parses templates of GPU kernels at their first use instead of Inductor's import",
+    ),
+    GlobalState(
         "joint_graph.lazy_init",
         "autosplit/torch_internals/inductor.py",
         "loads no patterns of attention for a graph that cannot have attention",
