@@ -27,6 +27,7 @@ _FUNCTIONS = {
     **{key: getattr(torch.Tensor, key.partition(".")[0]) for key in _IN_PLACE.split()},
     "expand.default": torch.Tensor.expand,
     "gelu.default": torch._C._nn.gelu,
+    "linear.default": torch._C._nn.linear,
     "max_pool2d_with_indices.default": torch._C._nn.max_pool2d_with_indices,
     "mean.dim": torch.mean,
     "pow.Tensor_Scalar": torch.pow,

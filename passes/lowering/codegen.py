@@ -3,9 +3,9 @@ run with the blocks that they call written inline.
 
 The generated function is boxed: it takes one list and empties it. It deletes every name after its
 last use, so each tensor is freed inside the function as early as possible, if the caller kept no
-reference. A result overwrites an operand if ``reusable_operands`` allows it. Comments show shapes,
-roles and the user's source lines. In the source that runs, F also writes buffers where they are;
-in dumps it returns new values.
+reference. A result overwrites an operand if ``reusable_operands`` allows it. A linear layer is one
+call, see ``linear_calls``. Comments show shapes, roles and the user's source lines. In the source
+that runs, F also writes buffers where they are; in dumps it returns new values.
 
 Before an operator that addresses memory by strides (``as_strided``), the function checks strides at
 run time: some real kernels return other strides than torch's fake kernels promised to tracing
@@ -19,7 +19,7 @@ import keyword
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from ..graph import (
 from ..subgraph import operands
 from .buffer_writes import BATCH_NORM, written_buffer
 from .buffers import last_uses, reusable_operands
+from .linear import linear_calls
 
 
 def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
@@ -106,12 +107,19 @@ def generate(
         PassError: a value in the graph cannot be written as Python source.
     """
     graph = module.graph
-    products = _products_of_views(graph) if fold_views else {}
+    linear, products = linear_calls(graph)
+    if fold_views:
+        _fold_views(graph, products, linear)
     last_use = _delayed(last_uses(graph), products)
     reused = reusable_operands(graph)
 
     def expression_of(node: fx.Node) -> str:
-        return _call(node, expression_of) if node in products else node_name(node)
+        return call_of(node) if node in products else node_name(node)
+
+    def call_of(node: fx.Node) -> str:
+        if node in linear:
+            return f"aten.linear.default({', '.join(map(expression_of, linear[node]))})"
+        return _call(node, expression_of)
 
     lines = [f"def {name}(args, constants={{}}):"]
     lines += _unpack(placeholders(graph), last_use)
@@ -130,25 +138,26 @@ def generate(
             source = line
         lines += stride_check(node, node_name)
         dead = last_use.get(node, [])
-        lines.append(_statement(node, dead, reused.get(node), expression_of, writes_buffers))
+        lines.append(_statement(node, dead, reused.get(node), call_of, writes_buffers))
     return "\n".join(lines) + "\n"
 
 
 _PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 
 
-def _products_of_views(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def _fold_views(
+    graph: fx.Graph, products: dict[fx.Node, fx.Node], linear: Collection[fx.Node]
+) -> None:
     """Map each view that only one matrix product reads, directly or through other such views, to
-    that product.
+    that product. Results of calls of ``linear`` are products, even if they are views.
     """
-    products: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
-        if is_view(node) and len(node.users) == 1 and node.target not in OPERATORS["addresses"]:
+        is_alone = len(node.users) == 1 and node not in products and node not in linear
+        if is_alone and is_view(node) and node.target not in OPERATORS["addresses"]:
             (reader,) = node.users
             product = products.get(reader, reader)
-            if product.target in _PRODUCTS:
+            if product.target in _PRODUCTS or product in linear:
                 products[node] = product
-    return products
 
 
 def _delayed(
@@ -214,12 +223,12 @@ def _statement(
     node: fx.Node,
     dead: list[fx.Node],
     reused: int | None,
-    name_of: Callable[[fx.Node], str],
+    call_of: Callable[[fx.Node], str],
     writes_buffers: bool,
 ) -> str:
     if SUBGRAPH in node.meta:
         return _subgraph_call(node, dead)
-    call = _call(node, name_of) if reused is None else _call_in_place(node, reused)
+    call = call_of(node) if reused is None else _call_in_place(node, reused)
     if writes_buffers:
         call = _buffer_write(node) or call
     text = f"    {node_name(node)} = {call}"

@@ -139,7 +139,7 @@ def test_the_first_operator_and_the_sample_of_a_nan_are_named(tmp_path: pathlib.
     assert result.exit_code == 1
     lines = [line.split() for line in result.output.splitlines()]
     assert result.output.startswith("step 2, nonfinite: PipelineError")
-    assert lines[1] == ["0F2", "on", "rank", "0:", "NaN", "in", "aten.addmm.default"]
+    assert lines[1] == ["0F2", "on", "rank", "0:", "NaN", "in", "aten.linear.default"]
     assert lines[2] == ["module", "fc"]
     assert "test_replay.py" in lines[3][1]
     assert lines[4] == ["samples", "5", "of", "the", "batch,", "in", "microbatch", "2"]
@@ -203,7 +203,7 @@ def test_an_overflow_from_large_weights_blames_no_sample(tmp_path: pathlib.Path)
         with pytest.raises(PipelineError, match="not finite"):
             stages.step(inputs, targets)
     output = replay(tmp_path).output
-    assert "0F0 on rank 0: infinity in aten.addmm" in output
+    assert "0F0 on rank 0: infinity in aten.linear" in output
     assert "samples" not in output
 
 
@@ -340,9 +340,9 @@ OPERATOR = """
 import torch
 from torch import Tensor
 
-@torch.library.custom_op("replayed_operators::addmm", mutates_args=())
-def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return torch.addmm(bias, x, weight)
+@torch.library.custom_op("replayed_operators::linear", mutates_args=())
+def custom_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
 """
 
 
@@ -350,11 +350,11 @@ def test_operators_of_the_user_are_imported(
     flights: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = flights.rglob("stage-0/capture-0/forward.py")
-    source = path.read_text().replace("aten.addmm.", "torch.ops.replayed_operators.addmm.")
+    source = path.read_text().replace("aten.linear.", "torch.ops.replayed_operators.linear.")
     path.write_text(source)
     result = replay(flights)
     assert result.exit_code == 2
-    assert "operator replayed_operators::addmm is not registered here" in result.output
+    assert "operator replayed_operators::linear is not registered here" in result.output
     (tmp_path / "replayed_operators.py").write_text(OPERATOR)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

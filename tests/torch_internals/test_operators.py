@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "embedding.default": (W, torch.tensor([1])),
     "expand.default": (X, [2, 4, 4]),
     "gather.default": (X, 1, torch.tensor([[1]])),
+    "linear.default": (X, W, W[0]),
     "max_pool2d_with_indices.default": (IMAGES, [2, 2]),
     "native_dropout.default": (X, 0.5, True),
     "native_layer_norm.default": (X, [4], W[0], W[0], 1e-5),
