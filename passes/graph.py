@@ -228,8 +228,8 @@ def is_state(node: fx.Node) -> bool:
 
 def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
     """Placeholders by role, in order; with ``kinds``, only placeholders of these kinds."""
-    by_role = {role_of(node): node for node in placeholders(graph)}
-    return {role: node for role, node in by_role.items() if not kinds or role.kind in kinds}
+    pairs = ((role_of(node), node) for node in placeholders(graph))
+    return {role: node for role, node in pairs if not kinds or role.kind in kinds}
 
 
 def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:

@@ -32,11 +32,13 @@ def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]
     """
     names = [role.name for role in inputs(joint, Kind.TANGENT)]
     depend = reached(joint, [*inputs(joint, Kind.TANGENT).values()])
-    sources = {
-        role: frozenset(name for at, name in enumerate(names) if depend[value] >> at & 1)
-        for role, value in computed_outputs(joint, *kinds)
+    bits = {role: depend[value] for role, value in computed_outputs(joint, *kinds)}
+    # All parameters of a layer depend on the same outputs.
+    names_of = {
+        mask: frozenset(name for at, name in enumerate(names) if mask >> at & 1)
+        for mask in {*bits.values()}
     }
-    return {r.name: of or _computed_from(joint, r, names) for r, of in sources.items()}
+    return {r.name: names_of[mask] or _computed_from(joint, r, names) for r, mask in bits.items()}
 
 
 def _computed_from(joint: fx.Graph, gradient: Role, tangents: Collection[str]) -> frozenset[str]:

@@ -240,9 +240,7 @@ def is_effect(node: fx.Node) -> bool:
     """Whether the node does more than return a value. Random draws and collectives do not count,
     although torch treats the wait for a collective as an effect.
     """
-    if node.op != "call_function":
-        return False
-    if is_exchange(node):
+    if node.op != "call_function" or node.target is operator.getitem or is_exchange(node):
         return False
     return is_check(node) or is_report(node) or node.is_impure(impure_random=False)
 
