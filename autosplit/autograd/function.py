@@ -28,6 +28,7 @@ from autosplit.torch_internals.autograd import (
     Leaves,
     LeavesCache,
     at_end_of_backward,
+    call_backward_directly,
     checks_nan,
     current_backward,
     direct_apply,
@@ -253,6 +254,7 @@ class Split(torch.autograd.Function):
 
 
 _apply = direct_apply(Split)
+call_backward_directly(Split)
 
 
 def _sentinel_nodes(ctx: Any) -> list[Any]:

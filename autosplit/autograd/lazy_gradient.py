@@ -215,7 +215,6 @@ class GradientSlot:
         armed: whether the lazy gradient stands for a pending part.
         lazy: the lazy gradient. It is reused, because its construction is expensive.
         grad: the value of ``.grad`` before the pending part, and the sum while parts are added.
-        computing: whether pending parts are being computed.
         failure: the error by which a part of the gradient was lost; None if nothing was lost.
         hidden: whether the lazy gradient is at present removed from ``.grad``, see
             ``PendingQueue.hide_lazy_gradients``.
@@ -224,7 +223,6 @@ class GradientSlot:
     __slots__ = (
         "__weakref__",
         "armed",
-        "computing",
         "failure",
         "grad",
         "hidden",
@@ -241,7 +239,7 @@ class GradientSlot:
         self.lazy: LazyGradient | None = None
         self.grad: Tensor | None = None
         self.failure: BaseException | None = None
-        self.armed = self.computing = self.hidden = False
+        self.armed = self.hidden = False
 
     @staticmethod
     def of(parameter: Tensor) -> GradientSlot | None:
@@ -261,7 +259,7 @@ class GradientSlot:
         return parameter is not None and (
             parameter.grad is self.lazy
             or self.hidden
-            or self.computing
+            or self in self.queue.computed
             or (self.failure is None and self._is_referenced())
         )
 
@@ -291,9 +289,12 @@ class GradientSlot:
         """Replace lazy gradients without pending parts by the real ones.
 
         The real gradient goes into ``.grad``. A lazy gradient that is referenced elsewhere gets the
-        real one as its value, and the slot does not reuse it.
+        real one as its value, and the slot does not reuse it. A gradient of which a part was lost
+        stays lazy.
         """
         for slot in slots:
+            if slot.failure is not None:
+                continue
             parameter, lazy = slot.parameter(), slot.lazy
             try:
                 # No other thread runs between the two: nothing in here lets Python change threads.
@@ -329,7 +330,7 @@ class GradientSlot:
             if (
                 lazy is None
                 or parameter.grad is not lazy
-                or self.computing
+                or self in self.queue.computed
                 or is_dtensor(parameter)
             ):
                 return

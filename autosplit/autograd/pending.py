@@ -163,6 +163,7 @@ class PendingQueue:
         microbatches: maps a microbatch to its pending work. Some work may be for gradients that
             were dropped; ``sweep`` removes it.
         thread: the thread that is running W; None if no thread is.
+        computed: the slots whose pending parts that thread computes.
         shares: whether this queue may exchange work with other queues.
     """
 
@@ -173,6 +174,7 @@ class PendingQueue:
         self.bound = bound
         self._computing = threading.RLock()
         self.thread: int | None = None
+        self.computed: Sequence[GradientSlot] = ()
         self.microbatches: dict[Hashable, list[PendingWork]] = {}
         self._has_step_hook = self._has_warned = False
         # Whether anything refers to a sum that a lazy gradient has replaced in ``.grad``. That sum
@@ -268,8 +270,8 @@ class PendingQueue:
         if not parameters:
             return None
         grads = [*map(_GRAD, parameters)]
+        is_plain = _PLAIN.issuperset(map(type, grads))
         if not self._sum_is_referenced:
-            is_plain = _PLAIN.issuperset(map(type, grads))
             self._sum_is_referenced = any_referenced(grads if is_plain else filter(_is_sum, grads))
         if parameters is not self._latest[0]:
             new_slots = [self._slot(parameter) for parameter in parameters]
@@ -283,7 +285,7 @@ class PendingQueue:
                 self.sweep()
                 if slot.armed:
                     return slot
-            if type(grad) is LazyGradient:
+            if not is_plain and type(grad) is LazyGradient:
                 target = pending_slot(grad)
                 if target is not None:
                     return target[0]
@@ -383,15 +385,13 @@ class PendingQueue:
             if self.thread is not None:  # this thread computes further up in the stack
                 return 0
             with _SLOT_LOCK:
-                slots = self._live_slots()
+                slots = self.computed = self._live_slots()
                 keys = [*self.microbatches]
                 if microbatches is None:
                     count = int(max(0, len(keys) - leave))
                 else:
                     count = self.bound.check_request(microbatches, len(keys))
                 microbatch_works = [self.microbatches.pop(key) for key in keys[:count]]
-                for slot in slots:
-                    slot.computing = True
                 self.thread = threading.get_ident()
             failure = None
             try:
@@ -413,15 +413,16 @@ class PendingQueue:
             slots: the slots that had a pending part when the computation began.
             failure: the error that ended the computation; None if it succeeded.
         """
-        works = self.works() if self.microbatches else ()
-        waiting = {id(parameter) for work in works for parameter in work.parameters}
-        for slot in slots:
-            slot.computing = False
-            if failure is not None:
+        self.computed = ()
+        if failure is not None:
+            for slot in slots:
                 slot.failure = failure
-        GradientSlot.resolve([s for s in slots if s.failure is None and s.key not in waiting])
-        if not self.microbatches:
+        if self.microbatches:
+            waiting = {id(p) for work in self.works() for p in work.parameters}
+            slots = [slot for slot in slots if slot.key not in waiting]
+        else:
             self._release()
+        GradientSlot.resolve(slots)
 
     @contextlib.contextmanager
     def hide_lazy_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:

@@ -101,6 +101,13 @@ def direct_apply(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+def call_backward_directly(kind: type[torch.autograd.Function]) -> None:
+    """Make autograd's engine call ``kind.backward`` itself. Otherwise a function of torch looks it
+    up at every call.
+    """
+    kind._backward_cls.apply = kind.backward  # type: ignore[attr-defined]
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -35,10 +35,8 @@ def add_gradients(
     """
     homes = parameters if homes is None else homes
     sums = [home.grad for home in homes]
-    present = [total for total in sums if total is not None]
-    together = present and len(present) == len(sums) and not any(map(_IS_SPARSE, present))
-    if together and (_PLAIN.issuperset(map(type, grads)) or not any(map(is_dtensor, grads))):
-        add_together(present, grads)
+    if sums and _PLAIN.issuperset(map(type, (*sums, *grads))) and not any(map(_IS_SPARSE, sums)):
+        add_together(sums, grads)
         return
     for parameter, home, grad, is_borrowed in zip(parameters, homes, grads, borrowed, strict=True):
         add_gradient(parameter, home, grad, is_borrowed)

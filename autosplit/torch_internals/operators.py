@@ -5,6 +5,7 @@ host time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,4 +71,7 @@ class DirectOperators:
 
 def _direct(name: str, overload: str, packet: Any) -> Any:
     operator = getattr(packet, overload)
+    if name.endswith("_backward"):
+        # Autograd's engine does not look for ``__torch_function__`` either.
+        return partial(torch._C._dispatch_call_boxed, operator._handle)
     return _FUNCTIONS.get(f"{name}.{overload}") or getattr(operator, "_op", operator)

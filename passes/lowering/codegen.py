@@ -112,6 +112,8 @@ def generate(
         _fold_views(graph, products, linear)
     last_use = _delayed(last_uses(graph), products)
     reused = reusable_operands(graph)
+    unpacked = _unpacked(graph)
+    items = {item for group in unpacked.values() for item in group}
 
     def expression_of(node: fx.Node) -> str:
         return call_of(node) if node in products else node_name(node)
@@ -125,7 +127,7 @@ def generate(
     lines += _unpack(placeholders(graph), last_use)
     source = ""
     for node in graph.nodes:
-        if node.op == "placeholder" or node in products:
+        if node.op == "placeholder" or node in products or node in items:
             continue
         if node.op == "output":
             lines.append("    return [")
@@ -137,8 +139,10 @@ def generate(
             lines.append(f"    # {_without_folder(line)}")
             source = line
         lines += stride_check(node, node_name)
-        dead = last_use.get(node, [])
-        lines.append(_statement(node, dead, reused.get(node), call_of, writes_buffers))
+        results = unpacked.get(node, [])
+        dead = [value for last in (node, *results) for value in last_use.get(last, [])]
+        reuse = reused.get(node)
+        lines.append(_statement(node, results, dead, reuse, call_of, writes_buffers))
     return "\n".join(lines) + "\n"
 
 
@@ -175,6 +179,21 @@ def _delayed(
             if value not in products:
                 delayed.setdefault(max([node, *readers]), []).append(value)
     return delayed
+
+
+def _unpacked(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Map each operator with several results to the nodes that pick them, if all are picked, each
+    once: one statement assigns them.
+    """
+    unpacked: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        values = node.meta.get("val")
+        if not isinstance(values, tuple) or SUBGRAPH in node.meta:
+            continue
+        picked = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if len(node.users) == len(values) > 1 and picked.keys() == {*range(len(values))}:
+            unpacked[node] = [picked[at] for at in range(len(values))]
+    return unpacked
 
 
 def constants(module: fx.GraphModule) -> dict[str, Any]:
@@ -221,17 +240,21 @@ def _without_folder(line: str) -> str:
 
 def _statement(
     node: fx.Node,
+    results: list[fx.Node],
     dead: list[fx.Node],
     reused: int | None,
     call_of: Callable[[fx.Node], str],
     writes_buffers: bool,
 ) -> str:
+    """Source of one operator; ``results`` are the names of its results if there are several."""
     if SUBGRAPH in node.meta:
         return _subgraph_call(node, dead)
     call = call_of(node) if reused is None else _call_in_place(node, reused)
     if writes_buffers:
         call = _buffer_write(node) or call
-    text = f"    {node_name(node)} = {call}"
+    text = f"    {', '.join(map(node_name, results or [node]))} = {call}"
+    if results:
+        dead = [value for value in dead if value is not node]
     if dead:
         text += f"; del {', '.join(node_name(item) for item in dead)}"
     return f"{text}  # {value_text(node.meta.get('val'))}"

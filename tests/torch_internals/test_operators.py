@@ -20,7 +20,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("addmm.default", "addmm_.default"), (X, W, W)),
     **dict.fromkeys(("baddbmm.default", "baddbmm_.default"), (X[None], W[None], W[None])),
     **dict.fromkeys(("mean.dim", "sum.dim_IntList"), (X, [0])),
-    **dict.fromkeys(("mm.default", "copy_.default"), (X, W)),
+    **dict.fromkeys(("mm.default", "copy_.default", "gelu_backward.default"), (X, W)),
     "_scaled_dot_product_flash_attention_for_cpu.default": (IMAGES, IMAGES, IMAGES),
     "_softmax_backward_data.default": (X, W, 1, torch.float32),
     "bmm.default": (X[None], W[None]),
@@ -54,7 +54,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize("name", [*_FUNCTIONS, "gelu_backward.default"])
 def test_an_entry_point_is_its_overload(name: str) -> None:
     packet, overload = name.split(".")
     arguments = ARGUMENTS.get(name, (X, W) if overload == "Tensor" else (X,))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autosplit
-from autosplit.torch_internals.state import StateReader
+from autosplit.torch_internals.state import StateReader, any_referenced
 
 
 def test_a_reader_sees_tensors_and_submodules_that_were_added_replaced_or_removed() -> None:
@@ -83,3 +83,20 @@ def test_a_call_reads_the_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
     split.unsplit.weight = nn.Parameter(torch.zeros(3, 3))
     assert torch.equal(split(x), split.unsplit(x))
     assert len(reads) == 2
+
+
+def test_a_look_for_references_to_gradients_leaves_no_references() -> None:
+    parameters = [*nn.Linear(2, 2).parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    users = [storage_users(parameter.grad) for parameter in parameters]
+    assert not any_referenced([parameter.grad for parameter in parameters])
+    assert [storage_users(parameter.grad) for parameter in parameters] == users
+    view = parameters[1].grad.view(2, 1)
+    assert any_referenced([parameter.grad for parameter in parameters])
+    del view
+    assert not any_referenced([parameter.grad for parameter in parameters])
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(torch._C._storage_address(tensor))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autosplit.passes import PassError
 from autosplit.passes.errors import StrideError
 from autosplit.passes.lowering.codegen import generate, stride_check
-from tests.passes.graphs import hand_made
+from tests.passes.graphs import hand_made, joint_of
 
 # --- codegen: the source runs, reads well, and lets tensors die early -----------------------------
 
@@ -58,6 +60,12 @@ def test_arguments(text: str) -> None:
     source = generate("joint", module)
     assert f"aten.mul.Tensor(x, {text})" in source
     compile(source, "joint", "exec")
+
+
+def test_results_that_are_all_read_are_assigned_by_one_statement() -> None:
+    source = generate("joint", joint_of(nn.LayerNorm(4), torch.rand(2, 4)))
+    assert re.search(r"\n    \w+, \w+, \w+ = aten.native_layer_norm.default\(", source)
+    assert "native_layer_norm[" not in source
 
 
 def test_values_without_a_source_form_are_refused() -> None:
