@@ -89,11 +89,9 @@ class InputSizes:
 
     def __init__(self, env: Any, traced: Mapping[int, Any]) -> None:
         self._env = env
-        self._tensors = {at: value for at, value in traced.items() if isinstance(value, Tensor)}
+        self._tensors: dict[int, Tensor] = {}
         self._places: dict[sympy.Symbol, tuple[int, str, int]] = {}
-        for place, value in traced.items():
-            for kind, at, size in _symbols(value):
-                self._places.setdefault(size, (place, kind, at))
+        self.add(traced)
 
     @classmethod
     def of_export(
@@ -108,6 +106,14 @@ class InputSizes:
             if id(value) in places
         }
         return cls(exported.meta["fake_mode"].shape_env, traced)
+
+    def add(self, traced: Mapping[int, Any]) -> None:
+        """Add input leaves with their fake values, by position. Leaves that are known are kept."""
+        for place, value in traced.items():
+            if isinstance(value, Tensor):
+                self._tensors.setdefault(place, value)
+            for kind, at, size in _symbols(value):
+                self._places.setdefault(size, (place, kind, at))
 
     def __bool__(self) -> bool:
         """Whether any size is a symbol so far. Later tracing may turn symbols into constants."""

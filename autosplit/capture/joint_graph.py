@@ -47,7 +47,8 @@ from autosplit.capture.workarounds.operators import (
     refuse_traced_otherwise,
 )
 from autosplit.errors import CaptureError
-from autosplit.passes import Role
+from autosplit.passes import Kind, Role
+from autosplit.passes.graph import inputs as graph_inputs
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dtensor import Sharding
 from autosplit.torch_internals.operators import written_arguments
@@ -413,6 +414,10 @@ def _traced(
         roles.role_of(desc): sharding for desc, sharding in traced.shardings.items()
     }
     joint = with_roles(traced.graph, roles)
+    if open_sizes is not None:
+        # Dynamo's graph has no input for a tensor that the forward only returns.
+        nodes = graph_inputs(joint.graph, Kind.INPUT).items()
+        open_sizes.add({inputs.index(role.name): node.meta["val"] for role, node in nodes})
     sizes = open_sizes or None  # tracing may specialise all open sizes
     values = values_of(exported)
     outputs = traced.names[: len(traced.names) - len(values)]

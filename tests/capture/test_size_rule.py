@@ -36,6 +36,20 @@ def test_outputs_of_other_sizes() -> None:
     assert rule.output_sizes([(2, 9, 4)]) is None
 
 
+def test_inputs_that_are_only_returned_have_sizes_of_their_own() -> None:
+    def forward(x: Tensor, mask: Tensor, scales: dict[str, Tensor]) -> Any:
+        return x * 2, mask, scales["a"]
+
+    def row(length: int, other: int) -> list[Any]:
+        return [*inputs(2, length), {"a": torch.randn(other, 3), "b": torch.randn(other)}]
+
+    rule = rule_of(forward, row(5, 5), row(7, 6))
+    assert rule.output_sizes([(2, 9, 4), (9,), (9, 3), (9,)]) == ((2, 9, 4), (9,), (9, 3))
+    assert rule.output_sizes([(2, 9, 4), (8,), (6, 3), (1,)]) == ((2, 9, 4), (8,), (6, 3))
+    assert rule.output_sizes([(2, 9, 4), (8,), (6, 4), (6,)]) is None
+    assert rule.output_sizes([(2, 9, 4), (1,), (6, 3), (6,)]) is None
+
+
 @pytest.mark.parametrize(("length", "expected"), [(9, ((2, 9, 4),)), (40, None)])
 def test_conditions_of_a_branch(length: int, expected: Any) -> None:
     def forward(x: Tensor, y: Tensor) -> Tensor:
