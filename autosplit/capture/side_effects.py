@@ -39,6 +39,7 @@ _BUFFER_WRITE = (
 )
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _MISSING, _UNKNOWN = object(), object()
+_VARIABLE = re.compile(r"\b[LG]\[")  # may be inside, as in type(L['self'])
 
 
 class Setter(NamedTuple):
@@ -148,12 +149,16 @@ def setters(
     }
     lasting, unchanged = dict[str, FrameSummary | None](), list[Setter]()
     for source, left, frame in written:
-        if not source.startswith(("L[", "G[")) or source in keyword_dicts:
+        if not _VARIABLE.search(source) or source in keyword_dicts:
             continue
-        target = eval(source, scope)
+        target = _evaluated(source, scope)
         if _is_context(target):
             continue
-        if not left or (isinstance(target, dict) and target.keys() != left.keys()):
+        if (
+            not left
+            or target is _UNKNOWN
+            or (isinstance(target, dict) and target.keys() != left.keys())
+        ):
             lasting[source] = frame
             continue
         for key, value in left.items():
@@ -203,8 +208,17 @@ def _value_of(value: Any, name: str, scope: dict[str, Any]) -> Any:
     """The Python value of a variable of Dynamo. ``_UNKNOWN`` if the variable is neither a constant
     nor has a source expression that Python can evaluate.
     """
+    if name:
+        return _evaluated(name, scope)
     try:
-        return eval(name, scope) if name else value.as_python_constant()
+        return value.as_python_constant()
+    except Exception:
+        return _UNKNOWN
+
+
+def _evaluated(source: str, scope: dict[str, Any]) -> Any:
+    try:
+        return eval(source, scope)
     except Exception:  # some of Dynamo's names cannot be evaluated in Python
         return _UNKNOWN
 
@@ -220,8 +234,8 @@ def _readable(source: str) -> str:
     global of another module keeps its name.
     """
     text = re.sub(r"\._(?:modules|buffers)\['([^']*)'\]", r".\1", source)
-    text = re.sub(r"^G\['__import_([^']*)'\]", lambda m: m[1].replace("_dot_", "."), text)
-    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text)
+    text = re.sub(r"\bG\['__import_([^']*)'\]", lambda m: m[1].replace("_dot_", "."), text)
+    return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", text)
 
 
 def _is_context(value: object) -> bool:

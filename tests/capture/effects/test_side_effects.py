@@ -39,6 +39,44 @@ def remember(model: Any) -> None:
     SEEN.append(1)
 
 
+class Counter:
+    """An object that counts, and a class that does."""
+
+    calls = 0
+
+
+class Items(list[Any]):
+    """A list of the user's own class."""
+
+
+class Table(dict[str, Any]):
+    """A dictionary of the user's own class."""
+
+
+def count_in_list(model: Any) -> None:
+    model.items[0].calls += 1
+
+
+def count_in_table(model: Any) -> None:
+    model.table["a"].calls += 1
+
+
+def count_in_set(model: Any) -> None:
+    next(iter(model.members)).calls += 1
+
+
+def count_in_keys(model: Any) -> None:
+    next(iter(model.keys)).calls += 1
+
+
+def count_on_class(model: Any) -> None:
+    type(model.counter).calls += 1
+
+
+def count_in_iterator(model: Any) -> None:
+    next(model.iterator).calls += 1
+
+
 def set_mode(model: Any) -> None:
     model.mode = "train"
 
@@ -72,8 +110,14 @@ def traced(model: nn.Module) -> Any:
         (count, {"calls": 0}, "self"),
         (append, {"log": []}, "self.log"),
         (remember, {}, "SEEN"),
+        (count_in_list, {"items": Items([Counter()])}, "list.__getitem__(self.items, 0).calls"),
+        (count_in_table, {"table": Table(a=Counter())}, "(self.table"),
+        (count_in_set, {"members": {Counter()}}, "list(self.members)[0].calls"),
+        (count_in_keys, {"keys": {Counter(): 1}}, "(self.keys"),
+        (count_on_class, {"counter": Counter()}, "type(self.counter).calls"),
+        (count_in_iterator, {"iterator": iter((Counter(),))}, "self.iterator"),
     ],
-    ids=["counter", "list", "global"],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_state_that_every_call_changes_is_refused_with_the_line(
     effect: Any, attributes: dict[str, Any], named: str
