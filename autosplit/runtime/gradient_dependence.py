@@ -69,8 +69,8 @@ def outputs_read_inside(joint: fx.Graph) -> frozenset[str]:
 def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
     """Parameters whose gradient must be copied before it is added to or kept as ``.grad``.
 
-    Such a gradient shares storage with another result or an argument, overlaps itself, or is only a
-    part of its storage.
+    Such a gradient shares storage with another result or an argument, overlaps itself, is only a
+    part of its storage, or is conjugated when it is read: torch adds to no list of such tensors.
     """
     pairs = computed_outputs(graph)
     uses = Counter(storage_root(value) for _, value in pairs)

@@ -118,8 +118,12 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def fills_storage(node: fx.Node) -> bool:
-    """Whether the graph computes the node's value, and the value covers its storage once."""
+    """Whether the graph computes the node's value, and the value covers its storage once. A value
+    that torch conjugates or negates when it is read differs from its storage.
+    """
     value, root = tensor_of(node), storage_root(node)
     if value is None or root.op != "call_function" or overlaps_itself(value):
+        return False
+    if value.is_conj() or value.is_neg():
         return False
     return storage_bytes(node) == concrete(value.numel()) * value.element_size()

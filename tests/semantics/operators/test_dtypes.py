@@ -17,7 +17,7 @@ import autosplit
 from autosplit import SplitError
 from tests.dynamo.by_graphs import split_by_graphs
 from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, leaves
-from tests.zoo import layered
+from tests.zoo import Made, layered
 
 # --- autocast, other precisions, complex numbers, memory formats ----------------------------------
 
@@ -40,6 +40,19 @@ def spectrum(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def test_real_to_complex_and_conjugates() -> None:
     batch = leaves(3, 4)
     assert_equals_autograd(layered(spectrum), batch)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda model, x: (x * model.weight.conj()).real,
+        lambda model, x: torch.complex(x, x) @ model.weight.mH,
+    ],
+    ids=["conj", "mH"],
+)
+def test_gradients_that_are_conjugated_when_read(product: Callable[[Any, Tensor], Tensor]) -> None:
+    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    assert_equals_autograd(Made(product, weight=weight), leaves(4, 4))
 
 
 @pytest.mark.parametrize(("dtype", "training"), [(torch.float32, True), (torch.bfloat16, False)])
