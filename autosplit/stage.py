@@ -148,6 +148,13 @@ class Stage(HeldMicrobatches):
         return self._graphs.captured
 
     @property
+    def is_unchanged(self) -> bool:
+        """Whether the module is known to be as it was in all captures, so that only the sizes of
+        inputs decide between graphs.
+        """
+        return self._graphs.is_unchanged
+
+    @property
     def grad_dtype(self) -> torch.dtype | None:
         """The dtype in which weight gradients are summed; None for the dtype of each gradient."""
         return self._weights.sums.dtype

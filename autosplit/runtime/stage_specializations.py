@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from .refusals import refuse_dtensors
 from .specializations import ModuleCall, Specializations
 
 if TYPE_CHECKING:
+    from autosplit.capture.guards import Guards
     from autosplit.sharded import ShardedModule
 
 _SHAPE = attrgetter("shape")
@@ -156,6 +158,24 @@ class StageSpecializations(Specializations):
             return rule
         sizes = [tuple(x.shape) if isinstance(x, Tensor) else leaf_text(x) for x in leaves]
         return SizeRule.fixed(sizes, [shape for shape, *_ in self.output_specs])
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the module is known to be as it was in all captures: the guards of each capture
+        hold for inputs like its own.
+        """
+        if self._spec is not None:
+            return False  # guards read the objects, which are not kept
+
+        def holds(guards: Guards, leaves: Any) -> bool:
+            layout = self._layouts.get(tuple([shape for shape, *_ in leaves]))
+            return layout is not None and not layout.valued and guards.hold(layout.blanks, {})
+
+        captures = self._captured.items()
+        sharding = self.sharding
+        plain = sharding.plain() if sharding is not None and sharding.groups else nullcontext()
+        with torch.set_grad_enabled(self._grad_mode), plain:
+            return all(holds(graphs.capture.guards, call.leaves) for graphs, call in captures)
 
     def for_inputs(self, examples: Sequence[Tensor] = ()) -> SplitFunctions:
         """The graphs for the inputs of the last ``check_inputs`` and the module's present state.

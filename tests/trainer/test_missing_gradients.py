@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from autosplit import PipelineTrainer
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
 from tests.zoo import Made
@@ -83,19 +84,28 @@ def trained_beside(
             optimizer.zero_grad()
             expected = workers.single_process(Whole(plain), *batch, 2)
             assert torch.equal(engine.forward_backward(batch), expected)
-            for index, module in engine.modules.items():
-                for name, parameter in plain[index].named_parameters():
-                    mine, place = module.get_parameter(name), f"{index}.{name}"
-                    if parameter.grad is None or mine.grad is None:
-                        assert parameter.grad is mine.grad, place
-                    else:
-                        assert torch.equal(mine.grad, parameter.grad), place
+            assert_gradients(engine, plain)
             optimizer.step()
             if engine.optimizer is not None:
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             for index, module in engine.modules.items():
                 assert workers.equal(dict(module.state_dict()), dict(plain[index].state_dict()))
+
+
+def assert_gradients(
+    engine: PipelineTrainer, plain: nn.Sequential, *, allows_zeros: bool = False
+) -> None:
+    """Compare gradients. If ``allows_zeros``, zeros may stand for a missing gradient."""
+    for index, module in engine.modules.items():
+        for name, parameter in plain[index].named_parameters():
+            mine, place = module.get_parameter(name), f"{index}.{name}"
+            if allows_zeros and parameter.grad is None:
+                assert mine.grad is None or not mine.grad.any(), place
+            elif parameter.grad is None or mine.grad is None:
+                assert parameter.grad is mine.grad, place
+            else:
+                assert torch.equal(mine.grad, parameter.grad), place
 
 
 FUSED: dict[str, Any] = {"schedule": "1f1b", "split_backward": False}
@@ -139,3 +149,62 @@ def test_in_replicas(along: str) -> None:
         for name, gradient in grads[index].items():
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-6)
+
+
+class Branching(nn.Module):
+    """A last stage that reads other tensors for other numbers of rows.
+
+    Attributes:
+        reads_all: whether it reads all tensors instead, for any number of rows.
+    """
+
+    reads_all = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(workers.WIDTH, workers.WIDTH)
+
+    def forward(self, main: Tensor, side: Tensor, both: Tensor) -> Tensor:
+        if self.reads_all:
+            return self.last(main + side + both)
+        rows = main.shape[0]
+        return self.last(main + side if rows > 3 else side if rows > 1 else both * 2)
+
+
+def train_lists(steps: Sequence[tuple[list[int], bool]], *, allows_zeros: bool = False) -> None:
+    """Train lists of microbatches beside the whole model, and compare gradients.
+
+    Args:
+        steps: for each step, the microbatches' numbers of rows, and ``Branching.reads_all``.
+        allows_zeros: whether zeros may stand for a missing gradient.
+    """
+    torch.manual_seed(0)
+    stages = [Apart(), Branching()]
+    plain = nn.Sequential(*copy.deepcopy(stages))
+    with workers.trainer(stages, optimizer_fn=decaying, stage_factory=None) as engine:
+        for rows, reads_all in steps:
+            for last in (stages[1], plain[1]):
+                last.reads_all = reads_all  # type: ignore[assignment]
+            pairs = [workers.data(count, seed=count) for count in rows]
+            plain.zero_grad()
+            losses = [nn.functional.mse_loss(Whole(plain)(x), y) for x, y in pairs]
+            for loss in losses:
+                loss.backward(torch.tensor(1 / len(rows)))
+            found = engine.forward_backward(microbatches=pairs)
+            assert torch.equal(found, torch.stack(losses).detach())
+            assert_gradients(engine, plain, allows_zeros=allows_zeros)
+            if engine.optimizer is not None:
+                engine.optimizer.zero_grad()
+
+
+@ranks(2)
+def test_microbatches_of_some_sizes_read_other_tensors() -> None:
+    """Each size has the gradients of its own branch, also if its graph is captured later."""
+    sizes = [[4, 1, 6], [1, 1], [7, 5], [2, 3], [3], [1, 4], [2, 1]]
+    train_lists([(rows, False) for rows in sizes])
+
+
+@ranks(2)
+def test_a_stage_that_changes_between_steps_of_new_sizes_may_change_back() -> None:
+    changes = [([4], True), ([5], False), ([6], True), ([5, 8], True), ([7, 2], False), ([1], True)]
+    train_lists(changes, allows_zeros=True)

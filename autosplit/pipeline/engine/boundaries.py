@@ -79,7 +79,8 @@ class Boundaries:
         self.tensors: dict[tuple[int, int, bool], Sequence[TensorMeta | None]] = {}
 
     def of_other_sizes(self, outputs: Mapping[int, Boundary]) -> Boundaries:
-        """The boundaries of microbatches of other sizes, in which the same tensors get gradients.
+        """The boundaries of microbatches of other sizes. The same tensors get gradients, until
+        ``resolve_gradients`` is called.
 
         Args:
             outputs: by stage, the metadata of the stage's outputs; unknown outputs are left out.
@@ -118,7 +119,7 @@ class Boundaries:
                 without graphs, in which every input that requires a gradient gets one.
             dataflow: the dataflow between stages.
         """
-        last = len(dependence) - 1
+        last, self._get_gradient = len(dependence) - 1, {}
         for stage in range(last, -1, -1):
             output_flags = [stage == last and not at for at in range(len(self.outputs[stage]))]
             for target in dataflow.targets(stage):

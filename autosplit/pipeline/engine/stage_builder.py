@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autosplit.capture.size_rule import SizeRule
+from autosplit.capture.size_rule import Leaf, SizeRule
 from autosplit.errors import (
     AutosplitError,
     BatchError,
@@ -24,7 +24,7 @@ from autosplit.pipeline.engine.boundaries import Boundary, Dependence, NamedLoss
 from autosplit.pipeline.engine.stage_arguments import Receive, bind_arguments
 from autosplit.pipeline.engine.stage_factory import traced
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
-from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageSet
+from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageRule, StageSet
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule, calls_of
 from autosplit.ranks.groups import Groups
@@ -85,19 +85,19 @@ class MicrobatchExample:
 
 
 class _StageFacts(NamedTuple):
-    """A stage's outputs and size rules, which its rank sends to all ranks.
+    """A stage's outputs and rules, which its rank sends to all ranks.
 
     Attributes:
         outputs: the outputs for the first microbatch.
         dependence: see ``Dependence``.
         part_names: names of the parts of the loss.
-        rules: new size rules; None for a stage that has none.
+        rules: rules of new captures; None for a stage that has none.
     """
 
     outputs: Boundary
     dependence: Dependence | None
     part_names: tuple[str, ...]
-    rules: list[SizeRule] | None
+    rules: list[StageRule] | None
 
 
 def build_stages(
@@ -114,7 +114,7 @@ def build_stages(
     """Build this rank's stages for microbatches of new sizes, and agree with all ranks on the
     tensors between stages. Collective.
 
-    The rank of a stage builds it for the outputs of earlier stages, and sends the stage's size
+    The rank of a stage builds it for the outputs of earlier stages, and sends the stage's
     rules to all ranks. Stages are built one after another, because a stage's outputs are known once
     it is built::
 
@@ -126,7 +126,7 @@ def build_stages(
     expected, stages are built again, one after another.
 
     Args:
-        built: gets the stages, the boundaries and the size rules.
+        built: gets the stages, the boundaries and the rules.
         modules: this rank's modules by stage, the last one with its loss.
         groups: the trainer's process groups.
         factory: ``factory(module, arguments, varying, index=index)`` returns a stage for
@@ -241,11 +241,11 @@ def _build_stage(
     examples = [
         row.example_arguments(index, built, device, blank=row is not rows[0]) for row in reached
     ]
-    rules, new_rules = built.rules[index], list[SizeRule]()
+    rules, new_rules = built.rules[index], list[StageRule]()
     stage: Any = built.stages.get(index)
     for number, row in enumerate(reached):
         sizes = built.argument_sizes(index, row.sizes, row.outputs) or ()
-        if rules is None or any(rule.output_sizes(sizes) for rule in (*rules, *new_rules)):
+        if rules is None or any(rule.sizes.output_sizes(sizes) for rule in (*rules, *new_rules)):
             continue
         try:
             if stage is None:
@@ -265,9 +265,7 @@ def _build_stage(
             if all(isinstance(value, Tensor) for value in examples[number]):
                 raise
             raise BatchError(_objects_text(index, row, examples[number], error)) from error
-        shapes = [shape for shape, *_ in stage.output_specs]
-        is_split = isinstance(stage, Stage)
-        new_rules.append(stage.size_rule() if is_split else SizeRule.fixed(sizes, shapes))
+        new_rules.append(_rule_of(stage, sizes, [*rules, *new_rules]))
     if len(new_rules) > 1:
         stage.prepare(examples[0])  # memory is predicted for the largest microbatch
     metas = tuple([TensorMeta(*spec) for spec in stage.output_specs])
@@ -277,6 +275,18 @@ def _build_stage(
         check_loss(metas, names)
     dependence = dependence_of(stage, len(metas))
     return _StageFacts(metas, dependence, names, None if rules is None else new_rules)
+
+
+def _rule_of(stage: Any, sizes: Sequence[Leaf], earlier: Sequence[StageRule]) -> StageRule:
+    """The rule of the capture that a stage has prepared last."""
+    shapes = [shape for shape, *_ in stage.output_specs]
+    dependence = dependence_of(stage, len(shapes))
+    if not isinstance(stage, Stage):
+        return StageRule(SizeRule.fixed(sizes, shapes), dependence)
+    if not stage.is_unchanged:
+        # The module may change back, and read again what it has read before.
+        dependence = _union([dependence, *(rule.dependence for rule in earlier)])
+    return StageRule(stage.size_rule(), dependence)
 
 
 def _objects_text(
@@ -299,7 +309,7 @@ def _kind(value: object) -> str:
 def _use_rules(
     built: StageSet, index: int, facts: _StageFacts, rows: Sequence[MicrobatchExample]
 ) -> None:
-    """Add a stage's new size rules to the agreed rules, and set the stage's outputs in each row."""
+    """Add a stage's new rules to the agreed rules, and set the stage's outputs in each row."""
     rules = built.rules[index]
     if rules is None or facts.rules is None:
         built.rules[index] = None
@@ -308,8 +318,8 @@ def _use_rules(
     rules += facts.rules
     for row in rows:
         arguments = built.argument_sizes(index, row.sizes, row.outputs)
-        if arguments is not None and (outputs := built.outputs_of(index, arguments, rules)):
-            row.outputs[index] = outputs
+        if arguments is not None and (fitting := built.facts_of(index, arguments, rules)):
+            row.outputs[index] = fitting[0]
 
 
 def _part_names(stage: TrainableStage) -> tuple[str, ...]:
@@ -332,6 +342,11 @@ def dependence_of(stage: TrainableStage, outputs: int) -> Dependence | None:
     if inputs_given is None:
         return None
     return [inputs_given([at == one for at in range(outputs)]) for one in range(outputs)]
+
+
+def _union(dependences: Sequence[Any]) -> Dependence:
+    """For each output and each input, whether the input gets a gradient in any capture."""
+    return [[*map(any, zip(*rows, strict=False))] for rows in zip(*dependences, strict=True)]
 
 
 _NO_TENSOR = "no tensor: return it as it is, without .item() or float()"

@@ -3,9 +3,9 @@
     sizes of a microbatch's inputs ──rule of stage 0──► outputs of stage 0
                                    ──rule of stage 1──► outputs of stage 1 ...
 
-All ranks have the size rules of all stages. So before the step, each rank computes the sizes of all
-messages of a microbatch, and whether the graphs of a stage are missing. Ranks need not ask each
-other.
+All ranks have the rules of all stages. So before the step, each rank computes the sizes of all
+messages of a microbatch, which gradients are sent, and whether the graphs of a stage are missing.
+Ranks need not ask each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from autosplit.capture.size_rule import Leaf, SizeRule
-from autosplit.pipeline.engine.boundaries import Boundaries, Boundary
+from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, Dependence
 from autosplit.pipeline.engine.stage_arguments import bind_arguments
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
 from autosplit.pipeline.schedule.routes import StageDataflow
@@ -53,6 +53,18 @@ class MicrobatchSizes(NamedTuple):
         )
 
 
+class StageRule(NamedTuple):
+    """The facts about one capture of a stage that all ranks know.
+
+    Attributes:
+        sizes: the sizes of the outputs, for the inputs' sizes for which the capture is valid.
+        dependence: see ``Dependence``; None for a stage without graphs.
+    """
+
+    sizes: SizeRule
+    dependence: Dependence | None
+
+
 class StageSet:
     """This rank's stages for microbatches whose tensors have the same numbers of dimensions and
     dtypes.
@@ -65,21 +77,21 @@ class StageSet:
         stages: this rank's stages.
         boundaries: the tensors between stages for the first microbatch.
         first_sizes: the sizes of the first microbatch; None before stages are built.
-        rules: by stage, its size rules. None for a stage without size rules: its outputs are known
-            for the first microbatch only.
+        rules: by stage, one rule for each capture. None for a stage without rules: its outputs are
+            known for the first microbatch only.
     """
 
     def __init__(self, count: int, dataflow: StageDataflow) -> None:
         self.count, self.dataflow = count, dataflow
         self.stages: dict[int, TrainableStage] = {}
         self.boundaries = Boundaries()
-        self.rules: list[list[SizeRule] | None] = [[] for _ in range(count)]
+        self.rules: list[list[StageRule] | None] = [[] for _ in range(count)]
         self.first_sizes: MicrobatchSizes | None = None
         self._by_sizes = CallCache[MicrobatchSizes, Boundaries]()
 
     @property
     def has_rules(self) -> bool:
-        """Whether all stages have size rules."""
+        """Whether all stages have rules."""
         return None not in self.rules
 
     def boundaries_of(self, sizes: MicrobatchSizes) -> Boundaries | None:
@@ -92,15 +104,21 @@ class StageSet:
         if (boundaries := self._by_sizes.get(sizes)) is not None:
             return boundaries
         outputs: dict[int, Boundary] = {}
+        dependence: list[Dependence | None] = []
         for stage, rules in enumerate(self.rules):
             arguments = self.argument_sizes(stage, sizes, outputs)
             if arguments is None or rules is None:
                 continue
-            boundary = self.outputs_of(stage, arguments, rules)
-            if boundary is None:
+            facts = self.facts_of(stage, arguments, rules)
+            if facts is None:
                 return None
-            outputs[stage] = boundary
-        return self._by_sizes.remember(sizes, self.boundaries.of_other_sizes(outputs))
+            outputs[stage] = facts[0]
+            dependence.append(facts[1])
+        boundaries = self.boundaries.of_other_sizes(outputs)
+        if self.has_rules:
+            # A forward that branches on sizes may read other tensors than in the first microbatch.
+            boundaries.resolve_gradients(dependence, self.dataflow)
+        return self._by_sizes.remember(sizes, boundaries)
 
     def argument_sizes(
         self, stage: int, sizes: MicrobatchSizes, outputs: Outputs
@@ -118,13 +136,16 @@ class StageSet:
         leaves = bind_arguments(stage, self.dataflow, receives, lambda: [*sizes.inputs])()
         return (*leaves, *(sizes.targets if stage == self.count - 1 else ()))
 
-    def outputs_of(
-        self, stage: int, arguments: Sequence[Leaf], rules: Sequence[SizeRule]
-    ) -> Boundary | None:
-        """A stage's outputs by the rule that fits its arguments; None if none fits."""
+    def facts_of(
+        self, stage: int, arguments: Sequence[Leaf], rules: Sequence[StageRule]
+    ) -> tuple[Boundary, Dependence | None] | None:
+        """A stage's outputs and their dependence by the rule that fits the stage's arguments; None
+        if no rule fits.
+        """
         for rule in reversed(rules):
-            if (shapes := rule.output_sizes(arguments)) is not None:
+            if (shapes := rule.sizes.output_sizes(arguments)) is not None:
                 metas = self.boundaries.outputs[stage]
                 pairs = zip(metas, shapes, strict=True)
-                return tuple(replace(meta, shape=torch.Size(shape)) for meta, shape in pairs)
+                outputs = tuple(replace(meta, shape=torch.Size(shape)) for meta, shape in pairs)
+                return outputs, rule.dependence
         return None

@@ -422,9 +422,9 @@ class Transport:
         if metas[place].requires_grad:
             raise PipelineError(
                 f"there is a {self._gradient_name(message, place)} in microbatch "
-                f"{message.result.microbatch}, but there was none when the pipeline was built: "
-                f"something that the forward of stage {taker} reads has changed, so that the loss "
-                "depends on more inputs. Build a new trainer"
+                f"{message.result.microbatch}, but there was none when the graphs for its sizes "
+                f"were captured: something that the forward of stage {taker} reads has changed, so "
+                "that the loss depends on more inputs. Build a new trainer"
             )
 
     def _gradient_name(self, message: StageMessage, place: int) -> str:
