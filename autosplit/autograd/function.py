@@ -42,6 +42,7 @@ from autosplit.torch_internals.autograd import (
     untraced,
 )
 from autosplit.torch_internals.distributed import called_by_stage_backward
+from autosplit.torch_internals.group_hooks import HooksOfGradients
 
 from .delivery import weight_gradients
 from .late_hooks import weights_for_late_hooks
@@ -223,6 +224,9 @@ class Split(torch.autograd.Function):
         arrived = list(output_grads)
         del output_grads
         functions, (skipped, idle, _) = functions.for_gradients(arrived)
+        if skipped and call.parameter_leaves.has_hooks():
+            for name in skipped:
+                HooksOfGradients(call.state[name])
         kept = graph_is_kept()
         ctx.saved = saved.duplicate() if kept else None
         if ctx.packed:
@@ -230,7 +234,6 @@ class Split(torch.autograd.Function):
         if anchor.sharded is not None:
             anchor.sharded.check_writes(ctx.writes)
         if call.slices is not None:
-            skipped |= _frozen(call)
             remaining = functions.backward_slices(saved, arrived)
             call.slices.begin_backward(remaining, functions.dependence.borrowed, skipped, idle)
             input_grads = [None] * len(functions.capture.inputs)  # the last slice has them
@@ -278,7 +281,8 @@ def _queue_or_run_weights(
         gradients of the sentinel parameters; empty if W is queued.
     """
     _, state, anchor, parameter_leaves, fused_backward, _, _ = ctx.call
-    skipped |= _frozen(ctx.call)
+    if not fused_backward:  # the engine drops gradients of frozen parameters, after their hooks
+        skipped |= _frozen(ctx.call)
     if skipped.issuperset(functions.parameter_names) and not functions.sums:
         return ()
     work = PendingWork(functions, deferred, state, skipped, early)

@@ -138,6 +138,41 @@ def test_weights_that_wait_when_the_reducer_reads_them_are_averaged_too(option: 
     return [error for error in errors if error >= 1e-6]
 
 
+class Two(nn.Sequential):
+    """Returns the outputs of two layers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self[1](self[0](x))
+        return h, self[2](h)
+
+
+@pytest.mark.parametrize("option", ["", "find_unused_parameters"])
+@ranks(2)
+def test_hooks_are_called_on_ranks_with_a_gradient(option: str) -> list[float]:
+    """Only the loss of the second rank uses the last layer."""
+    model, plain = models(Two)
+    options = {option: True} if option else {}
+    wrapped = DistributedDataParallel(autosplit.split(model), **options)
+    calls: list[Any] = []
+    for step in range(2):
+        wrapped.zero_grad()
+        plain.zero_grad()
+        for module, under in ((wrapped, model), (plain, plain)):
+            if not step:
+                under[2].weight.register_hook(lambda g: calls.append(g is None))
+                under[2].bias.register_post_accumulate_grad_hook(
+                    lambda p: calls.append(p.grad is None)
+                )
+            module(torch.ones(3, 4) + step)[dist.get_rank()].square().mean().backward()
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    errors = [(mine.grad - both.grad / 2).abs().max().item() for mine, both in pairs]
+    assert calls == [False] * 8 * dist.get_rank()
+    return [error for error in errors if error >= 1e-6]
+
+
 OPTIONS = (
     "",
     "find_unused_parameters",
