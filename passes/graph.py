@@ -50,6 +50,10 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; Enum's own hash runs Python for each role
 
 
+OWN_GRADIENT = "gradient_of_own_loss"
+"""The name of a buffer with the gradient of a loss that the module itself has. What depends on the
+buffer gets a gradient even if no output does.
+"""
 STATE = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.WRITTEN})
 PRIMAL = STATE | {Kind.INPUT}
 FORWARD_OUTPUT = frozenset({Kind.OUTPUT, Kind.UPDATE})
@@ -230,6 +234,12 @@ def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
     """Placeholders by role, in order; with ``kinds``, only placeholders of these kinds."""
     pairs = ((role_of(node), node) for node in placeholders(graph))
     return {role: node for role, node in pairs if not kinds or role.kind in kinds}
+
+
+def own_gradients(graph: fx.Graph) -> dict[Role, fx.Node]:
+    """The placeholders of buffers ``OWN_GRADIENT`` by role."""
+    buffers = inputs(graph, Kind.BUFFER).items()
+    return {role: node for role, node in buffers if role.name.endswith(OWN_GRADIENT)}
 
 
 def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:

@@ -16,7 +16,14 @@ from torch import fx
 
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import fills_storage, is_view, producer, storage_root
-from autosplit.passes.graph import ancestors, computed_outputs, concrete, inputs, outputs
+from autosplit.passes.graph import (
+    ancestors,
+    computed_outputs,
+    concrete,
+    inputs,
+    outputs,
+    own_gradients,
+)
 from autosplit.passes.subgraph import reached, subgraph_of
 from autosplit.runtime.tensor_spec import TensorSpec
 
@@ -25,20 +32,24 @@ _GRADIENT_OF = {Kind.PARAMETER_GRAD: Kind.PARAMETER, Kind.INPUT_GRAD: Kind.INPUT
 
 def gradient_sources(joint: fx.Graph, *kinds: Kind) -> dict[str, frozenset[str]]:
     """Map the name of each gradient of these kinds to the names of the outputs on whose gradients
-    it depends.
+    it depends, and of ``own_gradients``.
 
     Some gradients depend on no output's gradient: the gradient of ``round``, or a gradient without
     elements. Such a gradient is mapped to the outputs that depend on its input or parameter.
     """
-    names = [role.name for role in inputs(joint, Kind.TANGENT)]
-    depend = reached(joint, [*inputs(joint, Kind.TANGENT).values()])
+    starts = inputs(joint, Kind.TANGENT) | own_gradients(joint)
+    names = [role.name for role in starts]
+    depend = reached(joint, [*starts.values()])
     bits = {role: depend[value] for role, value in computed_outputs(joint, *kinds)}
     # All parameters of a layer depend on the same outputs.
     names_of = {
         mask: frozenset(name for at, name in enumerate(names) if mask >> at & 1)
         for mask in {*bits.values()}
     }
-    return {r.name: names_of[mask] or _computed_from(joint, r, names) for r, mask in bits.items()}
+    tangents = [role.name for role in starts if role.kind is Kind.TANGENT]
+    return {
+        r.name: names_of[mask] or _computed_from(joint, r, tangents) for r, mask in bits.items()
+    }
 
 
 def _computed_from(joint: fx.Graph, gradient: Role, tangents: Collection[str]) -> frozenset[str]:

@@ -17,31 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.capture.diagnosis import Wrapper
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.boundaries import NamedLoss
+from autosplit.pipeline.engine.own_loss import WithOwnLoss
 from autosplit.ranks.control import Control
 
 
-class _WithGradient(torch.autograd.Function):
-    """Returns ``output``. In the backward, ``aux`` gets ``gradient`` as its gradient.
-
-    Source: the scaler of auxiliary losses in Megatron-LM
-    (megatron/core/transformer/moe/moe_utils.py).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, aux: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return grads[0], gradient.clone(), None
-
-
-class WithAuxLosses(Wrapper):
+class WithAuxLosses(WithOwnLoss):
     """A stage that trains the auxiliary losses which its forward leaves on its modules.
 
     Args:
@@ -52,18 +33,15 @@ class WithAuxLosses(Wrapper):
     Attributes:
         weights: as passed.
         totals: the sum of each auxiliary loss over the stage's modules and calls of a step, in the
-            order of ``weights``.
-        gradient: the derivative of the step's loss with respect to a microbatch's weighted sum of
-            auxiliary losses: the loss scale divided by M.
+            order of ``weights``; float64.
     """
 
     totals: Tensor
-    gradient: Tensor
 
     def __init__(
         self, module: nn.Module, weights: Mapping[str, float], device: torch.device
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, device)
         self.weights = dict(weights)
         self._holders = {
             name: tuple(part for part in module.modules() if hasattr(part, name))
@@ -72,9 +50,8 @@ class WithAuxLosses(Wrapper):
         for name, parts in self._holders.items():
             for part in parts:
                 setattr(part, name, None)  # no value of an earlier call
-        zeros = torch.zeros(len(weights), device=device)
+        zeros = torch.zeros(len(weights), dtype=torch.float64, device=device)
         self.register_buffer("totals", zeros, persistent=False)
-        self.register_buffer("gradient", torch.ones((), device=device), persistent=False)
 
     @property
     def names(self) -> set[str]:
@@ -84,19 +61,22 @@ class WithAuxLosses(Wrapper):
     def forward(self, *args: Tensor) -> Any:
         """Run the stage, and attach the auxiliary losses' gradients to its outputs."""
         outputs = self.module(*args)
-        sums = []
+        sums = {}
         for name, parts in self._holders.items():
             values = [getattr(part, name) for part in parts]
             for part in parts:
                 setattr(part, name, None)
-            sums.append(_sum_of(name, [value for value in values if value is not None]))
-        if any(value is not None for value in sums):
-            zero = torch.zeros_like(self.gradient)
-            row = torch.stack([zero if v is None else v.to(zero.dtype) for v in sums])
-            self.totals.add_(row.detach())
-            terms = zip(self.weights.values(), row.unbind(), strict=True)
-            outputs = _attach(outputs, sum(w * v for w, v in terms), self.gradient)
-        return outputs
+            if present := [value for value in values if value is not None]:
+                sums[name] = _sum_of(name, present)
+        if not sums:
+            return outputs
+        zero = torch.zeros_like(self.totals[0])
+        row = [
+            sums[name].detach().to(zero.dtype) if name in sums else zero for name in self.weights
+        ]
+        self.totals.add_(torch.stack(row))
+        loss: Any = sum(self.weights[name] * value for name, value in sums.items())
+        return self.train_loss(outputs, loss)
 
 
 def start_aux_losses(stages: Iterable[WithAuxLosses], gradient: float) -> None:
@@ -133,31 +113,11 @@ def check_holders(stages: Sequence[WithAuxLosses], names: Iterable[str], ranks: 
         )
 
 
-def _sum_of(name: str, values: list[Any]) -> Tensor | None:
+def _sum_of(name: str, values: list[Any]) -> Tensor:
     for value in values:
         if not isinstance(value, Tensor) or value.dim():
             raise PipelineError(
                 f"the auxiliary loss {name!r} of a module must be a scalar tensor: reduce it, as "
                 "by .mean(), before the forward sets it"
             )
-    return torch.stack(values).sum() if values else None
-
-
-def _attach(outputs: Any, aux: Any, gradient: Tensor) -> Any:
-    """Return the outputs, with the gradient of ``aux`` attached. ``aux`` gets ``gradient`` when the
-    first output that needs a gradient gets its own.
-    """
-    if not (torch.is_grad_enabled() and aux.requires_grad):
-        return outputs
-    row = [outputs] if isinstance(outputs, Tensor) else [*outputs]
-    needing = [at for at, output in enumerate(row) if getattr(output, "requires_grad", False)]
-    if not needing:
-        raise PipelineError(
-            "a stage has an auxiliary loss, and no output that needs a gradient: return an output "
-            "that needs a gradient from the stage's module"
-        )
-    row[needing[0]] = _WithGradient.apply(row[needing[0]], aux, gradient)  # type: ignore[no-untyped-call]
-    if isinstance(outputs, Tensor):
-        return row[0]
-    # Dynamo of torch 2.11 cannot return what NamedLoss._replace creates.
-    return NamedLoss(row[0], outputs.parts) if isinstance(outputs, NamedLoss) else tuple(row)
+    return torch.stack(values).sum()

@@ -132,8 +132,9 @@ class RunOptions:
             the ranks, and the microbatches whose loss is not finite. ``"skip"``: drop the step
             at its end, with the gradients of all its batches, those of ``forward_backward``
             included, and count it in ``metrics()``. With both, no optimizer moves on any rank.
-            ``"ignore"``: do not check. Only gradients are checked: a loss may be NaN if all
-            gradients are finite, as for a microbatch without targets.
+            Buffers stay as the step's forwards wrote them, such as the running statistics of
+            ``BatchNorm``. ``"ignore"``: do not check. Only gradients are checked: a loss may be NaN
+            if all gradients are finite, as for a microbatch without targets.
         audit: whether a rank that waits for others runs an action of the step again meanwhile, and
             compares the bits of what it computed, before any optimizer moves. The first three steps
             are measured; ``trainer.auditor`` then has the period in which every action is audited

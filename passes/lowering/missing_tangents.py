@@ -7,6 +7,8 @@ inputs would run on the zeros, and an infinite derivative would turn them into N
     node that depends on missing gradients alone    dropped
     sum of two gradients, one missing               the other gradient
     other operator, an operand missing              zeros for the operand, as autograd makes them
+
+The gradient of a module's own loss (``own_gradients``) always arrives.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ..graph import (
     is_size,
     module_like,
     outputs,
+    own_gradients,
     placeholders,
     set_outputs,
     source_line,
@@ -59,10 +62,15 @@ def without_tangents(program: SplitGraphs, form: GraphForm) -> Changed:
     graphs, calls = program.graphs(), _SpecializedCalls()
     first, late = graphs["backward_input"], graphs["backward_weight"]
     tangents = inputs(program.joint.graph, Kind.TANGENT)
-    arrivals = {role: role.name not in form.missing for role in tangents}
+    buffers = dict.fromkeys(own_gradients(program.joint.graph), True)
+    forward = _dependence(graphs["forward"].graph, buffers)
+    saved = {
+        role: True for role, node in outputs(graphs["forward"].graph, Kind.SAVED) if forward[node]
+    }
+    arrivals = buffers | saved | {role: role.name not in form.missing for role in tangents}
     depends = _dependence(first.graph, arrivals)
     crossing = {role: depends[value] for role, value in outputs(first.graph, Kind.DEFERRED)}
-    weight = calls.specialize(late, crossing)
+    weight = calls.specialize(late, arrivals | crossing)
     unread = crossing.keys() - inputs(weight.graph)
     return {
         "backward": calls.specialize(graphs["backward"], arrivals),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.errors import CaptureError, PipelineError, PlanError, PythonStateError
+from autosplit.errors import (
+    AutosplitError,
+    CaptureError,
+    PipelineError,
+    PlanError,
+    PythonStateError,
+)
 from autosplit.pipeline import PipelineTrainer, StageOptions
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
@@ -43,7 +50,7 @@ def stage(index: int) -> nn.Module:
 
 def left(model: nn.Module, name: str) -> Tensor:
     values = [getattr(m, name) for m in model.modules() if getattr(m, "name", "") == name]
-    return torch.stack(values).sum()
+    return torch.stack(values).sum() if values else torch.zeros(())
 
 
 def reference(
@@ -182,5 +189,101 @@ def test_an_attribute_that_is_not_declared_is_refused() -> None:
     with (
         workers.trainer(model, ranks=1, stage_factory=None, aux_losses={"aux_loss": 1.0}) as engine,
         pytest.raises(PythonStateError, match=r"changes Python state, .*aux_loss"),
+    ):
+        engine.step(workers.data(ROWS))
+
+
+class Gate(nn.Module):
+    """Returns what its router computes, and what it passes on."""
+
+    def __init__(self, *, frozen: bool = False, breaks: bool = False) -> None:
+        super().__init__()
+        self.router = Router("aux_loss")
+        self.frozen, self.breaks = frozen, breaks
+
+    def forward(self, x: Tensor) -> Any:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        routed = self.router(x)
+        return (x.round().long(), x.detach()) if self.frozen else (routed, 2 * x)
+
+
+class Last(nn.Module):
+    """Uses the second of its inputs only."""
+
+    def __init__(self, *, detaches: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(workers.WIDTH, workers.WIDTH)
+        self.detaches = detaches
+
+    def forward(self, routed: Tensor, x: Tensor) -> Tensor:
+        return self.linear(x.detach() if self.detaches else x)
+
+
+class Counts(nn.Module):
+    """Returns integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router("aux_loss")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.router(x)[:, 0] > 0).long()
+
+
+class InTurn(nn.Sequential):
+    """Stages whose results are the next one's arguments."""
+
+    def forward(self, x: Any) -> Any:
+        for part in self:
+            x = part(*x) if isinstance(x, tuple) else part(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:stage 1 .*runs as several graphs")
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+@pytest.mark.parametrize(
+    ("gate", "last"),
+    [
+        ({}, {}),
+        ({}, {"detaches": True}),
+        ({"frozen": True}, {}),
+        ({"breaks": True}, {}),
+        ({"breaks": True}, {"detaches": True}),
+    ],
+    ids=["unused", "detached", "frozen", "in parts", "in parts and detached"],
+)
+def test_they_are_trained_if_outputs_get_no_gradient(
+    gate: dict[str, bool], last: dict[str, bool], schedule: str
+) -> None:
+    torch.manual_seed(0)
+    stages = [nn.Linear(workers.WIDTH, workers.WIDTH), Gate(**gate), Last(**last)]
+    model = InTurn(*copy.deepcopy(stages)).double()
+    batch = [part.double() for part in workers.data(ROWS)]
+    plain, means = reference(*batch, model)
+    weights = {"aux_loss": WEIGHTS["aux_loss"]}
+    with workers.trainer(
+        [part.double() for part in stages],
+        ranks=1,
+        microbatches=COUNT,
+        stage_factory=None,
+        aux_losses=weights,
+        schedule=schedule,
+    ) as engine:
+        assert engine.verify(batch).bits_equal
+        engine.forward_backward(batch)
+        assert engine.metrics()["aux_loss"] == pytest.approx(means["aux_loss"], rel=1e-14)
+        gradients = engine.gradients()
+    for index, part in enumerate(plain):
+        for name, parameter in part.named_parameters():
+            expected = parameter.grad
+            torch.testing.assert_close(gradients[index].get(name), expected, rtol=1e-13, atol=0)
+
+
+def test_a_stage_without_an_output_that_carries_their_gradient_is_refused() -> None:
+    model = [Counts(), nn.Embedding(2, workers.WIDTH)]
+    with (
+        workers.trainer(model, ranks=1, stage_factory=None, aux_losses={"aux_loss": 1.0}) as engine,
+        pytest.raises(AutosplitError, match=r"\(Counts\) has an auxiliary loss, and no output of"),
     ):
         engine.step(workers.data(ROWS))

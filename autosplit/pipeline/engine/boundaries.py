@@ -54,7 +54,7 @@ class NamedLoss(NamedTuple):
 
 Dependence = Sequence[Sequence[bool]]
 """For each output of a stage and each of its inputs, whether the gradient of the output gives the
-input one.
+input one; then the inputs that get a gradient even if no output does.
 """
 
 
@@ -129,7 +129,7 @@ class Boundaries:
                     output_flags[position] |= is_sent
             rows = dependence[stage]
             if rows is not None:
-                rows = [row for row, gets in zip(rows, output_flags, strict=True) if gets]
+                rows = [row for row, gets in zip(rows, [*output_flags, True], strict=True) if gets]
             for source in dataflow.sources(stage):
                 metas = dataflow.select(self.outputs[source], source, stage)
                 flags = [meta.requires_grad for meta in metas]

@@ -25,6 +25,7 @@ from autosplit.autograd.pending_bound import PendingBound
 from autosplit.capture.diagnosis import named_module
 from autosplit.dynamo.fallback import Fallback, snapshot
 from autosplit.errors import CaptureError, DeferralWarning, PythonStateError, SplitError
+from autosplit.pipeline.engine.own_loss import WithOwnLoss
 from autosplit.pipeline.engine.stage_protocols import flat_outputs
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.runtime.options import SplitOptions
@@ -41,8 +42,8 @@ T = TypeVar("T")
 
 
 class _AutogradGraph(NamedTuple):
-    """Inputs and outputs of one microbatch's autograd graph; None for tensors that need no
-    gradient.
+    """Inputs and outputs of one microbatch's autograd graph, the stage's own loss last if it has
+    one; None for tensors that need no gradient.
     """
 
     inputs: Sequence[GradientEdge | None]
@@ -124,6 +125,8 @@ class PartialStage:
     def _set_module(self, module: nn.Module, index: int, dtype: torch.dtype | None) -> None:
         """Set the module, and begin without microbatches and without gradients."""
         self.index, self._module = index, module
+        holder = [part for part in module.modules() if isinstance(part, WithOwnLoss)]
+        self._own_loss = holder[0] if holder else None
         self._works = _CollectedWorks(Delivery(), PendingBound(math.inf))
         self._root, self._leaves = torch.zeros((), requires_grad=True), UncachedLeaves()
         self._sums = GradientSums(f"stage {index}", dtype)
@@ -174,12 +177,26 @@ class PartialStage:
         with torch.enable_grad():
             args, entries = self._enter(inputs)
             inputs.clear()
-            result = self._call(args)
+            result, own_loss = self._run(args)
         self._check_attributes(self._module)
         outputs, _ = flat_outputs(self.index, result, self.part_names)
-        ends = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
+        ends = [
+            get_gradient_edge(end) if end is not None and end.requires_grad else None
+            for end in (*outputs, own_loss)
+        ]
         self._graphs[microbatch] = _AutogradGraph(entries, ends)
         return [output.detach() for output in outputs]
+
+    def _run(self, args: tuple[Tensor, ...]) -> tuple[Any, Tensor | None]:
+        """Run the module, and return (its result, its own loss, if it has one)."""
+        holder = self._own_loss
+        if holder is None:
+            return self._call(args), None
+        holder.is_root = True
+        try:
+            return self._call(args), holder.take_root()
+        finally:
+            holder.is_root = False
 
     def _call(self, args: tuple[Tensor, ...]) -> Any:
         return self._fallback.run_by_graphs(self._parts, args, {})
@@ -193,6 +210,8 @@ class PartialStage:
             SplitError: the microbatch has not run its forward.
         """
         graph = self._take(self._graphs, microbatch, "forward")
+        holder = self._own_loss
+        output_grads.append(None if holder is None else holder.gradient.clone())
         trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         places = [at for at, entry in enumerate(graph.inputs) if entry is not None]
         wanted = [*(graph.inputs[at] for at in places), *trained.values()]

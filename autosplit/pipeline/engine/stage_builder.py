@@ -335,13 +335,11 @@ def _part_names(stage: TrainableStage) -> tuple[str, ...]:
 
 
 def dependence_of(stage: TrainableStage, outputs: int) -> Dependence | None:
-    """For each output of a stage, the inputs that get a gradient from it; None for a stage without
-    graphs.
-    """
+    """See ``Dependence``; None for a stage without graphs."""
     inputs_given = getattr(stage, "inputs_given", None)
     if inputs_given is None:
         return None
-    return [inputs_given([at == one for at in range(outputs)]) for one in range(outputs)]
+    return [inputs_given([at == one for at in range(outputs)]) for one in range(outputs + 1)]
 
 
 def _union(dependences: Sequence[Any]) -> Dependence:

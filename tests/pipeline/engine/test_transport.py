@@ -66,7 +66,8 @@ def _transport(*metas: TensorMeta, given: Sequence[bool] = ()) -> Transport:
     groups = Groups(1, CPU, 1.0)
     boundaries, dataflow = Boundaries(), StageDataflow(2)
     boundaries.outputs |= {0: metas, 1: (_meta(),)}
-    boundaries.resolve_gradients([None, [given] if given else None], dataflow)
+    dependence = [given, [False] * len(given)] if given else None
+    boundaries.resolve_gradients([None, dependence], dataflow)
     routes = routes_of(build("gpipe", 2, 1, ranks=1))[0]
     transport = Transport(routes, groups, device=CPU, posts={})
     transport.begin_step([boundaries])
