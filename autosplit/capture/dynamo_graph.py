@@ -40,7 +40,7 @@ from autosplit.capture.workarounds.custom_functions import (
     refuse_absent_gradients,
     return_tensors_once,
 )
-from autosplit.capture.workarounds.dynamo import inline_compile_regions
+from autosplit.capture.workarounds.dynamo import inline_compile_regions, refuse_written_deques
 from autosplit.capture.workarounds.operators import (
     AS_IN_EAGER,
     Decompositions,
@@ -138,11 +138,13 @@ def skip_mistraced_frames(module: fx.GraphModule) -> None:
             graph.
     """
     context = TracingContext.try_get()
+    translator = InstructionTranslator.current_tx()
     try:
         refuse_absent_gradients(module, [] if context is None else context.traced_code)
         refuse_traced_otherwise(module)
+        refuse_written_deques(translator.output.side_effects)
     except CaptureError as error:
-        if InstructionTranslator.current_tx().one_graph:
+        if translator.one_graph:
             raise
         raise SkipFrame(str(error)) from error
 

@@ -8,6 +8,8 @@ the test that fails without it. Once torch is fixed, the workaround can go.
 |---|---|---|---|---|
 | hooks on tensors that a forward did not compute are lost | Dynamo | all | `refuse_lost_hooks` |
   tests/capture/workarounds/test_tensor_hooks.py |
+| a ``deque(maxlen=n)`` that a forward writes has no maximum | Dynamo | 2.13 |
+  `refuse_written_deques` | tests/capture/workarounds/test_deques.py |
 | functions with ``set_materialize_grads(False)`` get zeros for None | Dynamo | all |
   `refuse_absent_gradients` | tests/semantics/operators/test_custom_ops.py |
 | gradients of tensors that custom functions write in place are zeros | Dynamo | 2.11 |

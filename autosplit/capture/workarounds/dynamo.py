@@ -6,7 +6,7 @@ import contextlib
 import logging
 import operator
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
@@ -121,6 +121,27 @@ def refuse_lost_hooks() -> Iterator[None]:
             "cannot contain. Register it on a view (x = x.view_as(x) first), or outside of the "
             "forward"
         )
+
+
+def refuse_written_deques(effects: SideEffects) -> None:
+    """Refuse a forward that writes into a ``deque(maxlen=n)`` that exists already. Dynamo traces it
+    without its maximum: after an addition, the forward would read one item too many.
+
+    Args:
+        effects: Dynamo's record of the traced forward.
+
+    Raises:
+        CaptureError: the forward writes into such a deque.
+    """
+    for value in effects.keepalive:
+        if not isinstance(value, deque) or value.maxlen is None:
+            continue
+        if effects.is_modified(effects.id_to_variable[id(value)]):
+            raise CaptureError(
+                f"the forward writes into a deque of at most {value.maxlen} items, which torch "
+                "traces as if it had no maximum; keep the items in a list and cut it "
+                "(self.items = self.items[-n:])"
+            )
 
 
 def current_line() -> str:
