@@ -482,9 +482,9 @@ def test_moved_module_takes_its_gradients_along() -> None:
 def test_an_idle_split_module_costs_other_optimizers_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hooks = OrderedDict[int, Any]()  # without those of other tests
     module = sys.modules[torch.optim.Optimizer.__module__]
-    monkeypatch.setattr(module, "_global_optimizer_pre_hooks", hooks)
+    for hooks in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+        monkeypatch.setattr(module, hooks, OrderedDict[int, Any]())  # without other tests' hooks
     split = autosplit.split(nn.Linear(2, 2))
     split(torch.ones(1, 2)).sum().backward()
     split.backward_weight()
