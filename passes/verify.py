@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from .analysis.aliasing import is_view, storage_root
 from .analysis.operator_cost import recompute_cost
@@ -244,16 +244,19 @@ def _outputs_once(program: SplitGraphs) -> Iterator[str]:
 def _results_match_the_joint_graph(program: SplitGraphs) -> Iterator[str]:
     """A result has the shape and dtype that it has in the joint graph."""
 
-    def form(value: object) -> object:
-        tensor = tensor_of(value) if isinstance(value, fx.Node) else None
+    def value_of(value: object) -> Tensor | None:
+        return tensor_of(value) if isinstance(value, fx.Node) else None
+
+    def form(tensor: Tensor | None) -> object:
         return tensor is not None and (tensor.dtype, *map(str, tensor.shape))
 
     kinds = FORWARD_OUTPUT | GRADIENT | BACKWARD_WRITE
-    traced = {role: form(value) for role, value in outputs(program.joint.graph, *kinds)}
+    traced = {role: value_of(value) for role, value in outputs(program.joint.graph, *kinds)}
     for name, module in program.graphs().items():
         for role, value in outputs(module.graph, *kinds):
-            if form(value) != traced.get(role, form(value)):
-                yield f"{name}: {role} is {form(value)}, and was traced as {traced[role]}"
+            tensor, expected = value_of(value), traced.get(role, value_of(value))
+            if tensor is not expected and form(tensor) != form(expected):
+                yield f"{name}: {role} is {form(tensor)}, and was traced as {form(expected)}"
 
 
 def _only_cheap_work_runs_again(program: SplitGraphs) -> Iterator[str]:

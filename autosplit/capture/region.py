@@ -41,7 +41,7 @@ from autosplit.passes.graph import (
     role_of,
 )
 from autosplit.passes.subgraph import Subgraph, call_subgraph
-from autosplit.torch_internals.operators import register_fake
+from autosplit.torch_internals.operators import fake_empty, register_fake
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ autograd records each call, even if no input of the call requires a gradient."""
 
 
 def new_anchor() -> Tensor:
-    """A new tensor for the anchor, or for the anchor's gradient. The anchor is an extra input of
-    each block's call. It requires a gradient if any called block is trained, so that autograd runs
-    the backward of the call.
+    """A new tensor for the anchor. The anchor is an extra input of each block's call. It requires a
+    gradient if any called block is trained, so that autograd runs the backward of the call. It gets
+    none, because the sum over all calls would be traced.
     """
     return torch.empty(1)
 
@@ -77,12 +77,13 @@ def _forward(call: int, inputs: list[Tensor]) -> list[Tensor]:
 
 def _backward(call: int, grads: list[Tensor]) -> list[Tensor]:
     region = _CALLS.get()[call].region
-    gradients = [region.empty(node.meta["val"]) for node in region.input_grads.values()]
-    return [*gradients, new_anchor()]
+    return [region.empty(node.meta["val"]) for node in region.input_grads.values()]
 
 
 register_fake(_LIBRARY, "forward", _forward)
 register_fake(_LIBRARY, "backward", _backward)
+# It computes gradients of parameters, too, which are no results until ``expand``.
+fx.node.has_side_effect(BACKWARD)
 
 
 @contextlib.contextmanager
@@ -113,12 +114,12 @@ class BlockRegion(CapturedBlock):
     graphs: SplitGraphs
     within: Within
 
-    def empty(self, value: Tensor) -> Tensor:
+    def empty(self, value: Tensor, make: Callable[..., Tensor] = fake_empty) -> Tensor:
         """An empty tensor with the layout of a value of the region, in sizes of the surrounding
-        graph.
+        graph. By default it is a new fake tensor, whose making no trace records.
         """
         shape, strides = (map(self.within, sizes) for sizes in (value.shape, value.stride()))
-        return torch.empty_strided([*shape], [*strides], dtype=value.dtype, device=value.device)
+        return make([*shape], [*strides], dtype=value.dtype, device=value.device)
 
     @property
     def halves(self) -> dict[str, fx.GraphModule]:
@@ -276,7 +277,7 @@ class RegionCall:
                 "the gradient of one of its results has another memory layout than the result"
             )
         # A new tensor, because values of the block's trace do not belong to this trace.
-        return self.region.empty(traced)
+        return self.region.empty(traced, torch.empty_strided)
 
 
 class _RegionFunction(torch.autograd.Function):
@@ -294,8 +295,8 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return (None for the call, gradient of the anchor, gradient of each input tensor, further
-        terms of these gradients). Autograd adds the terms of a tensor in their order.
+        """Return (None for the call and the anchor, gradient of each input tensor, further terms of
+        these gradients). Autograd adds the terms of a tensor in their order.
         """
         call: RegionCall = ctx.call
         region = call.region
@@ -304,11 +305,11 @@ class _RegionFunction(torch.autograd.Function):
             call.with_traced_strides(r.name, grad_by_path[r.name], node.meta["val"])
             for r, node in region.tangents.items()
         ]
-        *input_grads, anchor = BACKWARD(call.number, tangents)
+        input_grads = BACKWARD(call.number, tangents)
         grad_by_name = dict(
             zip([role.name for role in region.input_grads], input_grads, strict=True)
         )
-        return None, anchor, *map(grad_by_name.get, region.differentiated)
+        return None, None, *map(grad_by_name.get, region.differentiated)
 
 
 _NO_WORD = re.compile(r"\W+")

@@ -105,27 +105,31 @@ class _SpecializedCalls:
         """A copy of a subgraph's module, without the results in ``unread`` and without the nodes
         that depend on missing gradients alone.
         """
-        graph = fx.Graph()
+        graph, replaced = fx.Graph(), dict[fx.Node, fx.Node]()
         copies = copy_nodes(graph, module)
         depends = _dependence(graph, arrivals)
         missing = {node for node, arrives in depends.items() if arrives is False}
         pairs = [pair for pair in outputs(module.graph) if pair[0] not in unread]
-        set_outputs(graph, [pair for pair in pairs if copies.get(pair[1]) not in missing], copies)
+        pairs = [pair for pair in pairs if copies.get(pair[1]) not in missing]
         for node in [*depends]:
             if node in missing or missing.isdisjoint(node.all_input_nodes):
                 continue
             with graph.inserting_before(node):
                 if SUBGRAPH in node.meta:
-                    self._specialize_call(node, depends)
+                    self._specialize_call(node, depends, replaced)
                 else:
-                    _specialize_operator(node, depends, missing)
+                    _specialize_operator(node, depends, replaced, missing)
+        # Last: each replacement of an operand of the output would copy all of them.
+        set_outputs(graph, pairs, {node: replaced.get(copy, copy) for node, copy in copies.items()})
         eliminate_dead_code(graph)
         for node in placeholders(graph):
             if not (node.users or is_size(node)):  # Inductor reads sizes that no node does
                 graph.erase_node(node)
         return module_like(module, graph, type(module).__name__)
 
-    def _specialize_call(self, node: fx.Node, depends: Dependence) -> None:
+    def _specialize_call(
+        self, node: fx.Node, depends: Dependence, replaced: dict[fx.Node, fx.Node]
+    ) -> None:
         called: Subgraph = node.meta[SUBGRAPH]
         operand_of = dict(zip(called.arguments, operands(node), strict=True))
         arrivals = {role: depends[operand] for role, operand in operand_of.items()}
@@ -146,10 +150,15 @@ class _SpecializedCalls:
             place = variant.results.get(roles[item.args[1]])  # type: ignore[index]
             if place is not None:
                 result = results[place] if isinstance(place, int) else operand_of[place]
-                _replace(item, result, depends)
+                _replace(item, result, depends, replaced)
 
 
-def _specialize_operator(node: fx.Node, depends: Dependence, missing: Collection[fx.Node]) -> None:
+def _specialize_operator(
+    node: fx.Node,
+    depends: Dependence,
+    replaced: dict[fx.Node, fx.Node],
+    missing: Collection[fx.Node],
+) -> None:
     """Replace the missing operands of an operator. A sum is replaced by its other term. For other
     operators, zeros replace the missing operand.
     """
@@ -159,15 +168,18 @@ def _specialize_operator(node: fx.Node, depends: Dependence, missing: Collection
             contiguous = {"memory_format": torch.contiguous_format}
             term = emit(node.graph, term, aten.clone.default, term, **contiguous)
         if _layout(term) == _layout(node):
-            _replace(node, term, depends)
+            _replace(node, term, depends, replaced)
             return
     for operand in node.all_input_nodes:
         if operand in missing:
             node.replace_input_with(operand, _zeros(operand, node.graph))
 
 
-def _replace(node: fx.Node, by: fx.Node, depends: Dependence) -> None:
+def _replace(
+    node: fx.Node, by: fx.Node, depends: Dependence, replaced: dict[fx.Node, fx.Node]
+) -> None:
     node.replace_all_uses_with(by)
+    replaced[node] = by
     depends.setdefault(by, depends[node])
 
 
