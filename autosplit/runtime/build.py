@@ -34,6 +34,7 @@ from autosplit.passes import Kind, PassError, SplitGraphs, run
 from autosplit.passes.graph import inputs
 from autosplit.passes.lowering.codegen import generate
 from autosplit.text.files import check_folder, writing
+from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_unsupported_shardings
 from autosplit.torch_internals.logging import trace_artifact
@@ -176,13 +177,14 @@ def split_capture(
         PassError: the graph cannot be split.
         BackendError: the backend cannot prepare the graph.
     """
-    prepare_joint(traced.joint, compiler)
     memory = options.memory_policy
     # Recomputing a block's norm would gather the block's weights once more. Compilers choose the
     # strides of a result, and may choose others where they recompute it.
     if compiler.gathering or compiler.compiles:
         memory = dataclasses.replace(memory, recomputes_results=False)
-    with writing(dump) if dump else contextlib.nullcontext():
+    # The joint graph has its casts already.
+    with without_autocast(), writing(dump) if dump else contextlib.nullcontext():
+        prepare_joint(traced.joint, compiler)
         graphs = run(traced.joint, passes=options.passes, memory=memory, dump=dump)
     for name, graph in graphs.graphs().items():
         trace_artifact(f"autosplit_{name}", partial(generate, name, graph))

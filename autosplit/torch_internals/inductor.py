@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.passes.analysis.operators import is_random
 
+from .autograd import without_autocast
 from .instruction_set import testing_one_set
 from .kernel_files import KernelFiles
 from .patches import patched
@@ -166,6 +167,7 @@ def compile_module(
     # Inductor reads only this attribute of AOTAutograd's metadata.
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated))  # type: ignore[assignment]
     with (
+        without_autocast(),  # graphs have their casts already
         compile_lock,
         V.set_fake_mode(fakes),
         tracing(context),

@@ -232,6 +232,31 @@ def test_constant_tensors_are_read_at_every_call() -> None:
     torch.testing.assert_close(split(x)[0], 2.5 * output)
 
 
+class SingleProduct(nn.Module):
+    """A product in float32, as attention with dropout computes it under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            product = x @ x.mT
+        return self.linear(product)
+
+
+def test_products_that_autocast_leaves_in_float32_are_compiled_under_autocast() -> None:
+    module, x = SingleProduct(), torch.randn(3, 5, 4)
+    split = autosplit.split(module, backend="inductor")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = split(x)
+        torch.testing.assert_close(output, module(x))
+    expected = torch.autograd.grad(module(x).sum(), module.linear.weight)[0]
+    output.sum().backward()
+    split.backward_weight()
+    torch.testing.assert_close(module.linear.weight.grad, expected, atol=0.02, rtol=0.02)
+
+
 def test_as_a_backend_of_torch_compile() -> None:
     model = nn.Linear(12, 6)
     exact = copy.deepcopy(model).double()
