@@ -162,7 +162,9 @@ class FaultSearch:
             origin = search.origin(result)
         if origin.argument and origin.argument[0] in _FAULTY_STATE.get(origin.reason, ()):
             return self._state_origin(action, origin.argument)
-        module, line = program.facts["lines"].get(origin.statement.name, ["", ""])
+        users_lines = program.facts["lines"]
+        places = (users_lines[name] for name in origin.statement.names if name in users_lines)
+        module, line = next(places, ["", ""])
         lines = [
             f"{origin.reason} in {origin.statement.operator}",
             f"module    {module or 'the loss, or the stage itself'}",

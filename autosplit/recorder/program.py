@@ -30,13 +30,13 @@ class Statement(NamedTuple):
     """One statement of a program.
 
     Attributes:
-        name: the name of the value that it computes; empty if it computes none.
+        names: the names of the values that it computes.
         operator: the function that it calls.
         operands: the names that it reads.
         code: the statement, compiled.
     """
 
-    name: str
+    names: Sequence[str]
     operator: str
     operands: Sequence[str]
     code: CodeType
@@ -45,12 +45,16 @@ class Statement(NamedTuple):
     def of(cls, node: ast.stmt) -> Statement:
         """Compile a statement."""
         code = compile(ast.Module([node], []), "<program>", "exec")
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
-            return cls("", "", (), code)
-        call, value = getattr(node.value, "func", node.value), node.value
-        names = [name.id for name in ast.walk(value) if isinstance(name, ast.Name)]
-        reads = [name for name in names if not hasattr(builtins, name)]
-        return cls(node.targets[0].id, ast.unparse(call), reads, code)
+        if not isinstance(node, ast.Assign) or ast.unparse(node.value) == "args":
+            return cls((), "", (), code)
+        call = getattr(node.value, "func", node.value)
+        reads = [name for name in _names(node.value) if not hasattr(builtins, name)]
+        return cls(_names(node.targets[0]), ast.unparse(call), reads, code)
+
+
+def _names(expression: ast.expr) -> list[str]:
+    """The names in an expression, in order."""
+    return [name.id for name in ast.walk(expression) if isinstance(name, ast.Name)]
 
 
 class FaultOrigin(NamedTuple):
@@ -125,7 +129,7 @@ class Program:
         names = {name for name, role in self.roles.items() if role in sample_arguments}
         for statement in self._statements:
             if not names.isdisjoint(statement.operands):
-                names.add(statement.name)
+                names.update(statement.names)
         return names
 
 
@@ -133,9 +137,7 @@ def _argument_names(function: ast.FunctionDef) -> list[str]:
     """The names to which a program unpacks its arguments, in order."""
     unpack = function.body[0]
     targets = unpack.targets if isinstance(unpack, ast.Assign) else []
-    return [
-        name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)
-    ]
+    return [name for target in targets for name in _names(target)]
 
 
 def _check_registered(operator: str, names: Names) -> None:
@@ -184,7 +186,7 @@ class OriginSearch:
         try:
             for statement in program.play(self.arguments, names):
                 faults |= {n: self.fault(names[n]) for n in statement.operands if n not in faults}
-                makers[statement.name] = statement
+                makers |= dict.fromkeys(statement.names, statement)
         except Exception as error:
             return self._examine(statement, f"{type(error).__name__}: {error}")
         wrong = program.outputs[result or 0]
@@ -196,8 +198,8 @@ class OriginSearch:
             if faults[operand] and not self._may_be_mask(root, makers):
                 first = root
         # A statement that reads the size of a wrong value computes nothing wrong.
-        affected = (s for s in makers.values() if faults.get(s.name))
-        reader = next(s for s in affected if first in (s.name, *s.operands))
+        affected = (s for s in makers.values() if any(map(faults.get, s.names)))
+        reader = next(s for s in affected if first in (*s.names, *s.operands))
         return self._examine(reader, faults[first], program.roles.get(first))
 
     def _may_be_mask(self, name: str, makers: Mapping[str, Statement]) -> bool:
@@ -225,12 +227,11 @@ class OriginSearch:
         samples = []
         for sample in range(rows):
             trial = values | {name: _alone(values[name], sample, rows) for name in by_sample}
-            result = _result(statement, {**names, **trial})
-            if result is None or self.fault(result):
+            results = _results(statement, {**names, **trial})
+            if results is None or any(map(self.fault, results)):
                 samples.append(sample)
-        result = _result(statement, names)
-        if isinstance(result, Tensor):
-            values[statement.name] = result
+        computed = zip(statement.names, _results(statement, names) or (), strict=False)
+        values |= {name: value for name, value in computed if isinstance(value, Tensor)}
         samples = samples if len(samples) < rows else []
         return FaultOrigin(statement, reason, values, samples, argument)
 
@@ -248,13 +249,13 @@ def _first(name: str, makers: Mapping[str, Statement], faults: Mapping[str, str]
     return name
 
 
-def _result(statement: Statement, names: Names) -> Any:
-    """The result of a statement; None if it raises."""
+def _results(statement: Statement, names: Names) -> list[Any] | None:
+    """The results of a statement; None if it raises."""
     try:
         exec(statement.code, names)
     except Exception:
         return None
-    return names[statement.name]
+    return [names[name] for name in statement.names]
 
 
 def _alone(tensor: Tensor, sample: int, rows: int) -> Tensor:

@@ -147,6 +147,23 @@ def test_the_first_operator_and_the_sample_of_a_nan_are_named(tmp_path: pathlib.
     assert json.loads((tmp_path / "fault.json").read_text())["fault"]["action"] == "0F2"
 
 
+def normalized(index: int) -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_an_operator_of_several_results_is_named(tmp_path: pathlib.Path) -> None:
+    inputs, targets = data()
+    inputs[5, 2] = float("inf")
+    with (
+        trainer(tmp_path, block=normalized) as stages,  # type: ignore[arg-type]
+        pytest.raises(PipelineError, match="not finite"),
+    ):
+        stages.step(inputs, targets)
+    output = replay(tmp_path).output
+    assert "0F2 on rank 0: NaN in aten.native_layer_norm.default\n  module    0\n" in output
+    assert "samples   5 of the batch, in microbatch 2" in output
+
+
 def linear(index: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
