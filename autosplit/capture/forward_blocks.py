@@ -19,6 +19,7 @@ from autosplit.capture.input_sizes import Inputs, input_tensors
 from autosplit.capture.module_paths import name_modules
 from autosplit.capture.region_session import CapturedBlock, RegionSession, computed, is_plain
 from autosplit.errors import CaptureError
+from autosplit.passes.graph import copy_node
 from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import hold, tree_flatten, tree_unflatten
 
@@ -152,7 +153,7 @@ class _Copier:
         with self._graph.inserting_before(call):
             for node in region.graph.nodes:
                 if node.op not in ("placeholder", "output"):
-                    copies[node] = self._graph.node_copy(node, copies.__getitem__)
+                    copies[node] = copy_node(self._graph, node, copies)
                     copies[node].meta |= stacks.of(node)
         _replace(call, region.result, copies.__getitem__)
 

@@ -162,9 +162,8 @@ class FaultSearch:
             origin = search.origin(result)
         if origin.argument and origin.argument[0] in _FAULTY_STATE.get(origin.reason, ()):
             return self._state_origin(action, origin.argument)
-        users_lines = program.facts["lines"]
-        places = (users_lines[name] for name in origin.statement.names if name in users_lines)
-        module, line = next(places, ["", ""])
+        name = next(iter(origin.statement.names), "")
+        module, line = program.facts["lines"].get(name, ["", ""])
         lines = [
             f"{origin.reason} in {origin.statement.operator}",
             f"module    {module or 'the loss, or the stage itself'}",

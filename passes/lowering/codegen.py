@@ -140,7 +140,12 @@ def generate(
             source = line
         lines += stride_check(node, node_name)
         results = unpacked.get(node, [])
-        dead = [value for last in (node, *results) for value in last_use.get(last, [])]
+        dead = [
+            value
+            for last in (node, *results)
+            for value in last_use.get(last, [])
+            if value not in unpacked  # no name holds several results
+        ]
         reuse = reused.get(node)
         lines.append(_statement(node, results, dead, reuse, call_of, writes_buffers))
     return "\n".join(lines) + "\n"
@@ -253,8 +258,6 @@ def _statement(
     if writes_buffers:
         call = _buffer_write(node) or call
     text = f"    {', '.join(map(node_name, results or [node]))} = {call}"
-    if results:
-        dead = [value for value in dead if value is not node]
     if dead:
         text += f"; del {', '.join(node_name(item) for item in dead)}"
     return f"{text}  # {value_text(node.meta.get('val'))}"

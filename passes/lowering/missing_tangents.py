@@ -62,12 +62,7 @@ def without_tangents(program: SplitGraphs, form: GraphForm) -> Changed:
     graphs, calls = program.graphs(), _SpecializedCalls()
     first, late = graphs["backward_input"], graphs["backward_weight"]
     tangents = inputs(program.joint.graph, Kind.TANGENT)
-    buffers = dict.fromkeys(own_gradients(program.joint.graph), True)
-    forward = _dependence(graphs["forward"].graph, buffers)
-    saved = {
-        role: True for role, node in outputs(graphs["forward"].graph, Kind.SAVED) if forward[node]
-    }
-    arrivals = buffers | saved | {role: role.name not in form.missing for role in tangents}
+    arrivals = _own_arrivals(program) | {r: r.name not in form.missing for r in tangents}
     depends = _dependence(first.graph, arrivals)
     crossing = {role: depends[value] for role, value in outputs(first.graph, Kind.DEFERRED)}
     weight = calls.specialize(late, arrivals | crossing)
@@ -77,6 +72,16 @@ def without_tangents(program: SplitGraphs, form: GraphForm) -> Changed:
         "backward_input": calls.specialize(first, arrivals, unread),
         "backward_weight": weight,
     }
+
+
+def _own_arrivals(program: SplitGraphs) -> dict[Role, bool | None]:
+    """True for the gradient of the module's own loss, and for saved tensors that depend on it."""
+    buffers: dict[Role, bool | None] = dict.fromkeys(own_gradients(program.joint.graph), True)
+    if not buffers:
+        return {}
+    graph = program.forward.graph
+    depends = _dependence(graph, buffers)
+    return buffers | {role: True for role, node in outputs(graph, Kind.SAVED) if depends[node]}
 
 
 def _dependence(graph: fx.Graph, arrivals: Mapping[Role, bool | None]) -> Dependence:

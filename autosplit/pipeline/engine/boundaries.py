@@ -119,7 +119,8 @@ class Boundaries:
                 without graphs, in which every input that requires a gradient gets one.
             dataflow: the dataflow between stages.
         """
-        last, self._get_gradient = len(dependence) - 1, {}
+        self._get_gradient = {}
+        last = len(dependence) - 1
         for stage in range(last, -1, -1):
             output_flags = [stage == last and not at for at in range(len(self.outputs[stage]))]
             for target in dataflow.targets(stage):

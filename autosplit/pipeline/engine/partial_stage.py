@@ -125,8 +125,8 @@ class PartialStage:
     def _set_module(self, module: nn.Module, index: int, dtype: torch.dtype | None) -> None:
         """Set the module, and begin without microbatches and without gradients."""
         self.index, self._module = index, module
-        holder = [part for part in module.modules() if isinstance(part, WithOwnLoss)]
-        self._own_loss = holder[0] if holder else None
+        holders = (part for part in module.modules() if isinstance(part, WithOwnLoss))
+        self._own_loss = next(holders, None)
         self._works = _CollectedWorks(Delivery(), PendingBound(math.inf))
         self._root, self._leaves = torch.zeros((), requires_grad=True), UncachedLeaves()
         self._sums = GradientSums(f"stage {index}", dtype)
