@@ -20,7 +20,7 @@ from autosplit.capture.export import export
 from autosplit.capture.forward_blocks import ForwardRegion, export_around_blocks
 from autosplit.capture.forward_sizes import ForwardSizes
 from autosplit.capture.guards import unobserved
-from autosplit.capture.input_sizes import Inputs, input_tensors, is_open
+from autosplit.capture.input_sizes import Inputs, fake_example, input_tensors, is_open
 from autosplit.capture.node_effects import Effect, examine
 from autosplit.capture.region_session import capture_around_blocks
 from autosplit.capture.roles import canonical_names
@@ -111,9 +111,12 @@ def capture_forward(
         tree, *losses = tree if labels else (tree,)
         leaves, spec = tree_flatten(hold(tree))
         result_nodes = {id(value): node for value, node in zip(results, outputs, strict=True)}
-        _add_returned(
-            module, exported, [x for x in leaves if id(x) not in result_nodes], tensors, effects
-        )
+        returned = [x for x in leaves if isinstance(x, Tensor) and id(x) not in result_nodes]
+        positions = _input_positions((args, kwargs))[1]
+        for node in _add_returned(module, exported, positions, returned, tensors):
+            effects[node] = Effect(node.meta["val"])
+            if sizes is not None and id(tensors[node]) in positions:
+                sizes.add_input(positions[id(tensors[node])], node.meta["val"])
     if sizes is not None and any(map(sizes.is_size, leaves)):
         raise CaptureError(
             f"{type(module).__name__} returns a number that depends on the sizes of its inputs, "
@@ -186,26 +189,38 @@ def _open_sizes(exported: fx.GraphModule, inputs: Any, tensors: dict[fx.Node, An
 def _add_returned(
     module: nn.Module,
     exported: fx.GraphModule,
-    leaves: list[Any],
+    inputs: Collection[int],
+    leaves: list[Tensor],
     tensors: dict[fx.Node, Any],
-    effects: dict[fx.Node, Effect],
-) -> None:
-    """Add graph inputs for parameters and buffers that the model returns without reading them."""
-    input_ids = {id(tensor) for tensor in tensors.values()}
+) -> list[fx.Node]:
+    """Add graph inputs for inputs, parameters and buffers that the model returns without reading
+    them.
+
+    Args:
+        module: the model.
+        exported: the graph.
+        inputs: ``id`` of each input tensor.
+        leaves: the tensors that the model returns and the graph does not compute.
+        tensors: the graph's inputs, to which the new ones are added.
+
+    Returns:
+        the new inputs.
+    """
+    nodes: list[fx.Node] = []
+    read = {id(tensor) for tensor in tensors.values()}
     state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) or id(leaf) in input_ids:
-            continue
-        if id(leaf) not in state:
+    for leaf in {id(leaf): leaf for leaf in leaves if id(leaf) not in read}.values():
+        if id(leaf) not in state and id(leaf) not in inputs:
             raise CaptureError(
                 f"{type(module).__name__} returns a tensor of shape {list(leaf.shape)} that is "
                 "neither computed nor an input, a parameter or a buffer; register it as a buffer"
             )
         with exported.graph.inserting_before(next(iter(exported.graph.nodes))):
             node = exported.graph.placeholder(f"returned_{len(tensors)}")
-        input_ids.add(id(leaf))
         tensors[node] = leaf
-        effects[node] = Effect(exported.meta["fake_mode"].from_tensor(leaf))
+        node.meta["val"] = fake_example(exported.meta["fake_mode"], leaf)
+        nodes.append(node)
+    return nodes
 
 
 def _name(

@@ -40,6 +40,10 @@ class ForwardSizes:
         self._env, self._examples = env, examples
         self._inputs = InputSizes(env, inputs)
 
+    def add_input(self, position: int, value: Tensor) -> None:
+        """Add the fake value of an input that the graph returns without reading it."""
+        self._inputs.add({position: value})
+
     @cached_property
     def rule(self) -> SizeRule:
         """The sizes of inputs for which the graph is valid. Read it after everything that may add

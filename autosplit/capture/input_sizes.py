@@ -13,6 +13,8 @@ import sympy
 import torch
 import torch._dynamo
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -48,6 +50,19 @@ def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a size of any of these examples is marked to be a symbol (``leave_open``)."""
     leaves, _ = tree_flatten((args, kwargs))
     return any(hasattr(leaf, "_dynamo_weak_dynamic_indices") for leaf in leaves)
+
+
+def fake_example(mode: FakeTensorMode, example: Tensor) -> Tensor:
+    """A fake tensor in place of an example that the traced forward did not read. Sizes that
+    ``leave_open`` has marked are symbols of their own.
+    """
+    marked = getattr(example, "_dynamo_weak_dynamic_indices", ())
+    kinds = [
+        DimDynamic.DYNAMIC if dimension in marked else DimDynamic.STATIC
+        for dimension in range(example.dim())
+    ]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    return mode.from_tensor(example, symbolic_context=context)
 
 
 def sizes_within(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:

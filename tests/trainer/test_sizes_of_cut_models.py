@@ -247,3 +247,33 @@ def test_a_model_with_its_own_loss_is_called_by_keywords_at_every_length() -> No
         expected = torch.stack([whole(**keywords)["loss"] for keywords in inputs]).detach()
         pairs = [(keywords, torch.zeros(len(keywords["labels"]))) for keywords in inputs]
         assert torch.equal(engine.step(microbatches=pairs), expected)
+
+
+class Passing(nn.Module):
+    """Returns an input that it does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(ids), labels
+
+
+def test_a_model_returns_an_input_that_it_does_not_read_at_every_length() -> None:
+    whole = Passing()
+    with PipelineTrainer(
+        whole,
+        lambda output, _: loss_fn(*output),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        stages=2,
+        ranks=1,
+        example={"ids": tokens(2, 8), "labels": tokens(2, 8, 1)},
+        microbatches=2,
+        stage_options=StageOptions(planning={"costs": "estimate", "cut_at": ["body.layers.1"]}),
+    ) as engine:
+        for lengths in ([8, 8], [5, 9], [7, 10]):
+            pairs = listed(lengths)
+            expected = torch.stack([loss_fn(*whole(*pair)) for pair in pairs]).detach()
+            rows = [({"ids": ids, "labels": labels}, torch.zeros(2)) for ids, labels in pairs]
+            assert torch.equal(engine.step(microbatches=rows), expected)
