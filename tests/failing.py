@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def raises() -> None:
@@ -36,3 +36,16 @@ def dropping() -> Any:
 def with_target() -> Any:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 5))
     return model, torch.randint(9, (4, 3)), torch.randint(5, (4,))
+
+
+class Untraced(nn.Linear):
+    """Fails when it runs, and not when it is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise ValueError("out of memory")
+        return super().forward(x)
+
+
+def untraced() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), Untraced(4, 4)), (torch.ones(2, 4),)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from autosplit.compare import run
 from autosplit.compare.run import Settings, compare_on_rank, largest_difference, typical_pair
 from autosplit.compare.tables import Row, comparison_table
 from autosplit.planner import captured_model
@@ -50,3 +51,20 @@ def captures() -> int:
 
 def test_one_capture_serves_all_that_is_compared(on_ranks: Ranks) -> None:
     assert on_ranks(captures, 1, timeout=60.0) == [1]
+
+
+def trainers_of_a_failing_model() -> int:
+    """The number of models that are cut for trainers before the model's own error ends the
+    comparison.
+    """
+    settings = Settings("tests.failing:untraced", {}, 2, 1, [("1f1b", 1)], steps=1, profiling=0.1)
+    with counted(run, "partition") as calls, pytest.raises(ValueError, match="out of memory"):
+        compare_on_rank(settings)
+    return calls.call_count
+
+
+def test_an_error_of_the_model_ends_the_comparison_before_trainers_are_built(
+    on_ranks: Ranks,
+) -> None:
+    """Otherwise other ranks would wait in their trainers for rank 0, which runs the model."""
+    assert on_ranks(trainers_of_a_failing_model, 1, timeout=60.0) == [0]
