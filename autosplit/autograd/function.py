@@ -11,7 +11,7 @@ parameters, and gradients of outputs from which the module computes other output
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -39,6 +39,7 @@ from autosplit.torch_internals.autograd import (
     in_compiled_autograd,
     is_autocast,
     is_requested,
+    leaves_before,
     untraced,
 )
 from autosplit.torch_internals.distributed import called_by_stage_backward
@@ -224,9 +225,10 @@ class Split(torch.autograd.Function):
         arrived = list(output_grads)
         del output_grads
         functions, (skipped, idle, _) = functions.for_gradients(arrived)
-        if skipped and call.parameter_leaves.has_hooks():
-            for name in skipped:
-                HooksOfGradients(call.state[name])
+        _limit_hooks(call, skipped)
+        if idle:
+            for leaf in leaves_before(_input_nodes(ctx)):
+                HooksOfGradients(leaf)
         kept = graph_is_kept()
         ctx.saved = saved.duplicate() if kept else None
         if ctx.packed:
@@ -268,6 +270,19 @@ def _sentinel_nodes(ctx: Any) -> list[Any]:
     return [node for node, _ in edges[len(edges) - ctx.call.sentinel_count :]]
 
 
+def _input_nodes(ctx: Any) -> list[Any]:
+    """Autograd's nodes of the inputs; with slices, the node of the next slice."""
+    edges = ctx.next_functions
+    return [node for node, _ in edges[: len(edges) - ctx.call.sentinel_count]]
+
+
+def _limit_hooks(call: _Call, names: Collection[str]) -> None:
+    """Call the hooks of these parameters in this backward only if the parameters get a gradient."""
+    if names and call.parameter_leaves.has_hooks():
+        for name in names:
+            HooksOfGradients(call.state[name])
+
+
 def _queue_or_run_weights(
     ctx: Any,
     functions: SplitFunctions,
@@ -282,7 +297,9 @@ def _queue_or_run_weights(
     """
     _, state, anchor, parameter_leaves, fused_backward, _, _ = ctx.call
     if not fused_backward:  # the engine drops gradients of frozen parameters, after their hooks
-        skipped |= _frozen(ctx.call)
+        frozen = _frozen(ctx.call)
+        _limit_hooks(ctx.call, frozen)
+        skipped |= frozen
     if skipped.issuperset(functions.parameter_names) and not functions.sums:
         return ()
     work = PendingWork(functions, deferred, state, skipped, early)

@@ -61,7 +61,7 @@ def fake_example(mode: FakeTensorMode, example: Tensor) -> Tensor:
         DimDynamic.DYNAMIC if dimension in marked else DimDynamic.STATIC
         for dimension in range(example.dim())
     ]
-    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
     return mode.from_tensor(example, symbolic_context=context)
 
 

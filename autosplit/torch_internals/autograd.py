@@ -425,6 +425,21 @@ def nodes_of_leaves(tensors: Iterable[Tensor]) -> list[Node]:
     return [get_gradient_edge(leaf).node for leaf in leaves.values()]
 
 
+def leaves_before(nodes: Iterable[Node | None]) -> list[Tensor]:
+    """The leaves from which autograd's nodes have been computed, or which are their own leaves."""
+    leaves, seen = list[Tensor](), set[Node]()
+    pending: list[Any] = [*nodes]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+        pending += [following for following, _ in node.next_functions]
+    return leaves
+
+
 _MARK = "autosplit_node"
 
 

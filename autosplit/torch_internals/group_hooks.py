@@ -119,11 +119,17 @@ class HooksOfGradients:
     they count the visits.
 
     Args:
-        tensor: an argument of the function whose backward is running.
+        tensor: an argument of the function whose backward is running, or a leaf before it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._backward, self._has_gradient = current_backward(), False
+        is_trained = tensor.requires_grad
+        tensor.requires_grad_()  # torch hides the node of a frozen leaf, whose hooks run, too
+        self._limit_all(tensor)
+        tensor.requires_grad_(is_trained)
+
+    def _limit_all(self, tensor: Tensor) -> None:
         self._limited = [
             (table, key, hook, self._limit(hook))
             for table in hook_tables([tensor])
@@ -134,7 +140,7 @@ class HooksOfGradients:
         if not self._limited or any(self._is_repeated(hook) for _, _, hook, _ in self._limited):
             return
         register: Any = tensor.register_hook
-        self._handle = register(self._note) if tensor.requires_grad else None
+        self._handle = register(self._note)
         for table, key, _, limited in self._limited:
             del table[key]  # the hook moves behind ``_note``
             table[key] = limited
@@ -161,8 +167,7 @@ class HooksOfGradients:
 
     def _remove(self) -> None:
         """Restore the hooks."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._handle.remove()
         for table, key, hook, limited in self._limited:
             if table.get(key) is limited:  # else a hook has removed it
                 table[key] = hook
