@@ -110,6 +110,20 @@ def test_a_change_that_reaches_the_outputs_is_refused() -> None:
     assert len(stage.forward(0, [torch.randn(4, 3)])) == 1
 
 
+def test_an_output_that_is_detached_at_some_sizes_is_not_the_first() -> None:
+    """The error says so, and how to begin instead."""
+    model = Made(lambda m, x: x * 2 if len(x) < 4 else x.detach() * 2)
+    short, long = (torch.randn(size, 3, requires_grad=True) for size in (2, 5))
+    stage = Stage(model, [long])
+    with pytest.raises(SplitError, match="let the first inputs have a size at which it detaches"):
+        stage.forward(0, [short])
+    stage = Stage(model, [short])
+    for microbatch, (x, expected) in enumerate([(long, 0.0), (short, 2.0)]):
+        stage.forward(microbatch, [x])
+        (grad,) = stage.backward(microbatch, [torch.ones_like(x)])
+        assert grad is None or grad.unique().tolist() == [expected]
+
+
 def test_lists_are_handed_over() -> None:
     stage = Stage(nn.Linear(3, 2), [torch.randn(4, 3, requires_grad=True)])
     inputs: list[Tensor] = [torch.randn(4, 3)]

@@ -322,7 +322,8 @@ class StageSpecializations(Specializations):
             f"{_described(expected or first)} "
             f"when it was set up, and would now return {_described(now)}: something that its "
             "forward reads was changed, such as parameters, their dtype or requires_grad, or "
-            "autocast; build a new Stage, or a new trainer"
+            "autocast; build a new Stage, or a new trainer. If the forward detaches an output at "
+            "some sizes only, let the first inputs have a size at which it detaches none"
         )
 
 
