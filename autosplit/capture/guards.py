@@ -227,6 +227,8 @@ class Guards:
         setters: attributes and dictionary entries that the forward sets to the value they already
             have.
         blocks: guards of the blocks that the graph calls.
+        forwards: (class, its forward) of the module and its submodules. Dynamo has no guard for a
+            ``forward`` that is replaced on a class.
         check: evaluates Dynamo's own guards on the variables of one call; exists once frozen.
         check_globals: evaluates guards of globals and of torch's settings (grad mode, autocast)
             alone, the same for every block of a kind; exists once frozen.
@@ -245,6 +247,9 @@ class Guards:
         self._constants: list[tuple[CodeType, Any]] = []
         self.setters: list[Setter] = []
         self.blocks: list[BlockGuards] = []
+        kinds: set[Any] = {type(part) for part in module.modules()}
+        # Class methods are new objects at each look.
+        self.forwards = [(k, k.forward) for k in kinds if k.forward is k.forward]
 
     @cached_property
     def _checks(self) -> set[Callable[[dict[str, Any]], bool]]:
@@ -273,6 +278,11 @@ class Guards:
         tensors = [g.name for g in output.output_graph.guards if g.create_fn_name() == _TENSOR]
         guards._constants = guards._find_constants(tensors, args, kwargs)
         return guards
+
+    @property
+    def has_old_forwards(self) -> bool:
+        """Whether no ``forward`` was replaced on a class."""
+        return all(kind.forward is forward for kind, forward in self.forwards)
 
     @property
     def has_only_dynamo_guards(self) -> bool:
@@ -331,6 +341,9 @@ class Guards:
         function, args = traced_call(self.module, args)
         if function is not self.scope.function:
             return False
+        for kind, forward in self.forwards:
+            if kind.forward is not forward:
+                return False
         bound = self.scope.bound(args, kwargs)
         if bound is None or not self.check(bound):
             return False

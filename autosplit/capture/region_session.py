@@ -293,7 +293,7 @@ class RegionSession(Generic[R]):
         try:
             for region in self._regions.get(signature, ()):
                 guards = BlockGuards(region.guards, block, region.args, region.kwargs)
-                if guards.hold():
+                if guards.hold() and region.guards.has_old_forwards:
                     return region, guards
             return self._new(name, block, signature, leaves, spec)
         finally:

@@ -91,6 +91,33 @@ def test_the_next_call_knows() -> None:
             assert mine is None or torch.equal(mine, theirs), name
 
 
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(4, 4), Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.linear(x))
+
+
+@pytest.mark.parametrize("blocks", [1, 6], ids=["traced whole", "captured by blocks"])
+def test_a_forward_replaced_on_the_class_of_a_submodule(
+    blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Sequential(*[Gated() for _ in range(blocks)]), torch.randn(3, 4)
+    split = autosplit.split(model)
+    old = Gate.forward
+    for forward in (old, lambda _, x: torch.sigmoid(x), old):
+        monkeypatch.setattr(Gate, "forward", forward)
+        assert torch.equal(split(x), model(x))
+    assert len(split.functions) == 2
+
+
 def test_two_settings_back_and_forth_keep_two_graphs() -> None:
     split = autosplit.split(Model())
     x = torch.randn(3, 4)
