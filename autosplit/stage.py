@@ -276,7 +276,7 @@ class Stage(HeldMicrobatches):
             if self._sharded:
                 self.sharding.unshard()
             bound = graphs.bind(sizes, graphs.for_inputs())
-        functions, module_state = bound
+        functions, module_state, record = bound
         graphs.current = functions
         if functions.updated_inputs:
             refuse_overlap(functions, inputs, module_state)
@@ -287,7 +287,7 @@ class Stage(HeldMicrobatches):
             recomputable = RecomputableState(functions, module_state, inputs)
         leaves = [*inputs]
         inputs.clear()
-        result = functions.run(module_state, leaves)
+        result = functions.run(module_state, leaves, record)
         if recomputable is not None:
             self._inputs[microbatch] = recomputable
         else:

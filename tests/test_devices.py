@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autosplit.device import GeneratorStates, follow, generators_kept, stream_under
 from autosplit.runtime.boundary_layout import BoundaryLayout
-from autosplit.runtime.residuals import Residuals
+from autosplit.runtime.residuals import Residuals, StateRecord
 
 # --- the option that has tests run on another device than the CPU ---------------------------------
 
@@ -124,7 +124,7 @@ def test_residuals_are_taken_on_the_stream_of_who_takes_it(
     tensor = torch.ones(2)
     layout = BoundaryLayout(("a",))
     layout.on_streams = True
-    residuals = Residuals(layout, [tensor], ())
+    residuals = Residuals(layout, [tensor], StateRecord(layout, ()))
     received = (residuals.duplicate() if again else residuals).take_arguments()
     followed.assert_called_once()
     stream, tensors = followed.call_args.args

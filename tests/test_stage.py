@@ -385,6 +385,30 @@ def test_a_steady_forward_runs_what_an_earlier_one_of_its_sizes_ran() -> None:
     assert stage.output_specs[0][0] == (3, 4)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda p: p.add_(1), lambda p: setattr(p, "data", p.detach().clone())]
+)
+def test_parameters_stay_as_they_were_at_the_first_forward_of_a_step(
+    change: Callable[[Tensor], Any],
+) -> None:
+    """Steady forwards compare with what the first has recorded, and record nothing themselves."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
+    stage = Stage(model, [x])
+    for microbatch in range(3):
+        stage.forward(microbatch, [x.clone()], steady=microbatch > 0)
+    stage.backward_input(0, [torch.ones(3, 2)])
+    with torch.no_grad():
+        change(model[2].weight)
+    for microbatch in (1, 3):
+        if microbatch == 3:
+            stage.forward(microbatch, [x.clone()], steady=True)
+        with pytest.raises(SplitError, match=r"2\.weight"):
+            stage.backward_input(microbatch, [torch.ones(3, 2)])
+    stage.reset()
+    stage.forward(4, [x.clone()])
+    stage.backward_input(4, [torch.ones(3, 2)])
+
+
 def test_a_steady_forward_checks_guards_on_values_that_a_forward_writes() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         output: Tensor = m.inner(x) * (2.0 if m.steps.item() > 2 else 1.0)

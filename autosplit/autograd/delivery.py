@@ -82,7 +82,7 @@ class Delivery:
             return False
         if len({*a.slots}) < len(a.slots):  # a parameter has two names
             return False
-        same_state = all(map(is_, a.deferred.state, b.deferred.state))
+        same_state = all(map(is_, a.deferred.record.state, b.deferred.record.state))
         return same_state and all(map(is_, a.leaves, b.leaves))
 
     def _add_run(self, run: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]) -> None:
@@ -240,7 +240,7 @@ class ShardedDelivery(Delivery):
 
     def _reads_parameters(self, work: PendingWork) -> bool:
         deferred = work.deferred
-        return bool(deferred.state) or self.sharded.shares_parameter_memory(deferred.tensors)
+        return bool(deferred.record.state) or self.sharded.shares_parameter_memory(deferred.tensors)
 
 
 @contextlib.contextmanager

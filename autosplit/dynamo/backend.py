@@ -41,7 +41,7 @@ from autosplit.runtime.dtensor_functions import DTensorFunctions
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
 from autosplit.runtime.input_overlap import OverlapCheck
 from autosplit.runtime.options import SplitOptions
-from autosplit.runtime.residuals import State
+from autosplit.runtime.residuals import State, StateRecord
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dynamo import input_sources
 
@@ -87,8 +87,10 @@ class GraphFunctions(SplitFunctions):
     capture: GraphCapture
     has_memory_setting = False
 
-    def _run_forward(self, state: State, leaves: list[Any]) -> ForwardResult:
-        outputs, updates, saved = super()._run_forward(state, leaves)
+    def _run_forward(
+        self, state: State, leaves: list[Any], record: StateRecord | None
+    ) -> ForwardResult:
+        outputs, updates, saved = super()._run_forward(state, leaves, record)
         if self.capture.aliases:
             named = zip(self.output_names, outputs, strict=True)
             outputs = [self.capture.hide_alias(name, value) for name, value in named]

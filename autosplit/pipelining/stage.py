@@ -229,7 +229,7 @@ class SplitPipelineStage(RuntimeStage):
         call = ModuleCall.of(args, kwargs, with_gradients=self.has_backward)
         leaves = call.leaves
         gathered = self.sharding.unshard()
-        functions, state = self._step_graphs(call)
+        functions, state, record = self._step_graphs(call)
         results = self._results_of(functions)
         del args, call
         if not self.is_last:
@@ -238,7 +238,7 @@ class SplitPipelineStage(RuntimeStage):
             refuse_overlap(functions, leaves, state)
         kept = self._keep_roots(chunk, functions, leaves, kwargs)
         with WithoutAutograd():
-            result = self._call_graph("F", [chunk], functions.run, state, leaves)
+            result = self._call_graph("F", [chunk], functions.run, state, leaves, record)
             if kept:
                 written = result.outputs[len(result.outputs) - len(functions.updated_inputs) :]
                 for name, value in zip(functions.updated_inputs, written, strict=True):

@@ -49,7 +49,7 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflat
 from autosplit.torch_internals.state import allows_other_memory
 
 from .functions import ForwardResult, SplitFunctions
-from .residuals import Residuals, State
+from .residuals import Residuals, State, StateRecord
 from .storages import is_plain
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class CheckedResiduals(Residuals):
         reach.
         """
         exposed = map(self._tensors.__getitem__, self._layout.exposed)
-        return [*map(_sample, (*exposed, *self._protected))]
+        return [*map(_sample, (*exposed, *self.record.protected))]
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name of a sampled tensor, tensor that is True if its sampled elements have
@@ -199,10 +199,12 @@ class CheckedFunctions(SplitFunctions):
     def sentinel_parameters(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         return parameters
 
-    def run(self, state: State, leaves: list[Any]) -> ForwardResult:
+    def run(
+        self, state: State, leaves: list[Any], record: StateRecord | None = None
+    ) -> ForwardResult:
         if self._due:
             self._compare(self._due.pop(), state, leaves)
-        result = super().run(state, leaves)
+        result = super().run(state, leaves, record)
         saved = cast(CheckedResiduals, result.saved)
         saved.parameters = [(name, state[name]) for name in self.parameter_names]
         return result

@@ -12,7 +12,7 @@ from torch import Tensor
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role
 from autosplit.passes.graph import STATE
-from autosplit.runtime.residuals import State
+from autosplit.runtime.residuals import State, StateRecord
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 from .accumulators import Accumulators
@@ -27,12 +27,20 @@ class DTensorFunctions(SplitFunctions):
     is computed; the parameter may have others.
     """
 
-    def _run_forward(self, state: State, leaves: list[Any]) -> ForwardResult:
-        """F: unwraps state and leaves, and wraps outputs and updates."""
+    def record(self, state: State) -> StateRecord:
+        return super().record(self._local_state(state))
+
+    def _local_state(self, state: State) -> State:
         sharded = [role.name for role in self.capture.shardings if role.kind in STATE]
-        state = {**state, **{name: local_tensor(state[name]) for name in sharded}}
+        return {**state, **{name: local_tensor(state[name]) for name in sharded}}
+
+    def _run_forward(
+        self, state: State, leaves: list[Any], record: StateRecord | None
+    ) -> ForwardResult:
+        """F: unwraps state and leaves, and wraps outputs and updates."""
+        state = self._local_state(state)
         leaves[:] = self._local(Kind.INPUT, self.capture.inputs, leaves)
-        outputs, updates, saved = super()._run_forward(state, leaves)
+        outputs, updates, saved = super()._run_forward(state, leaves, record)
         results = len(self.output_names) - len(self.updated_inputs)
         names = self.output_names
         returned = self._whole(Kind.OUTPUT, names[:results], outputs[:results])

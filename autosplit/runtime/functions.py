@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from autosplit.errors import SplitError
 from autosplit.passes import Role
-from autosplit.runtime.residuals import Residuals, State, own_writes
+from autosplit.runtime.residuals import Residuals, State, StateRecord, own_writes
 from autosplit.torch_internals.autograd import is_autocast, without_autocast
 from autosplit.torch_internals.gradients import copy_together
 
@@ -91,26 +91,34 @@ class SplitFunctions(ModuleGraphs):
 
     residuals = Residuals
 
-    def run(self, state: State, leaves: list[Any]) -> ForwardResult:
+    def record(self, state: State) -> StateRecord:
+        """The parameters and buffers that the backward reads, as they are now."""
+        return StateRecord(self._saves, tuple(map(state.__getitem__, self._read_state)))
+
+    def run(
+        self, state: State, leaves: list[Any], record: StateRecord | None = None
+    ) -> ForwardResult:
         """Run F, and write new values of buffers into the tensors of ``state``. If F raises, each
         buffer has its old value, or that of eager mode after the same error.
 
         Args:
             state: parameters and buffers by name.
             leaves: the flattened ``(args, kwargs)``; emptied.
+            record: the result of ``record(state)`` from an earlier F, since which the state is
+                unchanged; None: it is recorded after F.
 
         Raises:
             SplitError: an input shares memory with a buffer that the module writes into.
         """
         if is_autocast():
             with without_autocast():
-                return SplitFunctions.run(self, state, leaves)
+                return SplitFunctions.run(self, state, leaves, record)
         if not self.updated_state:
-            return self._run_forward(state, leaves)
+            return self._run_forward(state, leaves, record)
         values = buffers = [*map(state.__getitem__, self.updated_state)]
         refuse_state_overlap(self, leaves, buffers)
         try:
-            result = self._run_forward(state, leaves)
+            result = self._run_forward(state, leaves, record)
             values = result.updates
         finally:  # F may have written buffers before it raised
             with torch.no_grad():
@@ -137,15 +145,16 @@ class SplitFunctions(ModuleGraphs):
         copies = {name: state[name].clone() for name in self.updated_state}
         return self.run({**state, **copies}, leaves)
 
-    def _run_forward(self, state: State, leaves: list[Any]) -> ForwardResult:
+    def _run_forward(
+        self, state: State, leaves: list[Any], record: StateRecord | None
+    ) -> ForwardResult:
         """Run F. An update may be its buffer itself, with the new value."""
-        read = tuple(map(state.__getitem__, self._read_state))
         pool = [*map(state.__getitem__, self.forward_state), *leaves]
         leaves.clear()
         results = self._forward(pool)
         outputs = len(self.output_names)
         end = outputs + len(self.updated_state)
-        saved = self.residuals(self._saves, results[end:], read)
+        saved = self.residuals(self._saves, results[end:], record or self.record(state))
         return ForwardResult(results[:outputs], results[outputs:end], saved)
 
     def for_gradients(self, output_grads: Sequence[object]) -> tuple[Self, Missing]:
@@ -203,12 +212,14 @@ class SplitFunctions(ModuleGraphs):
         if is_autocast():
             with without_autocast():
                 return SplitFunctions.backward_input(self, saved, output_grads, gradients, dtype)
-        state, (_, state_positions, layout) = saved.state, self.backward_graphs.deferred_layout
+        record, (_, state_positions, layout) = saved.record, self.backward_graphs.deferred_layout
         pool = self._backward_pool(saved.take_arguments(), output_grads)
         results, early = self.backward_graphs.input.run(pool, gradients, dtype)
         count = len(self.capture.inputs)
-        weight_state = tuple(map(state.__getitem__, state_positions))
-        deferred = self.residuals(layout, results[count:], weight_state)
+        if layout not in record.parts:
+            weight_state = tuple(map(record.state.__getitem__, state_positions))
+            record.parts[layout] = StateRecord(layout, weight_state)
+        deferred = self.residuals(layout, results[count:], record.parts[layout])
         return results[:count], deferred, early
 
     def backward_weight(
@@ -266,7 +277,7 @@ class SplitFunctions(ModuleGraphs):
         """
         pool: list[Any] = []
         for residuals in deferred:
-            state = residuals.state
+            state = residuals.record.state
             del pool[len(pool) - len(state) :]  # parameters and buffers come once, at the end
             pool += residuals.take_arguments()
         return self.backward_graphs.weight.run(pool, gradients, dtype, len(deferred))[1]

@@ -26,7 +26,7 @@ from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import WithoutAutograd, checks_nan, has_tensor_hooks
 
 from .boundary_layout import BoundaryLayout
-from .residuals import Residuals, State
+from .residuals import Residuals, State, StateRecord
 
 _ORDERS = {
     "forward": (
@@ -213,7 +213,7 @@ class StageBackward:
         if state.skipped or first.skipped or checks_nan():
             return False
         parameters = [state.module_state[name] for name in functions.late_parameters]
-        same_state = all(map(is_, state.residuals.state, first.residuals.state))
+        same_state = all(map(is_, state.residuals.record.state, first.residuals.record.state))
         return same_state and not has_tensor_hooks(parameters)
 
     def report_end(self, microbatch: int) -> None:
@@ -254,7 +254,7 @@ class RecomputableState:
         names = (*functions.capture.inputs, *steady)
         read = tuple([module_state[name] for name in steady])
         layout = BoundaryLayout(names, functions.forward_constants, range(len(inputs)))
-        self._inputs = Residuals(layout, list(inputs), read)
+        self._inputs = Residuals(layout, list(inputs), StateRecord(layout, read))
         self._generators = GeneratorStates.of([*inputs, *module_state.values()])
 
     @property

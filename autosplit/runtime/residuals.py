@@ -45,6 +45,42 @@ _NUMBERS = (int, float, bool)
 _POINTER, _DTYPE = Tensor.data_ptr, attrgetter("dtype")
 
 
+class StateRecord:
+    """The parameters and buffers that the next graph reads, as they were at a boundary.
+
+    Microbatches between which the module is unchanged share a record.
+
+    Args:
+        layout: static facts about the boundary.
+        state: parameters and buffers that the next graph reads.
+
+    Attributes:
+        state: as passed.
+        protected: the tensors of ``state`` that no backward graph writes, then constants.
+        versions: the version counters of ``protected``.
+        addresses: the addresses of ``protected``.
+        dtypes: the dtypes of ``protected``.
+        parts: what W reads of ``state``, by the boundary between I and W.
+    """
+
+    __slots__ = ("addresses", "dtypes", "parts", "protected", "state", "versions")
+
+    def __init__(self, layout: BoundaryLayout, state: tuple[Tensor, ...]) -> None:
+        constants = layout.constants.tensors
+        protected = layout.protected(state) if layout.live else state
+        self.state = state
+        self.protected = protected = protected + constants if constants else protected
+        try:  # written out, as below
+            self.versions = tuple(map(VERSION, protected))
+        except UNCOUNTED:
+            self.versions = versions(protected)
+        self.addresses, self.dtypes = tuple(map(_POINTER, protected)), tuple(map(_DTYPE, protected))
+        self.parts: dict[BoundaryLayout, StateRecord] = {}
+
+
+_NO_STATE = StateRecord(BoundaryLayout(()), ())
+
+
 class Residuals:
     """The values that one graph leaves for the next, for one microbatch.
 
@@ -83,49 +119,40 @@ class Residuals:
             ran; names it.
 
     Attributes:
-        state: parameters and buffers that the next graph reads.
-        live: the tensors of ``state`` that the next graph or a later graph writes.
+        record: the parameters and buffers that the next graph reads, as they were at the boundary.
+        live: the tensors of ``record.state`` that the next graph or a later graph writes.
         detached: the storages that are detached now.
     """
 
     __slots__ = (
         "_counts",
-        "_identity",
         "_layout",
-        "_protected",
         "_storages",
         "_stream",
         "_tensors",
         "_written_by_users",
         "detached",
         "live",
-        "state",
+        "record",
     )
 
-    def __init__(
-        self, layout: BoundaryLayout, tensors: list[Any], state: tuple[Tensor, ...]
-    ) -> None:
-        """Record the versions, addresses and dtypes to compare with.
+    def __init__(self, layout: BoundaryLayout, tensors: list[Any], record: StateRecord) -> None:
+        """Record the versions of exposed tensors, to compare with.
 
         Args:
             layout: static facts about the boundary.
             tensors: the residuals, in the order of ``layout.names``.
-            state: parameters and buffers that the next graph reads.
+            record: parameters and buffers that the next graph reads.
         """
-        self._layout, self._tensors, self.state = layout, tensors, state
-        constants = layout.constants.tensors
-        protected = layout.protected(state) if layout.live else state
-        self._protected = protected + constants if constants else protected
+        self._layout, self._tensors, self.record = layout, tensors, record
         try:  # written out, because every graph runs it, and nearly always all tensors are counted
-            exposed = map(tensors.__getitem__, layout.exposed)
-            self._counts = tuple(map(VERSION, chain(exposed, self._protected)))
+            self._counts = tuple(map(VERSION, map(tensors.__getitem__, layout.exposed)))
         except UNCOUNTED:
             self._counts = self._count()
-        self._identity = tuple(map(_POINTER, self._protected)), tuple(map(_DTYPE, self._protected))
         self.live: tuple[Tensor, ...] = ()
         self._written_by_users: tuple[int, ...] = ()
         if layout.live:
-            self.live = tuple([state[at] for at in layout.live])
+            self.live = tuple([record.state[at] for at in layout.live])
             self._written_by_users = users_writes(self.live)
         self._stream = stream_under(tensors) if layout.on_streams else None
         self.detached: list[DetachedStorage] = []
@@ -147,7 +174,7 @@ class Residuals:
     @property
     def fixed(self) -> tuple[Tensor, ...]:
         """State and constants that the next graph or a later graph reads."""
-        return (*self.state, *self._layout.constants.tensors)
+        return (*self.record.state, *self._layout.constants.tensors)
 
     def drop_tensors(self) -> None:
         """Drop the tensors, because autograd keeps them, packed by the user's saved-tensor hooks.
@@ -260,15 +287,14 @@ class Residuals:
         self._recount()
 
     def _count(self) -> tuple[int, ...]:
-        exposed = map(self._tensors.__getitem__, self._layout.exposed)
-        return versions(chain(exposed, self._protected))
+        """The version counters of exposed tensors."""
+        return versions([*map(self._tensors.__getitem__, self._layout.exposed)])
 
     def _recount(self) -> None:
         """Record version counters again. Called after tensors were replaced, which does not count
         as a write.
         """
-        self._storages, count = None, len(self._layout.exposed)
-        self._counts = self._count()[:count] + self._counts[count:]
+        self._storages, self._counts = None, self._count()
 
     def duplicate(self) -> Residuals:
         """Return a second set of these residuals, for a second backward (``retain_graph=True``)."""
@@ -295,31 +321,33 @@ class Residuals:
         """
         if self._layout.live and self._layout.before_weight:
             self._check_sums()
-        protected, (addresses, dtypes) = self._protected, self._identity
+        record, protected = self.record, self.record.protected
         try:
             exposed = map(self._tensors.__getitem__, self._layout.exposed)
             counts = tuple(map(VERSION, chain(exposed, protected)))
         except UNCOUNTED:
-            counts = self._count()
-        if counts != self._counts:
+            counts = self._count() + versions(protected)
+        if counts != self._counts + record.versions:
             self._check_unwritten()
-        if tuple(map(_POINTER, protected)) != addresses or tuple(map(_DTYPE, protected)) != dtypes:
+        is_moved = tuple(map(_POINTER, protected)) != record.addresses
+        if is_moved or tuple(map(_DTYPE, protected)) != record.dtypes:
             self._check_unmoved()
         tensors, self._tensors = self._tensors, []
         self._storages = None
         if self._stream is not None:
             follow(self._stream, tensors)
-        tensors += self.state
-        self.state = self._protected = ()
+        tensors += record.state
+        self.record = _NO_STATE
         return tensors
 
     def _check_unwritten(self) -> None:
         """Raise ``SplitError`` if a version counter has moved since the boundary."""
-        now = self._count()
-        if now == self._counts:
+        record, now = self.record, self._count() + versions(self.record.protected)
+        earlier = self._counts + record.versions
+        if now == earlier:
             return
         layout = self._layout
-        pairs = zip(layout.protected_names(len(self._tensors)), self._counts, now, strict=True)
+        pairs = zip(layout.protected_names(len(self._tensors)), earlier, now, strict=True)
         written = [name for name, then, count in pairs if then != count]
         advice = dict.fromkeys(layout.advice[name] for name in written if name in layout.advice)
         text = (
@@ -345,12 +373,12 @@ class Residuals:
         """Raise ``SplitError`` if state or a constant has another address or dtype than at the
         boundary.
         """
-        layout = self._layout
+        layout, record = self._layout, self.record
         names = layout.protected_names(len(self._tensors))[len(layout.exposed) :]
         moved = ", ".join(
             name
             for name, tensor, address, dtype in zip(
-                names, self._protected, *self._identity, strict=True
+                names, record.protected, record.addresses, record.dtypes, strict=True
             )
             if dtype is not tensor.dtype
             or (address != tensor.data_ptr() and not allows_other_memory(tensor))

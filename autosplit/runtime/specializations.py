@@ -37,7 +37,7 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.input_overlap import aliases
 from autosplit.runtime.open_sizes import OpenSizes
 from autosplit.runtime.options import SplitOptions
-from autosplit.runtime.residuals import State
+from autosplit.runtime.residuals import State, StateRecord
 from autosplit.text.figures import few
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -155,10 +155,13 @@ class BoundGraphs(NamedTuple):
     Attributes:
         functions: F, I, W and B.
         state: the module's parameters and buffers by name.
+        record: the parameters and buffers that the backward reads; None if each F must record them,
+            because they may differ between microbatches.
     """
 
     functions: SplitFunctions
     state: State
+    record: StateRecord | None
 
 
 class Specializations:
@@ -213,6 +216,7 @@ class Specializations:
         self._warned = warned
         self._reader = StateReader(model)
         self.steady: dict[Hashable, BoundGraphs] = {}
+        self._writes_state = False  # whether any graph writes into a parameter or buffer
         self._aliased: State | None = None  # the last state that had ``_aliases``
         self._aliases: frozenset[tuple[str, ...]] = frozenset()
 
@@ -235,11 +239,6 @@ class Specializations:
         is_sharded = self.sharding is not None and self.sharding.groups
         return self.state() if is_sharded or self._aliased is None else self._aliased
 
-    @property
-    def _writes_state(self) -> bool:
-        """Whether any graph writes into a parameter or buffer."""
-        return any(captured.updated_state for captured in self._captured)
-
     def bind(self, key: Hashable, functions: SplitFunctions) -> BoundGraphs:
         """Return the graphs with the state that ``fitting`` has read, and remember them in
         ``steady``.
@@ -253,9 +252,11 @@ class Specializations:
                 remembered.
             functions: the graphs, whose guards hold.
         """
-        bound = BoundGraphs(functions, self.fitted_state())
+        state, writes = self.fitted_state(), self._writes_state
         is_sharded = self.sharding is not None and self.sharding.groups
-        changes = functions.capture.guards.read_numbers and self._writes_state
+        record = None if is_sharded or writes else functions.record(state)
+        bound = BoundGraphs(functions, state, record)
+        changes = writes and functions.capture.guards.read_numbers
         if key is not None and not (is_sharded or changes):
             self.steady[key] = bound
         return bound
@@ -367,6 +368,7 @@ class Specializations:
             self._warn_of_limit()
         self._remember(call.signature, functions, functions)
         self._captured[functions] = call.signature
+        self._writes_state = any(captured.updated_state for captured in self._captured)
         self._aliased = self._reader.read()
         self._aliases = aliases(self._aliased, in_memory=self._writes_state)
         return functions
