@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from autosplit.capture.export import export
 from autosplit.capture.input_sizes import Inputs, input_tensors
 from autosplit.capture.module_paths import name_modules
-from autosplit.capture.region_session import CapturedBlock, RegionSession, computed, is_plain
+from autosplit.capture.region_session import CapturedBlock, RegionSession, is_plain
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import copy_node
 from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import hold, tree_flatten, tree_unflatten
+from autosplit.torch_internals.traced_calls import computed, fake_empty
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,7 +77,10 @@ class ForwardRegion(CapturedBlock):
     def fake_result(self) -> Any:
         """A new result of a call, of fake tensors."""
         leaves, spec = tree_flatten(self.result)
-        tensors = {leaf: _empty(leaf) for leaf in leaves if isinstance(leaf, fx.Node)}
+        values = {leaf: traced_value(leaf) for leaf in leaves if isinstance(leaf, fx.Node)}
+        trained = [value.requires_grad for value in values.values()]
+        empty = computed(lambda: [*map(_empty, values.values())], trained)
+        tensors = dict(zip(values, empty, strict=True))
         return tree_unflatten([tensors.get(leaf, leaf) for leaf in leaves], spec)
 
 
@@ -100,11 +103,8 @@ def _result(exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, A
     return tree_unflatten([nodes.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
-def _empty(node: fx.Node) -> Tensor:
-    value: Tensor = traced_value(node)
-    shape, strides = value.shape, value.stride()
-    empty = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-    return computed(empty, value.requires_grad)
+def _empty(like: Tensor) -> Tensor:
+    return fake_empty(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def export_around_blocks(

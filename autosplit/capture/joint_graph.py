@@ -30,7 +30,7 @@ from autosplit.capture.guards import Guards, unobserved
 from autosplit.capture.input_sizes import InputSizes, is_open
 from autosplit.capture.module_paths import name_modules
 from autosplit.capture.parameter_attributes import attribute_names, named_attributes
-from autosplit.capture.region import BlockRegion, expand, tracing_calls
+from autosplit.capture.region import BlockRegion, expand
 from autosplit.capture.region_calls import (
     SplitBlock,
     bind,
@@ -370,7 +370,7 @@ def _around_regions(
             return _traced(module, exported, guards, (args, kwargs), decompositions)
         while True:
             guards.blocks = [call.guards for call in calls]
-            with without_blocks(session, exported, calls), tracing_calls(calls):
+            with without_blocks(session, exported, calls):
                 result = _traced(module, exported, guards, (args, kwargs), decompositions)
             if not (again := rebind(session, exported)):
                 break

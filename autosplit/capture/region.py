@@ -1,23 +1,21 @@
 """``BlockRegion``: the graphs of one kind of block. ``RegionCall``: one call of such a block.
 
-While the surrounding model is traced, two operators stand for each block:
+While the surrounding model is traced, two nodes stand for each block:
 
-    model's trace   autosplit_block::forward(inputs)   autosplit_block::backward(tangents)
-    after expand    F                                  I, then W
+    model's trace   block_forward(call, inputs)   block_backward(call, tangents)
+    after expand    F                             I, then W
 
-The operators take and return only the tensors that cross between block and model. The block's
+The nodes take and return only the tensors that cross between block and model. The block's
 parameters, saved tensors and deferred tensors are left out: the block's own trace has them, and
 tracing time grows with the number of tensors. ``expand`` adds them afterwards.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,7 @@ from torch import Tensor, fx, nn
 from autosplit.capture.gradient_terms import path_of_term, return_terms
 from autosplit.capture.guards import BlockGuards
 from autosplit.capture.input_sizes import Within
-from autosplit.capture.region_session import CapturedBlock, computed
+from autosplit.capture.region_session import CapturedBlock
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import (
@@ -41,21 +39,25 @@ from autosplit.passes.graph import (
     role_of,
 )
 from autosplit.passes.subgraph import Subgraph, call_subgraph
-from autosplit.torch_internals.operators import fake_empty, register_fake
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+from autosplit.torch_internals.traced_calls import computed, fake_empty, trace_call
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
 
 
-_CALLS: ContextVar[Sequence[RegionCall]] = ContextVar("calls of blocks in a trace")
+def block_forward(call: int, inputs: list[Tensor]) -> list[Tensor]:
+    """The target of nodes that stand for a block's F; never called."""
+    raise NotImplementedError
 
-_LIBRARY = torch.library.Library("autosplit_block", "DEF")
-_LIBRARY.define("forward(int call, Tensor[] inputs) -> Tensor[]")
-_LIBRARY.define("backward(int call, Tensor[] grads) -> Tensor[]")
 
-FORWARD: Any = torch.ops.autosplit_block.forward.default
-BACKWARD: Any = torch.ops.autosplit_block.backward.default
+def block_backward(call: int, grads: list[Tensor]) -> list[Tensor]:
+    """The target of nodes that stand for a block's I and W; never called."""
+    raise NotImplementedError
+
+
+# It computes gradients of parameters, too, which are no results until ``expand``.
+fx.node.has_side_effect(block_backward)
 
 ANCHOR = "autosplit_anchor"
 """A parameter of the surrounding graph that stands for the parameters of all blocks. With it,
@@ -68,34 +70,6 @@ def new_anchor() -> Tensor:
     none, because the sum over all calls would be traced.
     """
     return torch.empty(1)
-
-
-def _forward(call: int, inputs: list[Tensor]) -> list[Tensor]:
-    region = _CALLS.get()[call].region
-    return [region.empty(node.meta["val"]) for node in region.result_nodes.values()]
-
-
-def _backward(call: int, grads: list[Tensor]) -> list[Tensor]:
-    region = _CALLS.get()[call].region
-    return [region.empty(node.meta["val"]) for node in region.input_grads.values()]
-
-
-register_fake(_LIBRARY, "forward", _forward)
-register_fake(_LIBRARY, "backward", _backward)
-# It computes gradients of parameters, too, which are no results until ``expand``.
-fx.node.has_side_effect(BACKWARD)
-
-
-@contextlib.contextmanager
-def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
-    """Context in which the operators that stand for blocks find their ``RegionCall`` by its
-    number.
-    """
-    token = _CALLS.set(calls)
-    try:
-        yield
-    finally:
-        _CALLS.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -120,6 +94,10 @@ class BlockRegion(CapturedBlock):
         """
         shape, strides = (map(self.within, sizes) for sizes in (value.shape, value.stride()))
         return make([*shape], [*strides], dtype=value.dtype, device=value.device)
+
+    def empty_values(self, nodes: Iterable[fx.Node]) -> list[Tensor]:
+        """New fake tensors with the layouts of the values of these nodes."""
+        return [self.empty(node.meta["val"]) for node in nodes]
 
     @property
     def halves(self) -> dict[str, fx.GraphModule]:
@@ -153,13 +131,10 @@ class BlockRegion(CapturedBlock):
 
     def fake_result(self) -> Any:
         """A new result of a call, of fake tensors."""
-        trained = {role.name for role in self.tangents}
-        return self.result(
-            {
-                path: computed(self.empty(node.meta["val"]), path in trained)
-                for path, node in self.result_nodes.items()
-            }
-        )
+        nodes, tangents = self.result_nodes, {role.name for role in self.tangents}
+        trained = [path in tangents for path in nodes]
+        tensors = computed(lambda: self.empty_values(nodes.values()), trained)
+        return self.result(dict(zip(nodes, tensors, strict=True)))
 
     def result(self, tensors: Mapping[str, Tensor]) -> Any:
         """Assemble a call's result from its computed tensors; ``tensors`` maps paths to tensors."""
@@ -285,11 +260,14 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RegionCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = FORWARD(call.number, list(tensors[: len(call.region.input_roles)]))
+        region = call.region
+        values = region.empty_values(region.result_nodes.values())
+        inputs = tensors[: len(region.input_roles)]
+        results = trace_call(block_forward, call.number, inputs, values)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        trained = {role.name for role in call.region.tangents}
-        pairs = zip(call.region.result_nodes, results, strict=True)
+        trained = {role.name for role in region.tangents}
+        pairs = zip(region.result_nodes, results, strict=True)
         ctx.mark_non_differentiable(*[result for path, result in pairs if path not in trained])
         return tuple(results)
 
@@ -305,7 +283,8 @@ class _RegionFunction(torch.autograd.Function):
             call.with_traced_strides(r.name, grad_by_path[r.name], node.meta["val"])
             for r, node in region.tangents.items()
         ]
-        input_grads = BACKWARD(call.number, tangents)
+        values = region.empty_values(region.input_grads.values())
+        input_grads = trace_call(block_backward, call.number, tangents, values)
         grad_by_name = dict(
             zip([role.name for role in region.input_grads], input_grads, strict=True)
         )
@@ -316,7 +295,7 @@ _NO_WORD = re.compile(r"\W+")
 
 
 def expand(joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[int, str]) -> None:
-    """Replace the operators that stand for blocks by calls of the blocks' F, I and W.
+    """Replace the nodes that stand for blocks by calls of the blocks' F, I and W.
 
     Args:
         joint: a joint graph with roles; changed in place.
@@ -328,9 +307,9 @@ def expand(joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[in
     """
     graph, expansion = joint.graph, _Expansion(joint.graph, names)
     for node in list(graph.nodes):
-        if node.target is FORWARD:
+        if node.target is block_forward:
             expansion.forward(node, calls[node.args[0]])
-        elif node.target is BACKWARD:
+        elif node.target is block_backward:
             expansion.backward(node, calls[node.args[0]])
     model_results = [pair for pair in outputs(graph) if pair[0].name != ANCHOR]
     results = {**expansion.updates, **dict(model_results), **expansion.gradients}
@@ -360,7 +339,7 @@ class _Expansion:
         self.gradients: dict[Role, fx.Node] = {}
 
     def forward(self, node: fx.Node, call: RegionCall) -> None:
-        """Replace a block's forward operator by a call of F."""
+        """Replace the node of a block's forward by a call of F."""
         region = call.region
         nodes = dict(zip(region.input_roles, node.args[1], strict=True))  # type: ignore[arg-type]
         for role in region.state:
@@ -381,7 +360,7 @@ class _Expansion:
         )
 
     def backward(self, node: fx.Node, call: RegionCall) -> None:
-        """Replace a block's backward operator by calls of I and W."""
+        """Replace the node of a block's backward by calls of I and W."""
         region, nodes = call.region, self._nodes[call]
         nodes |= zip(region.tangents, node.args[1], strict=True)  # type: ignore[arg-type]
         self._call(node, call, "backward_input")

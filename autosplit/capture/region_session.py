@@ -75,14 +75,6 @@ class CapturedBlock:
         raise NotImplementedError
 
 
-def computed(tensor: Tensor, trained: bool) -> Tensor:
-    """A fake tensor that autograd treats as computed, not as a leaf, so that in-place operators
-    accept it.
-    """
-    with torch.enable_grad():
-        return tensor.requires_grad_().clone() if trained else tensor
-
-
 R = TypeVar("R", bound=CapturedBlock)
 T = TypeVar("T")
 

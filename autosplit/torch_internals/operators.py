@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 # Overloads that are the same as a function of torch, which parses its arguments in a third of the
 # time of the operator. Functions of losses are not: their default reduction is another.
@@ -49,18 +47,6 @@ def register_fake(library: torch.library.Library, name: str, kernel: Callable[..
     at all imported modules. At this stack level it notes a line of its own file.
     """
     torch.library.register_fake(f"{library.ns}::{name}", kernel, lib=library, _stacklevel=0)
-
-
-def fake_empty(
-    shape: Sequence[Any], strides: Sequence[Any], *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """``torch.empty_strided`` under the active fake mode, without its dispatch, which takes most of
-    the time.
-    """
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    with in_kernel_invocation_manager(mode):
-        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return FakeTensor(mode, meta, device)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -283,11 +283,6 @@ STATE = (
         "the operator that reads state which a backward writes",
     ),
     GlobalState(
-        "torch.library.Library",
-        "autosplit/capture/region.py",
-        "operators that stand for blocks while their model is traced",
-    ),
-    GlobalState(
         "register_pytree_node",
         "autosplit/torch_internals/pytree.py",
         "flattens inputs that contain objects with tensors",
@@ -302,9 +297,6 @@ STATE = (
         "threading.RLock",
         "autosplit/autograd/lazy_gradient.py",
         "a parameter's slot for a lazy gradient changes hands between threads",
-    ),
-    GlobalState(
-        "ContextVar", "autosplit/capture/region.py", "calls of blocks in the current trace"
     ),
     # Registered for the life of an object, or while a context is open.
     GlobalState(
