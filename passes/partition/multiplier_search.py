@@ -130,9 +130,10 @@ def _search(
     Severance, Journal of the ACM 23, 1976).
     """
     low, high = bounds
-    below, above = cut(low), cut(high)
+    below = cut(low)
     if satisfies(below):
         return low, below, below
+    above = cut(high)
     for _ in range(_STEPS):
         (rest_below, more), (rest_above, fewer) = parts(below.price), parts(above.price)
         if more <= fewer or not satisfies(above):

@@ -171,7 +171,9 @@ class Division:
         # after the boundary runs twice.
         for operand in {producer(value_node) for value_node in node.all_input_nodes}:
             if not is_free(operand) and not (operand in self._reach.recomputed and layer is _first):
-                price = self._price_recompute(operand) if self._ready(operand, layer) else None
+                price = self._price_recompute(operand)
+                if price is not None and not self._ready(operand, layer):
+                    price = None
                 self._network.add_edge(half, layer(self._order[operand]), price)
 
     def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autosplit.passes.errors import InfiniteCutError
 from autosplit.passes.memory_policy import Price
+from autosplit.passes.partition import min_cut
 from autosplit.passes.partition.min_cut import FIRST, SINK, SOURCE, FlowNetwork, Network
 
 NODES = range(FIRST, FIRST + 6)
@@ -35,6 +36,27 @@ def test_an_infinite_cut_has_its_shortest_path() -> None:
     with pytest.raises(InfiniteCutError) as caught:
         network.minimum_cut(lambda price: price.bytes)
     assert caught.value.path == [SOURCE, A, B, SINK]
+
+
+def test_nodes_whose_side_is_known_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network of many equal layers is as large as the few places where it may be cut."""
+    sizes: list[int] = []
+
+    def build(size: int, ends: Iterable[tuple[int, int]]) -> FlowNetwork:
+        sizes.append(len([*ends]))
+        return FlowNetwork(size, ends)
+
+    monkeypatch.setattr(min_cut, "FlowNetwork", build)
+    network = Network()
+    for tail, head in itertools.pairwise([SOURCE, A, B]):
+        network.add_edge(tail, head)
+    network.add_edge(B, C, Price(bytes=7))
+    network.add_edge(A, C, Price(bytes=2))
+    network.add_edge(C, D, Price(bytes=8))
+    network.add_edge(D, SINK)
+    early, price = network.minimum_cut(lambda price: price.bytes)
+    assert (early, price) == ({SOURCE, A, B, C}, Price(bytes=8))
+    assert sizes == [2]
 
 
 PAIRS = [
