@@ -13,7 +13,8 @@ The gradient of a module's own loss (``own_gradients``) always arrives.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections import ChainMap
+from collections.abc import Collection, Hashable, Mapping, MutableMapping
 
 import torch
 from torch import fx
@@ -25,7 +26,7 @@ from ..graph import (
     Kind,
     Role,
     SplitGraphs,
-    copy_nodes,
+    copy_node,
     inputs,
     is_fixed,
     is_size,
@@ -110,22 +111,20 @@ class _SpecializedCalls:
         """A copy of a subgraph's module, without the results in ``unread`` and without the nodes
         that depend on missing gradients alone.
         """
-        graph, replaced = fx.Graph(), dict[fx.Node, fx.Node]()
-        copies = copy_nodes(graph, module)
-        depends = _dependence(graph, arrivals)
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        depends = _dependence(module.graph, arrivals)
         missing = {node for node, arrives in depends.items() if arrives is False}
-        pairs = [pair for pair in outputs(module.graph) if pair[0] not in unread]
-        pairs = [pair for pair in pairs if copies.get(pair[1]) not in missing]
-        for node in [*depends]:
-            if node in missing or missing.isdisjoint(node.all_input_nodes):
+        for node in module.graph.nodes:
+            if node in missing or node in copies or node.op == "output":
                 continue
-            with graph.inserting_before(node):
-                if SUBGRAPH in node.meta:
-                    self._specialize_call(node, depends, replaced)
-                else:
-                    _specialize_operator(node, depends, replaced, missing)
-        # Last: each replacement of an operand of the output would copy all of them.
-        set_outputs(graph, pairs, {node: replaced.get(copy, copy) for node, copy in copies.items()})
+            if missing.isdisjoint(node.all_input_nodes):
+                copies[node] = copy_node(graph, node, copies)
+            elif SUBGRAPH in node.meta:
+                self._specialize_call(node, graph, depends, copies)
+            else:
+                copies[node] = _specialized_operator(node, graph, missing, copies)
+        pairs = [(r, v) for r, v in outputs(module.graph) if not (r in unread or v in missing)]
+        set_outputs(graph, pairs, copies)
         eliminate_dead_code(graph)
         for node in placeholders(graph):
             if not (node.users or is_size(node)):  # Inductor reads sizes that no node does
@@ -133,8 +132,9 @@ class _SpecializedCalls:
         return module_like(module, graph, type(module).__name__)
 
     def _specialize_call(
-        self, node: fx.Node, depends: Dependence, replaced: dict[fx.Node, fx.Node]
+        self, node: fx.Node, graph: fx.Graph, depends: Dependence, copies: dict[fx.Node, fx.Node]
     ) -> None:
+        """Add a specialized copy of a call, and its results to ``copies``."""
         called: Subgraph = node.meta[SUBGRAPH]
         operand_of = dict(zip(called.arguments, operands(node), strict=True))
         arrivals = {role: depends[operand] for role, operand in operand_of.items()}
@@ -146,46 +146,37 @@ class _SpecializedCalls:
         roles = [role for role, _ in outputs(called.module.graph)]
         value_of = dict(zip(roles, node.meta["val"], strict=True))
         results = call_subgraph(
-            node.graph,
+            graph,
             variant,
-            [operand_of[role] for role in variant.arguments],
+            [copies[operand_of[role]] for role in variant.arguments],
             [value_of[role] for role, _ in outputs(variant.module.graph)],
         )
-        for item in [*node.users]:
+        for item in node.users:
             place = variant.results.get(roles[item.args[1]])  # type: ignore[index]
             if place is not None:
-                result = results[place] if isinstance(place, int) else operand_of[place]
-                _replace(item, result, depends, replaced)
+                is_computed = isinstance(place, int)
+                copies[item] = results[place] if is_computed else copies[operand_of[place]]  # type: ignore[index]
 
 
-def _specialize_operator(
+def _specialized_operator(
     node: fx.Node,
-    depends: Dependence,
-    replaced: dict[fx.Node, fx.Node],
+    graph: fx.Graph,
     missing: Collection[fx.Node],
-) -> None:
-    """Replace the missing operands of an operator. A sum is replaced by its other term. For other
-    operators, zeros replace the missing operand.
+    copies: MutableMapping[fx.Node, fx.Node],
+) -> fx.Node:
+    """A copy of an operator without its missing operands. A sum is replaced by its other term. For
+    other operators, zeros replace the missing operand.
     """
     if node.target is aten.add.Tensor and not node.kwargs:
-        (term,) = [operand for operand in node.all_input_nodes if operand not in missing]
+        (term,) = [copies[operand] for operand in node.all_input_nodes if operand not in missing]
         if _layout(term) != _layout(node):
             contiguous = {"memory_format": torch.contiguous_format}
-            term = emit(node.graph, term, aten.clone.default, term, **contiguous)
+            term = emit(graph, term, aten.clone.default, term, **contiguous)
         if _layout(term) == _layout(node):
-            _replace(node, term, depends, replaced)
-            return
-    for operand in node.all_input_nodes:
-        if operand in missing:
-            node.replace_input_with(operand, _zeros(operand, node.graph))
-
-
-def _replace(
-    node: fx.Node, by: fx.Node, depends: Dependence, replaced: dict[fx.Node, fx.Node]
-) -> None:
-    node.replace_all_uses_with(by)
-    replaced[node] = by
-    depends.setdefault(by, depends[node])
+            return term
+    absent = (operand for operand in node.all_input_nodes if operand in missing)
+    zeros = {operand: _zeros(operand, graph) for operand in absent}
+    return copy_node(graph, node, ChainMap(zeros, copies))
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
