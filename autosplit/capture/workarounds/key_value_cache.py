@@ -51,8 +51,11 @@ class CachedBlock(nn.Module):
         cache.
         """
         layer = self._layer()
-        args, kwargs = _with_cache(_OnePlace(layer), self._name, self._at, args, kwargs)
-        results = self.block(*args, **kwargs)
+        cache, at = _OnePlace(layer), self._at
+        if len(args) > at:
+            results = self.block(*args[:at], cache, *args[at + 1 :], **kwargs)
+        else:
+            results = self.block(*args, **{**kwargs, self._name: cache})
         return results, layer.keys, layer.values
 
 
@@ -91,31 +94,28 @@ def caching(
     cached = operator(CachedBlock(block, name, at, DynamicLayer))
     filled = DynamicLayer()
     filled.lazy_initialization(torch.empty(0), torch.empty(0))
-    # An entry's ``lazy_initialization`` would be traced for longer than the call of the block,
-    # because it makes two tensors that nothing reads.
-    of_keys = [attribute for attribute in ("dtype", "device") if hasattr(filled, attribute)]
+    has_dtype, has_device = hasattr(filled, "dtype"), hasattr(filled, "device")
 
+    # Dynamo traces this function for each layer: a loop or a call in it would take longer than the
+    # call of the block. So would an entry's ``lazy_initialization``, which makes two tensors that
+    # nothing reads.
     def forward(*args: Any, **kwargs: Any) -> Any:
         """Call the block; fill an empty cache with the block's keys and values."""
-        cache: Any = args[at] if len(args) > at else kwargs.get(name)
+        by_position = len(args) > at
+        cache: Any = args[at] if by_position else kwargs.get(name)
         if type(cache) is DynamicCache and len(cache.layers) > place:
             layer = cache.layers[place]
             if type(layer) is DynamicLayer and not layer.is_initialized:
-                positional, named = _with_cache(None, name, at, args, kwargs)
-                results, keys, values = cached(*positional, **named)
-                for attribute in of_keys:
-                    setattr(layer, attribute, getattr(keys, attribute))
+                if by_position:
+                    results, keys, values = cached(*args[:at], None, *args[at + 1 :], **kwargs)
+                else:
+                    results, keys, values = cached(*args, **{**kwargs, name: None})
+                if has_dtype:
+                    layer.dtype = keys.dtype
+                if has_device:
+                    layer.device = keys.device
                 layer.keys, layer.values, layer.is_initialized = keys, values, True
                 return results
         return plain(*args, **kwargs)
 
     return forward
-
-
-def _with_cache(
-    cache: Any, name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) of a call, with ``cache`` as the argument for the cache."""
-    if len(args) > at:
-        return (*args[:at], cache, *args[at + 1 :]), kwargs
-    return args, {**kwargs, name: cache}
