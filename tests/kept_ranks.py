@@ -39,7 +39,7 @@ def search_cheaply() -> None:
     """Searches within a limit try as much as their time allows, for seconds each, also of the
     smallest pipelines.
     """
-    within_memory._WORK = 1_500
+    within_memory._WORK = 300
 
 
 def forget_meshes() -> None:
