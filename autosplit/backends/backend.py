@@ -25,7 +25,7 @@ from autosplit.passes.graph import Role
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.forms import Strides
 from autosplit.passes.subgraph import Subgraph, inline, inner_calls, subgraphs
-from autosplit.torch_internals.operators import DirectOperators
+from autosplit.torch_internals.operators import bind_operators
 
 if TYPE_CHECKING:
     from autosplit.gathering import Gathering
@@ -107,7 +107,6 @@ def collecting_new_objects_only() -> Iterator[None]:
             gc.enable()
 
 
-_OPERATORS = DirectOperators()
 _SMALL = 128
 """Largest number of operators of a graph whose blocks are written inline. A call of a block costs
 as much host time as an operator; larger graphs save time by compiling a block once.
@@ -157,8 +156,9 @@ class Eager(Backend):
         space = types.ModuleType(name)
         # Tracebacks and debuggers read the failing line from the module's loader.
         space.__loader__ = _Source(source)
-        exec(compile(source, file, "exec"), space.__dict__)
-        space.__dict__["aten"] = _OPERATORS
+        code, operators = bind_operators(source)
+        exec(compile(code, file, "exec"), space.__dict__)
+        space.__dict__.update(operators)
         function: Any = getattr(space, name)
         function.__defaults__ = (constants,)
         if StrideError.__name__ not in source:

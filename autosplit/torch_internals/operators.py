@@ -4,9 +4,9 @@ host time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,21 +56,34 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
-class DirectOperators:
-    """Replacement for ``torch.ops.aten`` that calls the same kernels by each operator's fastest
-    entry point.
+# Strings and comments, which may quote the user's code, or a call of an operator.
+_CALL = re.compile(r"""'[^']*'|"[^"]*"|#.*|\baten\.(\w+)\.(\w+)(?=\()""")
+
+
+def bind_operators(source: str) -> tuple[str, dict[str, Callable[..., Any]]]:
+    """Let generated code find ATen's operators in one step: by a global name for each, instead of
+    attributes of ``aten``.
+
+    Returns:
+        (the source, whose lines and columns are the same; the operators by name, each as its
+        fastest entry point, which calls the same kernel).
     """
+    operators: dict[str, Callable[..., Any]] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        packet = getattr(torch.ops.aten, name)
-        overloads = {overload: _direct(name, overload, packet) for overload in packet.overloads()}
-        space = SimpleNamespace(**overloads)
-        setattr(self, name, space)
-        return space
+    def bind(match: re.Match[str]) -> str:
+        name, overload = match.groups()
+        if name is None:
+            return match[0]
+        bound = f"aten_{name}_{overload}"
+        operators[bound] = direct(name, overload)
+        return bound
+
+    return _CALL.sub(bind, source), operators
 
 
-def _direct(name: str, overload: str, packet: Any) -> Any:
-    operator = getattr(packet, overload)
+def direct(name: str, overload: str) -> Any:
+    """The fastest entry point of an operator of ATen."""
+    operator = getattr(getattr(torch.ops.aten, name), overload)
     if name.endswith("_backward"):
         # Autograd's engine does not look for ``__torch_function__`` either.
         return partial(torch._C._dispatch_call_boxed, operator._handle)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autosplit.torch_internals.operators import _FUNCTIONS, DirectOperators
+from autosplit.torch_internals.operators import _FUNCTIONS, bind_operators, direct
 
 X, W = torch.rand(4, 4), torch.rand(4, 4)
 IMAGES = torch.rand(1, 4, 4, 4)
@@ -60,7 +60,7 @@ def test_an_entry_point_is_its_overload(name: str) -> None:
     arguments = ARGUMENTS.get(name, (X, W) if overload == "Tensor" else (X,))
     operator = getattr(getattr(torch.ops.aten, packet), overload)
     results = []
-    for entry in (operator, getattr(getattr(DirectOperators(), packet), overload)):
+    for entry in (operator, direct(packet, overload)):
         torch.manual_seed(0)
         with Calls() as calls:
             results.append((entry(*copy.deepcopy(arguments)), calls.operators))
@@ -68,3 +68,12 @@ def test_an_entry_point_is_its_overload(name: str) -> None:
     pairs = zip(tree_leaves(result), tree_leaves(expected), strict=True)
     assert all(one is two is None or torch.equal(one, two) for one, two in pairs)
     assert called == dispatched
+
+
+def test_generated_code_finds_operators_in_one_step() -> None:
+    source = "    t = aten.add.Tensor(aten.t.default(x), 'aten.no.such()')  # aten.no.such(x)"
+    code, operators = bind_operators(source)
+    assert code == (
+        "    t = aten_add_Tensor(aten_t_default(x), 'aten.no.such()')  # aten.no.such(x)"
+    )
+    assert operators == {"aten_add_Tensor": torch.add, "aten_t_default": torch.t}
