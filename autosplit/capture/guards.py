@@ -317,6 +317,7 @@ class Guards:
         }
         shared |= {g for g in guards if isinstance(g.originating_source, GlobalStateSource)}
         with (
+            unobserved(),  # guards are checked without dispatch modes
             get_metrics_context(),
             dynamo_timed("build_guards"),
             torch._dynamo.config.patch(DYNAMO),

@@ -46,6 +46,14 @@ def test_flops_of_a_split_module_are_those_of_autograd(captured: bool) -> None:
         assert torch.equal(mine.grad, theirs.grad)
 
 
+def test_sizes_that_vary_are_left_open_under_a_mode() -> None:
+    split = autosplit.split(_model(), fullgraph=True)
+    with FlopCounterMode(display=False):
+        for size in (2, 3, 5):
+            split(torch.randn(size, 4)).sum().backward()
+    assert len(split.functions) == 2
+
+
 def test_another_hook_is_part_of_the_forward() -> None:
     split = autosplit.split(nn.Linear(4, 4), fullgraph=True)
     x = torch.randn(3, 4)
