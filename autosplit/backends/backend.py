@@ -88,8 +88,9 @@ def collecting_new_objects_only() -> Iterator[None]:
     """Disable Python's garbage collector inside the context, and collect the new objects once at
     its end.
 
-    Tracing leaves tensors in reference cycles. It also allocates so many objects that the collector
-    would repeatedly scan all objects, half a million in a process with torch.
+    Tracing leaves tensors in reference cycles. Tracing and reading a checkpoint allocate so many
+    objects that the collector would repeatedly scan all objects, half a million in a process with
+    torch.
     """
     enabled = gc.isenabled()
     gc.disable()

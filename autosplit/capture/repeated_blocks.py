@@ -33,7 +33,10 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     counts = Counter(kinds.values())
     alike = {name for name, look in kinds.items() if counts[look] > 1}
     outermost = {name for name in alike if not any(name.startswith(f"{o}.") for o in alike)}
-    return {name: model.get_submodule(name) for name in sorted(outermost)}
+    # Parts of a block that occurs once may look like parts of repeated blocks, and occur once, too.
+    counts = Counter(kinds[name] for name in outermost)
+    repeated = (name for name in sorted(outermost) if counts[kinds[name]] > 1)
+    return {name: model.get_submodule(name) for name in repeated}
 
 
 def spares_tracing(model: nn.Module, blocks: Collection[nn.Module] | None = None) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.errors import CheckpointError
 
 from . import run_state
@@ -75,6 +76,7 @@ def read_planning(
     return planning
 
 
+@collecting_new_objects_only()
 def load_checkpoint(
     trainer: PipelineTrainer,
     path: str | Path | Checkpoint,

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.errors import CheckpointError
 from autosplit.torch_internals.checkpoint import unpickled_metadata
 
@@ -171,6 +172,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     return {name: checkpoint.read(key) for name, key in checkpoint.model.items()}
 
 
+@collecting_new_objects_only()
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     """Open the checkpoint at ``path``, in any format of ``read_checkpoint``. An open checkpoint is
     returned as it is.

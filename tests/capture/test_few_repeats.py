@@ -6,9 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import autosplit
 from autosplit.capture import export
+from autosplit.capture.repeated_blocks import repeated_blocks
 from tests import zoo
 from tests.capture.regions.blocks import WIDTH, Residual, Stack
 
@@ -25,6 +27,19 @@ class OfThreeWidths(zoo.Residual):
 
     def __init__(self, index: int) -> None:
         super().__init__(WIDTH, WIDTH + index % 3)
+
+
+class WithPart(nn.Module):
+    """A block with a part; the first block is wider than the others, and its part is not."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH + (index == 0), WIDTH)
+        self.parts = nn.ModuleList([Residual(index)])
+
+
+def test_the_part_of_a_block_that_occurs_once_is_no_repeated_block() -> None:
+    assert [*repeated_blocks(Stack(WithPart, 3))] == ["layers.1", "layers.2"]
 
 
 MODELS = [

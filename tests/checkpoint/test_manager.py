@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,26 @@ def test_the_last_and_the_best_are_kept_and_a_restart_continues(
     assert manager.steps == [1, 3, 4]
     assert manager.best == tmp_path / "run" / "step-00000001"
     assert manager.planning(stages=2) != manager.planning(stages=3)
+
+
+def test_garbage_is_collected_once_a_checkpoint_is_read(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    trained(manager, 1, {})
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(50)
+    try:
+        reading.open_checkpoint(manager.latest or "")
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert generations[-2:] == [0, 1]
 
 
 def test_a_restart_continues_the_schedule_of_learning_rates(tmp_path: Path) -> None:
