@@ -287,8 +287,27 @@ def inline(module: fx.GraphModule) -> fx.GraphModule:
             set_outputs(graph, outputs(module.graph), copies)
         else:
             copies[node] = copy_node(graph, node, copies)
+            if node.op == "get_attr":
+                _set_constant(result, copies[node], str(node.target), module)
     result.graph = graph
     return result
+
+
+def _set_constant(into: fx.GraphModule, copy: fx.Node, name: str, source: fx.GraphModule) -> None:
+    """Let the copy of a node that reads a constant of ``source`` read it from ``into``.
+
+    Args:
+        into: gets an attribute.
+        copy: a node of the graph for ``into``; its target is an attribute of ``source``.
+        name: the name of the new attribute. If another attribute has it, the name gets longer.
+        source: the module of the copied node.
+    """
+    value = operator.attrgetter(str(copy.target))(source)
+    name = name.replace(".", "_")
+    while getattr(into, name, value) is not value:
+        name += "_"
+    setattr(into, name, value)
+    copy.target = name
 
 
 def _inlined(
@@ -305,8 +324,7 @@ def _inlined(
             continue
         copy = copies[node] = copy_node(into.graph, node, copies)
         if node.op == "get_attr":
-            copy.target = f"{called.name}_{node.target}"
-            setattr(into, copy.target, operator.attrgetter(str(node.target))(called.module))
+            _set_constant(into, copy, f"{called.name}_{node.target}", called.module)
         elif ORIGIN in node.meta:
             inner_origin = node.meta[ORIGIN]
             inside = [

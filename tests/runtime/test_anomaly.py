@@ -46,6 +46,19 @@ def in_weights() -> nn.Module:
     return Made(forward, inner=nn.Linear(4, 4))
 
 
+class Weighing(nn.Sequential):
+    """Equal blocks, a tensor that is neither parameter nor buffer, and a NaN in I."""
+
+    weight = torch.ones(4)
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.weight
+        return torch.sqrt(y * 0)
+
+
 def of_a_stage(module: nn.Module, backward: str = "backward_input") -> None:
     x = torch.ones(4, 4, requires_grad=True)
     stage = Stage(module, [x])
@@ -102,6 +115,11 @@ def test_a_nan_is_an_error_that_names_operator_and_line(name: str, make: Any) ->
         isinstance(error, AnomalyError) and isinstance(error, RuntimeError) for error in errors
     )
     assert any(re.search(INPUT if make is in_inputs else WEIGHT, str(error)) for error in errors)
+
+
+def test_graphs_with_equal_blocks_and_constants_are_searched() -> None:
+    with torch.autograd.detect_anomaly(), pytest.raises(AnomalyError, match=_LINE):
+        of_a_stage(Weighing())
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -189,6 +189,16 @@ class Rounded(Plain):
         return super().forward(x) + Rounding.apply(x)
 
 
+class Weighing(Stack):
+    """The model reads a tensor that is neither parameter nor buffer."""
+
+    weight = torch.linspace(2.5, 3.5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x * self.weight)
+        return result * self.weight[1:]
+
+
 BLOCKS = (
     Dropping,
     Careful,
@@ -233,6 +243,15 @@ def test_results_without_gradients_need_no_other_trace_of_the_model(model: type[
 @pytest.mark.parametrize("name", REFUSED)
 def test_blocks_are_captured_with_models_that_do_more_than_call_them(name: str) -> None:
     assert kinds(assert_equals_autograd(REFUSED[name](), batches())) == []
+
+
+def test_tensors_that_the_model_reads_are_constants_of_the_inlined_graphs() -> None:
+    split = assert_equals_autograd(Weighing(count=2), batches())
+    functions = split.functions[-1]
+    assert kinds(split) == [2]
+    for module in (*functions.graphs.graphs().values(), functions.source("backward")):
+        for node in module.graph.find_nodes(op="get_attr"):
+            assert torch.equal(getattr(module, str(node.target)), Weighing.weight)
 
 
 @pytest.mark.parametrize("name", READ_AGAIN)
