@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit import CaptureError, DeferralWarning, SplitError
+from autosplit import CaptureError, DeferralWarning, PipelineError, SplitError
 from autosplit.errors import PythonStateError
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.partial_stage import PartialStage
@@ -191,6 +191,23 @@ def test_a_loss_that_breaks_the_graph_has_parts() -> None:
             engine.step(batch()), plain_backward(pipeline(breaking.TwoLayers)[::2], batch())
         )
         assert engine.metrics()["half"] == pytest.approx(engine.metrics()["loss"] / 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_loss_function_with_a_parameter_that_no_optimizer_trains_is_refused(first: bool) -> None:
+    head, uses_head = nn.Linear(4, 3, bias=False), [first]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return head(output).square().mean() if uses_head[0] else F.mse_loss(output, target)
+
+    message = r"1 \(Linear\) or its loss_fn reads a trained tensor, float32\[3, 4\], .* module"
+    with trainer([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=loss_fn) as engine:
+        if not first:
+            engine.step(batch())
+        uses_head[0] = True
+        with pytest.raises(PipelineError, match=message):
+            engine.step(batch())
 
 
 def double(seen: list[Tensor], gradient: Tensor) -> Tensor:

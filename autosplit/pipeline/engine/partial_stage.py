@@ -24,7 +24,14 @@ from autosplit.autograd.pending import PendingQueue, PendingWork
 from autosplit.autograd.pending_bound import PendingBound
 from autosplit.capture.diagnosis import named_module
 from autosplit.dynamo.fallback import Fallback, snapshot
-from autosplit.errors import CaptureError, DeferralWarning, PythonStateError, SplitError
+from autosplit.errors import (
+    CaptureError,
+    DeferralWarning,
+    PipelineError,
+    PythonStateError,
+    SplitError,
+)
+from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.own_loss import WithOwnLoss
 from autosplit.pipeline.engine.stage_protocols import flat_outputs
 from autosplit.runtime.gradient_accumulation import GradientSums
@@ -33,6 +40,7 @@ from autosplit.torch_internals.autograd import (
     UncachedLeaves,
     WithoutAutograd,
     call_accumulate_hooks,
+    leaves_before,
     without_autocast,
     without_hooks,
 )
@@ -89,7 +97,8 @@ class PartialStage:
         CaptureError: ``error``, if the forward of the examples fails or returns nothing, or an
             option needs one graph.
         PythonStateError: the forward leaves a tensor that needs a gradient in an attribute.
-        PipelineError: the module returns neither a tensor nor a tuple of tensors.
+        PipelineError: the module returns neither a tensor nor a tuple of tensors; or it reads a
+            trained parameter that it does not have.
     """
 
     waiting_hooks: list[Tensor] | None = None
@@ -158,6 +167,10 @@ class PartialStage:
         if result is None:
             raise self._error
         outputs, self.part_names = flat_outputs(self.index, result)
+        own = set(map(id, module.parameters()))
+        for leaf in leaves_before([output.grad_fn for output in outputs]):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+                raise self._untrained(leaf)
         self.output_specs = [(out.shape, out.dtype, out.requires_grad) for out in outputs]
         pairs = zip(buffers, old_versions, versions(buffers.values()), strict=True)
         self.written_buffers = {name for name, old, new in pairs if old != new}
@@ -239,11 +252,16 @@ class PartialStage:
         Raises:
             SplitError: the microbatch has not run its I; or a deferred tensor was written in place
                 since I.
+            PipelineError: a graph reads a trained tensor that is no parameter of the module.
         """
         works, addends = self._take(self._deferred, microbatch, "backward_input")
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         with WithoutAutograd():
-            weights = {names[at]: grad for at, (_, grad, _) in microbatch_gradients(works).items()}
+            weights = {}
+            for at, (parameter, grad, _) in microbatch_gradients(works).items():
+                if at not in names:
+                    raise self._untrained(parameter)
+                weights[names[at]] = grad
             self._add(weights | {name: weights[name] + grad for name, grad in addends.items()})
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -323,6 +341,16 @@ class PartialStage:
                 f"was used already: call {call}() for it first"
             )
         return microbatches.pop(microbatch)
+
+    def _untrained(self, leaf: Tensor) -> PipelineError:
+        """The error for a trained tensor that is no parameter of the stage's module."""
+        return PipelineError(
+            f"stage {self.index} ({type(named_module(self._module)).__name__}) or its loss_fn "
+            f"reads a trained tensor, {TensorMeta.of(leaf)}, that no optimizer of "
+            "the trainer updates, because it is no parameter of the stage's module: move it into "
+            "the module, which returns it with its output, or freeze it (requires_grad_(False))\n"
+            f"  One graph is not enough because {self._error.because}"
+        )
 
     def _check_attributes(self, module: nn.Module) -> None:
         """Refuse an attribute with a tensor of a microbatch's autograd graph. A loss that reads the
