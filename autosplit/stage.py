@@ -220,6 +220,10 @@ class Stage(HeldMicrobatches):
         self._graphs.check_inputs(list(args))
         self._graphs.for_inputs()
 
+    def check_captures(self, check: Callable[[SplitFunctions], None]) -> None:
+        """Call ``check`` with each later capture before it runs, for example to refuse outputs."""
+        self._graphs.check = check
+
     def size_rule(self) -> SizeRule:
         """The sizes of the outputs as expressions of the sizes of the inputs. The rule holds for
         the inputs that were prepared or run last, and for all inputs that fit the same graphs.

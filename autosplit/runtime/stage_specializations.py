@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,7 @@ class StageSpecializations(Specializations):
         varying: further example arguments, whose sizes the first capture leaves open.
 
     Attributes:
+        check: a function that later captures must pass; None: there is none.
         outputs: paths of the module's outputs.
         current: the graphs of the latest forward.
 
@@ -121,6 +122,7 @@ class StageSpecializations(Specializations):
         self._layouts.remember(tuple(spec.shape for spec in self._checked.specs), self._checked)
         self._example_layout = self._checked
         self._grad_mode = torch.is_grad_enabled()
+        self.check: Callable[[SplitFunctions], None] | None = None
         self.outputs: Sequence[str] = ()
         self.expect_sizes([args, *varying])
         self.current = self.for_inputs(tensors)
@@ -191,6 +193,8 @@ class StageSpecializations(Specializations):
         try:
             with torch.set_grad_enabled(self._grad_mode):
                 functions = self.fitting(self._call(examples))
+                if self.check is not None and functions is not self.current:
+                    self.check(functions)
         except (CaptureError, SplitError) as error:
             text = self._name
             if isinstance(error, FailingCallError):

@@ -212,14 +212,14 @@ class WithLoss(Wrapper):
         return args[: len(args) - self._targets]
 
     def forward(self, *args: Tensor) -> Any:
-        """Return the loss and any parts of it; in a capture, () if the loss is not a tensor."""
+        """Return the loss and any parts of it; () if the loss is None or a number."""
         output, targets = self.loss_inputs(args)
         if self._observer is not None:
             self._observer(output, targets)
         result: Any = self.loss_fn(output, targets)
         # An error raised here would be reported as one of tracing; ``check_loss`` refuses
         # the empty result.
-        if torch.compiler.is_compiling() and (result is None or isinstance(result, _NUMBERS)):
+        if result is None or isinstance(result, _NUMBERS):
             return ()
         if not _has_parts(result):
             return self._whole(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-from autosplit.errors import AutosplitError, BatchError, PipelineError
+from autosplit.errors import AutosplitError, BatchError, DeferralWarning, PipelineError
 from autosplit.pipeline import PipelineTrainer
 from tests.kept_ranks import ranks
 from tests.pipeline import workers
@@ -49,6 +50,35 @@ def test_weights_tied_after_the_trainer_was_built_are_refused(stage: int) -> Non
     engine.modules[stage][1].weight = engine.modules[0][0].weight
     with pytest.raises(PipelineError, match=f"'1.weight' of stage {stage} was tied to another"):
         engine.step((X, Y))
+
+
+LATER_LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "detached": (lambda loss: loss.detach(), r"float32\[\] without gradient"),
+    "none": (lambda loss: None, "no tensor"),
+    "vector": (lambda loss: loss.expand(3), r"float32\[3\]"),
+    "integer": (lambda loss: loss.to(torch.int64), r"int64\[\] without gradient"),
+}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("name", LATER_LOSSES)
+def test_a_loss_that_cannot_be_trained_is_refused_in_later_steps(name: str, breaks: bool) -> None:
+    change, came = LATER_LOSSES[name]
+    changes = [False]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        if breaks:
+            torch._dynamo.graph_break()
+        loss = nn.functional.mse_loss(output, target)
+        return change(loss) if changes[0] else loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeferralWarning)
+        engine = trainer(loss_fn=loss_fn)
+        engine.step((X, Y))
+        changes[0] = True
+        with pytest.raises(PipelineError, match=rf"(?s)1F0.*loss_fn\(output, .*; got {came}"):
+            engine.step((X, Y))
 
 
 class ByName(nn.Linear):

@@ -88,6 +88,8 @@ class PartialStage:
 
     Attributes:
         waiting_hooks: as in ``autosplit.Stage``.
+        check_outputs: a function that is called with the outputs of each forward, and the names of
+            the parts of the loss among them; None: outputs are not checked.
         output_specs: (shape, dtype, whether it needs a gradient) of each output, for the latest
             examples.
         part_names: names of the parts of the loss in the outputs.
@@ -102,6 +104,7 @@ class PartialStage:
     """
 
     waiting_hooks: list[Tensor] | None = None
+    check_outputs: Callable[[Sequence[TensorMeta], Sequence[str]], None] | None = None
     part_names: tuple[str, ...] | None = None
 
     def __init__(
@@ -167,9 +170,9 @@ class PartialStage:
         if result is None:
             raise self._error
         outputs, self.part_names = flat_outputs(self.index, result)
-        own = set(map(id, module.parameters()))
+        parameters = set(map(id, module.parameters()))
         for leaf in leaves_before([output.grad_fn for output in outputs]):
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in parameters:
                 raise self._untrained(leaf)
         self.output_specs = [(out.shape, out.dtype, out.requires_grad) for out in outputs]
         pairs = zip(buffers, old_versions, versions(buffers.values()), strict=True)
@@ -192,7 +195,11 @@ class PartialStage:
             inputs.clear()
             result, own_loss = self._run(args)
         self._check_attributes(self._module)
-        outputs, _ = flat_outputs(self.index, result, self.part_names)
+        outputs, names = flat_outputs(self.index, result, self.part_names)
+        if self.check_outputs is not None:
+            metas = [TensorMeta(out.shape, out.dtype, out.requires_grad) for out in outputs]
+            with torch.enable_grad():
+                self.check_outputs(metas, names)
         ends = [
             get_gradient_edge(end) if end is not None and end.requires_grad else None
             for end in (*outputs, own_loss)

@@ -21,6 +21,7 @@ from autosplit.errors import (
     with_code,
 )
 from autosplit.pipeline.engine.boundaries import Boundary, Dependence, NamedLoss, TensorMeta
+from autosplit.pipeline.engine.partial_stage import PartialStage
 from autosplit.pipeline.engine.stage_arguments import Receive, bind_arguments
 from autosplit.pipeline.engine.stage_factory import traced
 from autosplit.pipeline.engine.stage_protocols import TrainableStage
@@ -28,6 +29,7 @@ from autosplit.pipeline.engine.stage_set import MicrobatchSizes, StageRule, Stag
 from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule, calls_of
 from autosplit.ranks.groups import Groups
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.refusals import misfit
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import tree_unflatten
@@ -273,6 +275,7 @@ def _build_stage(
     names = _part_names(stage)
     if index == built.count - 1:
         check_loss(metas, names)
+        _check_later_losses(stage)
     dependence = dependence_of(stage, len(metas))
     return _StageFacts(metas, dependence, names, None if rules is None else new_rules)
 
@@ -327,7 +330,11 @@ def _part_names(stage: TrainableStage) -> tuple[str, ...]:
     if not isinstance(stage, Stage):
         names: tuple[str, ...] = getattr(stage, "part_names", ())
         return names
-    spec = stage.functions.capture.output_spec
+    return _parts_of(stage.functions)
+
+
+def _parts_of(functions: SplitFunctions) -> tuple[str, ...]:
+    spec = functions.capture.output_spec
     positions = tree_unflatten([*range(spec.num_leaves)], spec)
     if not isinstance(positions, NamedLoss):
         return ()
@@ -403,6 +410,23 @@ def check_loss(metas: Sequence[TensorMeta], part_names: Sequence[str] = ()) -> N
             right="loss_fn = lambda output, target: (output - target).square().mean()",
         )
     )
+
+
+def _check_later_losses(stage: object) -> None:
+    """Let the last stage refuse a loss that changes after the stage was built, as ``check_loss``
+    refuses the first one: without a gradient, the step would train nothing and say nothing.
+    """
+    if isinstance(stage, Stage):
+        stage.check_captures(_check_captured_loss)
+    elif isinstance(stage, PartialStage):
+        stage.check_outputs = check_loss
+
+
+def _check_captured_loss(functions: SplitFunctions) -> None:
+    specs = functions.specs_by_path.items()
+    trained = functions.tangent_specs
+    metas = [TensorMeta(spec.shape, spec.dtype, path in trained) for path, spec in specs]
+    check_loss(metas, _parts_of(functions))
 
 
 def _is_real_scalar(meta: TensorMeta) -> bool:
