@@ -74,14 +74,14 @@ class ForwardRegion(CapturedBlock):
         result = _result(exported, args, kwargs)
         return cls(args, kwargs, guards, exported.graph, region_sources, result)
 
-    def fake_result(self) -> Any:
-        """A new result of a call, of fake tensors."""
-        leaves, spec = tree_flatten(self.result)
-        values = {leaf: traced_value(leaf) for leaf in leaves if isinstance(leaf, fx.Node)}
+    def fake_result(self, leaves: list[Any]) -> Any:
+        """A new result of a call, of fake tensors; ``leaves`` are the call's inputs."""
+        results, spec = tree_flatten(self.result)
+        values = {leaf: traced_value(leaf) for leaf in results if isinstance(leaf, fx.Node)}
         trained = [value.requires_grad for value in values.values()]
         empty = computed(lambda: [*map(_empty, values.values())], trained)
         tensors = dict(zip(values, empty, strict=True))
-        return tree_unflatten([tensors.get(leaf, leaf) for leaf in leaves], spec)
+        return tree_unflatten([tensors.get(leaf, leaf) for leaf in results], spec)
 
 
 def _result(exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -75,6 +75,7 @@ class TracedJoint:
         shardings: maps the descriptor of an input or output that is a DTensor for the caller to its
             sharding.
         counts: see ``gradient_counts``.
+        returned_inputs: see ``Capture``.
     """
 
     graph: fx.GraphModule
@@ -82,6 +83,7 @@ class TracedJoint:
     spec: TreeSpec
     shardings: Mapping[Any, Sharding]
     counts: tuple[int | None, ...]
+    returned_inputs: Mapping[str, int]
 
 
 def trace_joint(
@@ -89,7 +91,7 @@ def trace_joint(
     exported: fx.GraphModule,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     decompositions: Decompositions,
-    detached: Collection[str] = (),
+    detached: Collection[str] | None = None,
 ) -> TracedJoint:
     """Trace forward and backward together. Outputs that alias an input or each other become copies.
 
@@ -98,7 +100,8 @@ def trace_joint(
         exported: Dynamo's graph of the module.
         inputs: (args, kwargs) of the export.
         decompositions: operators to trace through.
-        detached: paths of results whose gradients nothing needs.
+        detached: for a block of another graph, paths of results whose gradients nothing needs.
+            Inputs that the block returns are then no outputs of its graph.
     """
     results = _Results(exported, detached)
     context = exported.meta.get("tracing_context")
@@ -115,7 +118,14 @@ def trace_joint(
     results.remove()
     sharding_by_desc = shardings(joint, module, tree_flatten(inputs)[0])
     spec = results.spec or joint.out_spec
-    return TracedJoint(joint.graph_module, results.names, spec, sharding_by_desc, results.counts)
+    return TracedJoint(
+        joint.graph_module,
+        results.names,
+        spec,
+        sharding_by_desc,
+        results.counts,
+        results.returned_inputs,
+    )
 
 
 def export_joint(
@@ -232,18 +242,20 @@ class _Results:
             values.
         copied: positions of leaves to return as copies.
         counts: see ``gradient_counts``; set by the trace.
+        returned_inputs: see ``Capture``; set by the trace.
     """
 
-    def __init__(self, exported: Any, detached: Collection[str]) -> None:
+    def __init__(self, exported: Any, detached: Collection[str] | None) -> None:
         # AOTAutograd interprets the graph and calls this codegen; the original runs untraced.
         self._codegen = codegen = exported.graph._codegen
         self._original = codegen.dynamo_bytecode_unflatten
         self._values = values_of(exported)
-        self._detached = detached
+        self._detached, self._is_block = detached or (), detached is not None
         self.names: tuple[str, ...] = ()
         self.spec: TreeSpec | None = None
         self.copied: set[int] = set()
         self.counts: tuple[int | None, ...] = ()
+        self.returned_inputs: dict[str, int] = {}
         codegen.dynamo_bytecode_unflatten = self
 
     def remove(self) -> None:
@@ -268,6 +280,14 @@ class _Results:
         for index, name in enumerate(names):
             if name in self._detached:
                 values[index] = values[index].detach()
+        if self._is_block:
+            positions = {
+                id(leaf): position for position, leaf in enumerate(tree_flatten(inputs)[0])
+            }
+            for index, value in enumerate(values):
+                if isinstance(value, Tensor) and id(value) in positions:
+                    self.returned_inputs[names[index]] = positions[id(value)]
+                    values[index] = None
         for index in self.copied:
             values[index] = values[index].clone()
         self.counts = gradient_counts(tree_flatten(inputs)[0], values)
@@ -295,6 +315,8 @@ class Capture:
         values: tensors that the forward sets as attributes of its modules; the graph returns them
             after the result.
         gradient_counts: for each leaf of the inputs, the number of gradients that autograd sums.
+        returned_inputs: for a block of another graph, the path of each result that is an input ->
+            the input's position among the leaves of ``(args, kwargs)``.
     """
 
     joint: fx.GraphModule
@@ -306,6 +328,7 @@ class Capture:
     sizes: InputSizes | None = None
     values: tuple[AttributeValue, ...] = ()
     gradient_counts: tuple[int | None, ...] = ()
+    returned_inputs: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def capture(
@@ -316,7 +339,7 @@ def capture(
     *,
     split: SplitBlock | None = None,
     values: bool = False,
-    detached: Collection[str] = (),
+    detached: Collection[str] | None = None,
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
 
@@ -335,7 +358,8 @@ def capture(
             the module are captured once for each kind, and the joint graph calls them.
         values: whether the forward may set tensors as attributes of its modules; the graph then
             returns these tensors, and repeated blocks are captured with the module.
-        detached: paths of results whose gradients nothing needs.
+        detached: for a block of another graph, paths of results whose gradients nothing needs.
+            Inputs that the block returns are then no outputs of its graph.
 
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
@@ -400,7 +424,7 @@ def _traced(
     guards: Guards,
     example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
     decompositions: Decompositions,
-    detached: Collection[str] = (),
+    detached: Collection[str] | None = None,
 ) -> Capture:
     """Make the capture of a module from Dynamo's exported graph."""
     open_sizes = (
@@ -422,8 +446,10 @@ def _traced(
     values = values_of(exported)
     outputs = traced.names[: len(traced.names) - len(values)]
     spec = traced.spec
-    counts = traced.counts
-    return Capture(joint, inputs, outputs, spec, guards, sharding_by_role, sizes, values, counts)
+    counts, returned = traced.counts, traced.returned_inputs
+    return Capture(
+        joint, inputs, outputs, spec, guards, sharding_by_role, sizes, values, counts, returned
+    )
 
 
 @contextlib.contextmanager

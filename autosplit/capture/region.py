@@ -129,17 +129,20 @@ class BlockRegion(CapturedBlock):
         """Map the path of each computed leaf of the result to its node, in order."""
         return {path: v for path, v in self.results.items() if isinstance(v, fx.Node)}
 
-    def fake_result(self) -> Any:
-        """A new result of a call, of fake tensors."""
+    def fake_result(self, leaves: list[Any]) -> Any:
+        """A new result of a call, of fake tensors; ``leaves`` are the call's inputs."""
         nodes, tangents = self.result_nodes, {role.name for role in self.tangents}
         trained = [path in tangents for path in nodes]
         tensors = computed(lambda: self.empty_values(nodes.values()), trained)
-        return self.result(dict(zip(nodes, tensors, strict=True)))
+        return self.result(dict(zip(nodes, tensors, strict=True)), leaves)
 
-    def result(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Assemble a call's result from its computed tensors; ``tensors`` maps paths to tensors."""
-        leaves = [tensors.get(path, self.results[path]) for path in self.capture.outputs]
-        return tree_unflatten(leaves, self.capture.output_spec)
+    def result(self, tensors: Mapping[str, Tensor], leaves: list[Any]) -> Any:
+        """Assemble a call's result from its computed tensors, by path, and the call's inputs."""
+        returned = {path: leaves[at] for path, at in self.capture.returned_inputs.items()}
+        values = {**self.results, **returned, **tensors}
+        return tree_unflatten(
+            [values[path] for path in self.capture.outputs], self.capture.output_spec
+        )
 
     @cached_property
     def tangents(self) -> dict[Role, fx.Node]:
@@ -227,7 +230,7 @@ class RegionCall:
         leaf_by_path = dict(zip(region.capture.inputs, leaves, strict=True))
         tensors = [leaf_by_path[path_of_term(name)] for name in region.differentiated]
         results = _RegionFunction.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
-        return region.result(dict(zip(region.result_nodes, results, strict=True)))
+        return region.result(dict(zip(region.result_nodes, results, strict=True)), leaves)
 
     def with_traced_strides(self, path: str, gradient: Tensor | None, traced: Tensor) -> Tensor:
         """The gradient of the result ``path``, with the strides for which the block was traced.

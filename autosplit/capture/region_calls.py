@@ -59,7 +59,7 @@ def refuse_uncallable(region: BlockRegion) -> None:
 
     Raises:
         CaptureError: the block depends on state that Dynamo's guards do not check, writes into its
-            inputs, returns an input or a view of one, or takes or returns values that are not
+            inputs, returns an input first or a view of one, or takes or returns values that are not
             tensors.
     """
     capture, graphs = region.capture, region.graphs
@@ -85,7 +85,11 @@ def refuse_uncallable(region: BlockRegion) -> None:
             "pass them as tensors"
         )
     if _are_copied(list(region.result_nodes.values())):
-        raise CaptureError("the block returns an input, or a view of an input or another result")
+        raise CaptureError("the block returns a view of an input or another result")
+    # A call is recognised by the first tensor that it returns.
+    tensors = {**region.result_nodes, **capture.returned_inputs}
+    if next(path for path in capture.outputs if path in tensors) in capture.returned_inputs:
+        raise CaptureError("the block returns an input before the tensors that it computes")
 
 
 def _are_copied(values: list[fx.Node]) -> bool:

@@ -70,8 +70,8 @@ class CapturedBlock:
     kwargs: dict[str, Any]
     guards: Guards
 
-    def fake_result(self) -> Any:
-        """A new result of a call, of fake tensors."""
+    def fake_result(self, leaves: list[Any]) -> Any:
+        """A new result of a call, of fake tensors; ``leaves`` are the call's inputs."""
         raise NotImplementedError
 
 
@@ -226,7 +226,7 @@ class RegionSession(Generic[R]):
                 match = region, _ = self._match(name, block, leaves, spec)
         except Exception as error:
             raise RegionRefusedError(f"{name}: {error}") from error
-        result = region.fake_result()
+        result = region.fake_result(leaves)
         self._matches[_first_tensor(result)] = match
         return result
 

@@ -112,6 +112,30 @@ class Unread(Stack):
         return self.head(x)
 
 
+class Biased(Plain):
+    """Returns an input beside what it computes, as layers of a T5 return their bias."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Any:
+        return super().forward(x + bias), bias
+
+
+class BiasFirst(Plain):
+    def forward(self, x: Tensor, bias: Tensor) -> Any:
+        return bias, super().forward(x + bias)
+
+
+class PassingOn(Stack):
+    """Each block gets the second input from the block before it; the result reads it, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        bias = x.sin()
+        for layer in self.layers:
+            one, other = layer(x, bias)
+            x, bias = (one, other) if isinstance(layer, Biased) else (other, one)
+        return self.head(x * bias)
+
+
 def tied_blocks() -> nn.Module:
     model = Stack(Plain, 4)
     model.layers[ODD].linear.weight = model.layers[1].linear.weight
@@ -148,6 +172,8 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "changed_by_the_model": (lambda: Changing(Scaled), []),
     "call": (lambda: Stack(Calling), []),
     "passed_on": (lambda: Stack(Same), []),
+    "input_returned": (lambda: PassingOn(Biased), [3]),
+    "input_returned_first": (lambda: PassingOn(BiasFirst), []),
     "unread_result": (lambda: Unread(Rooted), [3]),
     "objects": (lambda: Objects(TakingObjects), []),
 }
