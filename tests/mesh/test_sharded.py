@@ -341,7 +341,7 @@ def test_refusals() -> None:
 @ranks(4)
 def test_blocks_are_gathered_two_calls_ahead() -> None:
     """With the bits of a process, and two blocks gathered at most, of which a forward's last two
-    stay for the backward.
+    stay for the backward. The predicted memory has two of a stage's four blocks.
     """
     mesh = mesh_of(**MESH)
 
@@ -354,6 +354,10 @@ def test_blocks_are_gathered_two_calls_ahead() -> None:
         module: Any = blocks(index)
         for layer in module:
             fully_shard(layer, mesh=mesh["dp_shard"])
+        return cast("nn.Module", fully_shard(module, mesh=mesh["dp_shard"]))
+
+    def whole(index: int) -> nn.Module:
+        module: Any = blocks(index)
         return cast("nn.Module", fully_shard(module, mesh=mesh["dp_shard"]))
 
     losses, *rest = by_hand(blocks, 2, 2)
@@ -370,11 +374,15 @@ def test_blocks_are_gathered_two_calls_ahead() -> None:
                 assert_step(engine, share_of(mesh), expected)
             counted += n if is_captured else Counter()
         memory = engine.memory()
-    assert gathered.most / (4 * (WIDTH * WIDTH + WIDTH)) == 2
+    block = 4 * (WIDTH * WIDTH + WIDTH)
+    assert gathered.most == 2 * block
     # Blocks are read 7 * M and 8 * M times: stage 0 has no gradient of its input. After 3 and 7
     # forwards or backwards, the next begins with the last two blocks; after 2, with the last.
     expected_gathers = {0: 7 * M - 3 * 2 - 2, 1: 8 * M - 7 * 2}[mesh.get_local_rank("pp")]
     assert counted["DefaultAllGather"] == 2 * expected_gathers
     for predicted, fixed, bands in zip(memory.predicted, memory.fixed, memory.bands, strict=True):
-        recorded = max(band.fixed + band.activations for band in bands)
-        assert recorded <= (predicted or 0) + fixed <= 1.5 * recorded
+        # By how much depends on when messages arrive.
+        assert max(band.fixed + band.activations for band in bands) <= (predicted or 0) + fixed
+    with trainer(mesh, whole) as engine:
+        of_whole = engine.predict_memory(share_of(mesh)).predicted
+    assert of_whole == tuple((predicted or 0) + 2 * block for predicted in memory.predicted)
