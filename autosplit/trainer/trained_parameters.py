@@ -57,6 +57,9 @@ class TrainedParameters:
         self._ids = frozenset(trained)
         self._state_readers = {stage: StateReader(module) for stage, module in modules.items()}
         self._states = {stage: reader.read() for stage, reader in self._state_readers.items()}
+        self._untrained = {
+            stage: self._untrained_in(state) for stage, state in self._states.items()
+        }
         self.optimizer: torch.optim.Optimizer | None = None
 
     def build_optimizer(
@@ -103,8 +106,13 @@ class TrainedParameters:
             state = reader.read()
             if state is not self._states[stage]:
                 self._refuse_tied(stage, state)
-            if not self._ids.issuperset(map(id, filter(_NEEDS_GRAD, state.values()))):
+                self._untrained[stage] = self._untrained_in(state)
+            if any(map(_NEEDS_GRAD, self._untrained[stage])):
                 self._refuse_new(stage, state)
+
+    def _untrained_in(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        """The buffers and parameters of a stage that are not trained."""
+        return [tensor for tensor in state.values() if id(tensor) not in self._ids]
 
     def _refuse_tied(self, stage: int, state: Mapping[str, Tensor]) -> None:
         """Raise PipelineError if a parameter has got one more name in a stage."""
