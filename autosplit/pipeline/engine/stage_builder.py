@@ -423,9 +423,9 @@ def _check_later_losses(stage: object) -> None:
 
 
 def _check_captured_loss(functions: SplitFunctions) -> None:
-    specs = functions.specs_by_path.items()
-    trained = functions.tangent_specs
-    metas = [TensorMeta(spec.shape, spec.dtype, path in trained) for path, spec in specs]
+    specs, trained = functions.specs_by_path, functions.tangent_specs
+    paths = [path for path in functions.capture.outputs if path in specs]
+    metas = [TensorMeta(specs[path].shape, specs[path].dtype, path in trained) for path in paths]
     check_loss(metas, _parts_of(functions))
 
 
