@@ -69,24 +69,25 @@ def replay(
     if not steps:
         raise ReplayError(f"no part of pipeline {pipeline}: expected --pipeline {pipelines}")
     facts = steps[0].facts
-    text = facts["text"].partition("\nTraceback (most recent call last)")[0]
-    click.echo(f"step {facts['steps'][-1]['step']}, {facts['alarm']}: {text}")
+    click.echo(f"step {facts['steps'][-1]['step']}, {facts['alarm']}: {facts['text']}")
     if missing := sorted({*range(facts["ranks"])} - parts.keys()):
         click.echo(f"no part of the ranks {missing}, which were not alive to write one")
     for line in differing_copies(parts)[:4]:
         click.echo(line)
-    count, refusal = 0, None
+    count, refusal, unfinished = 0, None, list[str]()
     for step in steps:
         if action is not None:
             step.check_recorded(action)
         actions = [action] if action is not None else step.actions(first, last)
-        count += len(actions)
+        ended = [each for each in actions if each in step.unfinished]
+        unfinished += [f"{each} on rank {step.rank_of(each)} did not finish" for each in ended]
+        count += len(actions) - len(ended)
         shown, fault, error = _examine(FaultSearch(step, bound), actions, shows=bool(first or last))
         refusal = error if fault else refusal or error
         if fault:
             break
     nothing = "all recorded results are finite" if refusal else f"{count} actions have no fault"
-    click.echo(fault or nothing)
+    click.echo(fault or "; ".join([nothing, *unfinished]))
     if json_file:
         row = {"action": str(shown), "rank": step.rank_of(shown), "text": fault} if fault else None
         write_json(json_file, {"actions": count, "fault": row})
@@ -97,7 +98,7 @@ def replay(
         raise refusal
     if python:
         write_text(python, step.reproducer(shown, tensors=not no_tensors))
-    if fault:
+    if fault or unfinished:
         raise click.exceptions.Exit(1)
 
 

@@ -257,8 +257,7 @@ class FlightRecorder:
                 tape.end(self._times.spans())
             name = "nonfinite" if tape.faults["nonfinite"] else "error"
             if {name, "error"} & {*self._options.alarms}:
-                line = next(iter(str(error).splitlines()), "").rstrip(".")
-                self._write(tape, name, f"{type(error).__name__}: {line}")
+                self._write(tape, name, f"{type(error).__name__}: {_cause(error)}")
 
     def _raise_alarms(self, tape: StepTape) -> None:
         """Write the step, once, if any rank has an alarm. Collective."""
@@ -376,9 +375,10 @@ class FlightRecorder:
                     )
                     sources |= {f"stage-{at}/{name}.py": code for name, code in programs.items()}
             write_part(path, everybody.rank, everybody.ranks, facts, sources, _on_host(tensors))
+            headline = text.partition("\n")[0]
             warnings.warn(
                 f"the flight recorder wrote step {self._step} to {path}, because of {alarm}: "
-                f"{text}. Run: autosplit replay {path}",
+                f"{headline}. Run: autosplit replay {path}",
                 stacklevel=2,
             )
 
@@ -414,3 +414,10 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _on_host(item) for name, item in value.items()}
     return [*map(_on_host, value)] if isinstance(value, list) else value
+
+
+def _cause(error: Exception) -> str:
+    """The first line of an error's text, and the indented lines after it, which give the cause."""
+    first, *lines = str(error).splitlines() or [""]
+    indented = itertools.takewhile(lambda line: line.startswith("  "), lines)
+    return "\n".join([first.rstrip("."), *indented])

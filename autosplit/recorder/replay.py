@@ -107,6 +107,11 @@ class StepReplay:
             )
         return order
 
+    @property
+    def unfinished(self) -> list[Action]:
+        """The recorded F, I and B that had begun, but gave no result before the step ended."""
+        return [a for a, row in self.records.items() if "took" in row and "gave" not in row]
+
     def check_recorded(self, action: Action) -> None:
         """Raise a ``ReplayError`` if an action is not in the record of the step."""
         if action not in self.records:
