@@ -53,6 +53,27 @@ class ProxiedForward:
         return MethodType(proxy.__dict__["_forward"], proxy)
 
 
+class StateOfModel:
+    """An attribute of torch's modules that a proxy reads from its model and sets on its model.
+
+    A reference of the proxy's own would be stale once the model has another: ``nn.Sequential``
+    replaces its dictionary of submodules when one is deleted.
+    """
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, proxy: ModuleProxy | None, kind: type | None = None) -> Any:
+        return self if proxy is None else getattr(proxy.__dict__["unsplit"], self.name)
+
+    def __set__(self, proxy: ModuleProxy, value: Any) -> None:
+        model = proxy.__dict__.get("unsplit")
+        if model is None:  # in the constructor of nn.Module
+            proxy.__dict__[self.name] = value
+        else:
+            setattr(model, self.name, value)
+
+
 class ModuleProxy(nn.Module):
     """A module that stands in for ``model`` and shares its state.
 
@@ -72,6 +93,11 @@ class ModuleProxy(nn.Module):
 
     unsplit: nn.Module
     model: nn.Module
+    training: Any = StateOfModel()
+    _parameters: Any = StateOfModel()
+    _buffers: Any = StateOfModel()
+    _modules: Any = StateOfModel()
+    _non_persistent_buffers_set: Any = StateOfModel()
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Self:
         proxy: Self = _blank(cls, _special_methods(type(model)))
@@ -105,7 +131,6 @@ class ModuleProxy(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         self.unsplit.train(mode)
-        self.training = mode
         return self
 
     def apply(self, fn: Any) -> Self:
@@ -126,14 +151,11 @@ class ModuleProxy(nn.Module):
         self.unsplit._load_from_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "unsplit" not in self.__dict__:
-                raise
-            if name == "model" and not hasattr(self.unsplit, name):
-                return self.unsplit
-            return getattr(self.unsplit, name)
+        if "unsplit" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
+        if name == "model" and not hasattr(self.unsplit, name):
+            return self.unsplit
+        return getattr(self.unsplit, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
@@ -150,15 +172,29 @@ class ModuleProxy(nn.Module):
             setattr(self.unsplit, name, value)
 
     def _is_own(self, name: str, value: Any) -> bool:
-        """Whether an attribute that is being set belongs to the proxy: a replaced method, or a
-        saved method.
+        """Whether an attribute that is being set belongs to the proxy: a replaced method of torch's
+        modules, a saved method, or a settable property.
 
         If such a method were set on the model, the model and the proxy would call each other
         without end.
+
+        Raises:
+            SplitError: the name is a member of the proxy's class, and not of the model.
         """
-        is_bound = getattr(value, "__self__", None) is self
-        is_bound = is_bound or value is self.__dict__.get("forward")
-        return is_bound or hasattr(type(self), name)
+        forward = self.__dict__.get("forward")
+        if getattr(value, "__self__", None) is self or (value is not None and value is forward):
+            return True
+        kind = type(self)
+        if hasattr(nn.Module, name) or not hasattr(kind, name):
+            return hasattr(nn.Module, name)
+        if isinstance(getattr(kind, name), property) and getattr(kind, name).fset:
+            return True
+        if not hasattr(self.unsplit, name):
+            raise SplitError(
+                f"{name!r} is a member of {kind.__name__}, and the model has no attribute of that "
+                f"name. To set it on the model, set .unsplit.{name}"
+            )
+        return False
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
