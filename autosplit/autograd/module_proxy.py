@@ -151,14 +151,18 @@ class ModuleProxy(nn.Module):
         self.unsplit._load_from_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if "unsplit" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
+        # By __deepcopy__, copy.deepcopy would copy the model instead of the proxy.
+        if "unsplit" not in self.__dict__ or name == "__deepcopy__":
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         if name == "model" and not hasattr(self.unsplit, name):
             return self.unsplit
         return getattr(self.unsplit, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":
+        if name == "__class__" and set(value.__mro__) - set(type(self.unsplit).__mro__) <= {value}:
+            # torch.nn.utils.parametrize: a subclass without another base, or back to the class.
+            self.unsplit.__class__ = value
+        elif name == "__class__":
             raise SplitError(
                 f"a {type(self).__name__} cannot become a {value.__name__}: libraries that change "
                 "a module's class (torch.distributed's fully_shard, for example) expect weight "
@@ -166,7 +170,7 @@ class ModuleProxy(nn.Module):
                 "anew, and split the sharded module, autosplit.split(fully_shard(model)), or "
                 "wrap the split module in DistributedDataParallel"
             )
-        if name in self.__dict__ or "unsplit" not in self.__dict__ or self._is_own(name, value):
+        elif name in self.__dict__ or "unsplit" not in self.__dict__ or self._is_own(name, value):
             super().__setattr__(name, value)
         else:
             setattr(self.unsplit, name, value)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import autosplit
 from autosplit import SplitError
+from tests.gradients import assert_same_gradients
 
 
 class Scaled(nn.Module):
@@ -20,7 +23,7 @@ class Scaled(nn.Module):
         self.pending = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
+        y: Tensor = self.linear(x)
         return y * self.pending if self.scale is None else y * self.scale
 
 
@@ -65,3 +68,19 @@ def test_an_attribute_named_like_a_member_is_set_on_a_model_that_has_it() -> Non
             setattr(split, name, 1)
     split.max_pending = 3
     assert split.max_pending == 3
+
+
+def test_a_split_module_is_parametrized_like_its_model() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2)
+    split, x = autosplit.split(copy.deepcopy(plain)), torch.randn(4, 3)
+    split(x).sum().backward()
+    for module in (plain, split):
+        module.zero_grad()
+        parametrizations.weight_norm(module)
+        module(x).square().sum().backward()
+    assert type(copy.deepcopy(split)) is type(split)
+    assert_same_gradients(split, plain)
+    assert len(list(split.parameters())) == 3
+    parametrize.remove_parametrizations(split, "weight")
+    assert type(split.unsplit) is nn.Linear
