@@ -79,9 +79,9 @@ def replay(
         if action is not None:
             step.check_recorded(action)
         actions = [action] if action is not None else step.actions(first, last)
-        ended = [each for each in actions if each in step.unfinished]
-        unfinished += [f"{each} on rank {step.rank_of(each)} did not finish" for each in ended]
-        count += len(actions) - len(ended)
+        raising = [a for a in actions if a in step.unfinished]
+        unfinished += [f"{a} on rank {step.rank_of(a)} did not finish" for a in raising]
+        count += len(actions) - len(raising)
         shown, fault, error = _examine(FaultSearch(step, bound), actions, shows=bool(first or last))
         refusal = error if fault else refusal or error
         if fault:

@@ -139,8 +139,8 @@ class TrainedParameters:
                 raise PipelineError(
                     f"parameter {name!r} of stage {stage} was unfrozen, added or replaced "
                     "after the trainer was built, and is not in its optimizer: build a new "
-                    "trainer, or copy values into the existing parameters (load_state_dict "
-                    "without assign=True)"
+                    "trainer, freeze parameters after the first step only, or copy values into "
+                    "the existing parameters (load_state_dict without assign=True)"
                 )
 
     def gradient_norms(self, *, squares: bool) -> GradientNorms:
