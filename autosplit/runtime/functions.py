@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.errors import SplitError
 from autosplit.passes import Role
 from autosplit.runtime.residuals import Residuals, State, StateRecord, own_writes
@@ -179,7 +180,8 @@ class SplitFunctions(ModuleGraphs):
         # Zeros in place of gradients would be written as if they were gradients.
         is_free = self.written or len(variants) < _MAX_SPECIALIZED
         if missing.outputs not in variants and is_free:
-            variants[missing.outputs] = self._without(missing.outputs)
+            with collecting_new_objects_only():
+                variants[missing.outputs] = self._without(missing.outputs)
         functions = variants.get(missing.outputs) or self
         if functions._key != self._key:
             key = self._key

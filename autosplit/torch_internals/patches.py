@@ -274,6 +274,11 @@ STATE = (
         "autosplit/backends/backend.py",
         "collects once after a trace instead of many times during it",
     ),
+    GlobalState(
+        "gc.freeze",
+        "autosplit/backends/backend.py",
+        "collects after a trace what the trace has made, without a scan of older objects",
+    ),
     # Registered for the life of the process.
     GlobalState("torch.library.Library", "passes/subgraph.py", "operators that call subgraphs"),
     GlobalState("torch.library.Library", _READS, "operators that read values at run time"),

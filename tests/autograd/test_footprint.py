@@ -115,8 +115,17 @@ class Cycle:
         self.itself = self
 
 
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Tests start with all objects frozen; a user's program does not."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
 def test_old_garbage_is_collected_after_captures() -> None:
-    """Though they keep the collector away, it gets its turn behind them."""
+    """Captures keep the collector away from old objects; it gets its turn after them."""
     cycle = Cycle()
     gc.collect()  # it is old now
     left, kept = weakref.ref(cycle), []
@@ -128,6 +137,51 @@ def test_old_garbage_is_collected_after_captures() -> None:
             with collecting_new_objects_only():
                 kept.append([[index] for index in range(20_000)])
             kept.append([[index] for index in range(2_000)])
+        assert gc.get_freeze_count() == 0
+        kept.append([[index] for index in range(100_000)])
     finally:
         gc.set_threshold(*thresholds)
     assert left() is None
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_captures_scan_no_old_objects() -> None:
+    """A scan of all objects, in a capture or soon after it, would take longer than its passes."""
+    old = [[index] for index in range(100_000)]
+    gc.collect()
+    scanned: list[int] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            scanned.append(len(gc.get_objects()))
+
+    gc.callbacks.append(look)
+    try:
+        with collecting_new_objects_only():
+            old += [[index] for index in range(50_000)]
+    finally:
+        gc.callbacks.remove(look)
+    assert len(scanned) == 1
+    assert 50_000 <= scanned[0] < 60_000
+    assert gc.get_count()[2] == 0
+
+
+def test_captures_leave_frozen_what_the_user_froze() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with collecting_new_objects_only():
+        cycle = Cycle()
+        died = weakref.ref(cycle)
+        del cycle
+    assert died() is None
+    assert gc.get_freeze_count() == count
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_garbage_from_before_a_capture_is_collected() -> None:
+    cycle = Cycle()
+    died = weakref.ref(cycle)
+    del cycle
+    with collecting_new_objects_only():
+        pass
+    assert died() is None
