@@ -227,7 +227,7 @@ def sums(node: fx.Node) -> list[fx.Node]:
 
 def subgraphs(graph: fx.Graph) -> list[Subgraph]:
     """The subgraphs that a graph calls, each once."""
-    called_graphs = (subgraph_of(node) for node in calls(graph))
+    called_graphs = (node.meta.get(SUBGRAPH) for node in calls(graph))
     return list(dict.fromkeys(graph for graph in called_graphs if graph is not None))
 
 

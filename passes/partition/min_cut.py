@@ -66,12 +66,12 @@ class Network:
         for (tail, head), price in self._prices.items():
             if price is None:
                 heads[tail].append(head)
-        before = _search(SOURCE, heads)
-        if SINK not in before:
-            return {*before}
+        parents = _search(SOURCE, heads)
+        if SINK not in parents:
+            return {*parents}
         path = [SINK]
         while path[-1] != SOURCE:
-            path.append(before[path[-1]])
+            path.append(parents[path[-1]])
         raise InfiniteCutError(path[::-1])
 
     @cached_property
@@ -114,14 +114,14 @@ def _add(
 
 def _search(start: int, neighbours: Mapping[int, Sequence[int]]) -> dict[int, int]:
     """Breadth-first search: each reached node, with the node from which it was reached."""
-    before = {start: start}
+    parents = {start: start}
     queue = [start]
     for node in queue:
         for neighbour in neighbours.get(node, ()):
-            if neighbour not in before:
-                before[neighbour] = node
+            if neighbour not in parents:
+                parents[neighbour] = node
                 queue.append(neighbour)
-    return before
+    return parents
 
 
 class FlowNetwork:
