@@ -58,7 +58,6 @@ def test_actions_of_a_stage_are_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
     (row,) = replayed.measure(1, 16)
     assert row["text"].startswith("1F2 on rank 0: NaN in aten.")
     assert "samples   5 of the batch, in microbatch 2" in row["text"]
-    assert row["command"] > row["reading"] + row["running"]
     assert "F with a NaN in a sample, 16 wide" in render_replay([row])
 
 
