@@ -91,9 +91,10 @@ class Network:
         early, late = self._early, self._late
         merged: dict[tuple[int, int], Price | None] = {}
         for (tail, head), price in self._prices.items():
-            if not (tail in late or head in early):
-                end = tail if tail not in early else SOURCE, head if head not in late else SINK
-                _add(merged, end, price)
+            if tail in late or head in early:
+                continue  # no cut has its tail on the source's side and its head on the other
+            ends = (SOURCE if tail in early else tail, SINK if head in late else head)
+            _add(merged, ends, price)
         return merged
 
     @cached_property
