@@ -97,7 +97,7 @@ def collecting_new_objects_only() -> Iterator[None]:
     """
     enabled, freezes = gc.isenabled(), not gc.get_freeze_count()
     if freezes:
-        gc.collect(1)  # what is garbage already must not wait until Python scans old objects
+        gc.collect(1)  # older garbage must not wait for a scan of all objects
         gc.freeze()
     gc.disable()
     try:

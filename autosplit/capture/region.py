@@ -263,6 +263,7 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RegionCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The node of a block's F: takes the block's inputs, and returns its results."""
         region = call.region
         values = region.empty_values(region.result_nodes.values())
         inputs = tensors[: len(region.input_roles)]

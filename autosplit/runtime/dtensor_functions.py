@@ -27,8 +27,8 @@ class DTensorFunctions(SplitFunctions):
     is computed; the parameter may have others.
     """
 
-    def record(self, state: State) -> StateRecord:
-        return super().record(self._local_state(state))
+    def record_state(self, state: State) -> StateRecord:
+        return super().record_state(self._local_state(state))
 
     def _local_state(self, state: State) -> State:
         sharded = [role.name for role in self.capture.shardings if role.kind in STATE]

@@ -92,7 +92,7 @@ class SplitFunctions(ModuleGraphs):
 
     residuals = Residuals
 
-    def record(self, state: State) -> StateRecord:
+    def record_state(self, state: State) -> StateRecord:
         """The parameters and buffers that the backward reads, as they are now."""
         return StateRecord(self._saves, tuple(map(state.__getitem__, self._read_state)))
 
@@ -105,8 +105,8 @@ class SplitFunctions(ModuleGraphs):
         Args:
             state: parameters and buffers by name.
             leaves: the flattened ``(args, kwargs)``; emptied.
-            record: the result of ``record(state)`` from an earlier F, since which the state is
-                unchanged; None: it is recorded after F.
+            record: the result of ``record_state(state)`` from an earlier F, since which the state
+                is unchanged; None: it is recorded after F.
 
         Raises:
             SplitError: an input shares memory with a buffer that the module writes into.
@@ -155,7 +155,7 @@ class SplitFunctions(ModuleGraphs):
         results = self._forward(pool)
         outputs = len(self.output_names)
         end = outputs + len(self.updated_state)
-        saved = self.residuals(self._saves, results[end:], record or self.record(state))
+        saved = self.residuals(self._saves, results[end:], record or self.record_state(state))
         return ForwardResult(results[:outputs], results[outputs:end], saved)
 
     def for_gradients(self, output_grads: Sequence[object]) -> tuple[Self, Missing]:

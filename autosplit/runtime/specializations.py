@@ -254,7 +254,7 @@ class Specializations:
         """
         state, writes = self.fitted_state(), self._writes_state
         is_sharded = self.sharding is not None and self.sharding.groups
-        record = None if is_sharded or writes else functions.record(state)
+        record = None if is_sharded or writes else functions.record_state(state)
         bound = BoundGraphs(functions, state, record)
         changes = writes and functions.capture.guards.read_numbers
         if key is not None and not (is_sharded or changes):

@@ -55,7 +55,7 @@ def fake_empty(
     return FakeTensor(mode, meta, device)
 
 
-class _Computed(torch.autograd.Function):
+class _ComputedTensors(torch.autograd.Function):
     """Returns new tensors as computed from ``start``."""
 
     @staticmethod
@@ -79,5 +79,5 @@ def computed(make: Callable[[], Sequence[Tensor]], trained: Sequence[bool]) -> S
         return make()
     start = fake_empty([1], [1], dtype=torch.float32, device=torch.device("cpu"))
     with torch.enable_grad():
-        results: tuple[Tensor, ...] = _Computed.apply(start.requires_grad_(), make, trained)  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, ...] = _ComputedTensors.apply(start.requires_grad_(), make, trained)  # type: ignore[no-untyped-call]
     return results
