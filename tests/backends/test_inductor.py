@@ -462,7 +462,7 @@ def test_graphs_are_compiled_without_waiting_for_kernels(monkeypatch: pytest.Mon
     stage.compile()
     kernels = [code.count("cpp_pybinding(") for code in stage.functions.generated.values()]
     assert len(files) == 4 < len(kernels)
-    assert collect.call_count <= 4 * len(files)  # before and after each of two phases
+    assert collect.call_count <= 4 * len(files)  # twice after each of two phases
     assert sum(files) == sum(kernels)
     expected = r"cannot compile the kernel cpp_\w+ \(RuntimeError: no space left\)"
     with pytest.raises(BackendError, match=expected):
