@@ -98,14 +98,17 @@ class OperationSequence:
 
     def part(self, first: int, last: int) -> tuple[list[fx.Node], list[fx.Node]]:
         """The operations of a stage with ``body[first:last]``, and the nodes that the stage reads.
-        The last stage also has the nodes that the model returns.
+        The last stage also has the nodes that the model returns, and all writes into them.
 
         Returns:
             (operations in order, with replicated operations; nodes outside the stage that they
             read: operations of the sequence, inputs, state and constants).
         """
         results = self.results if last == len(self.body) else []
-        members = {*self.body[first:last], *(n for n in results if n in self.replicated)}
+        returned = {n for n in results if n in self.replicated}
+        storages = frozenset[int]().union(*(self.effects[n].storages for n in returned))
+        writers = {w for storage in storages for w in self.writers.get(storage, ())}
+        members = {*self.body[first:last], *returned, *(w for w in writers if w in self.replicated)}
         outside = {n for n in results if n not in members}
         waiting = list(members)
         while waiting:

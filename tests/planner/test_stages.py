@@ -170,6 +170,27 @@ def noisy(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+class WritesMask(nn.Module):
+    """Returns a tensor without a gradient that it has written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = x * 1
+        mask.mul_(2)
+        return self.last(self.first(x)), mask
+
+
+def test_writes_into_a_returned_mask_are_not_lost() -> None:
+    case = Case(WritesMask(), (torch.randn(2, 4),))
+    split = cut(WholeModel.capture(case.model, case.args, case.kwargs), [1])
+    results = run_modules(split, [split.build(index) for index in range(2)], case.tensors())
+    for result, expected in zip(results, case.model(*case.args), strict=True):
+        assert torch.equal(result, expected)
+
+
 def test_random_values_are_drawn_once_and_sent() -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     case = Case(Made(noisy, layers=layers), (torch.randn(2, 4),))
