@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch._subclasses.functional_tensor import FunctionalTensor, disable_functional_mode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor,
+)
 
 
 def trace_call(
@@ -50,7 +54,8 @@ def fake_empty(
     the time.
     """
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    with in_kernel_invocation_manager(mode):
+    # Otherwise torch 2.11 traces the arithmetic of sizes, of which some are in no node yet.
+    with disable_proxy_modes_tracing(), in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(mode, meta, device)
 
