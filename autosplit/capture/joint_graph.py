@@ -40,6 +40,7 @@ from autosplit.capture.region_calls import (
 )
 from autosplit.capture.region_session import RegionSession, capture_around_blocks
 from autosplit.capture.roles import ModuleRoles, canonical_names, shardings, with_roles
+from autosplit.capture.workarounds.dynamo import without_function_modes
 from autosplit.capture.workarounds.operators import (
     Decompositions,
     as_eager,
@@ -141,7 +142,8 @@ def export_joint(
     # graph module is lazy: generating Python code after each pass would take longer than the
     # passes.
     lazy = _use_lazy_graph_module(True)
-    with contextlib.ExitStack() as stack, as_eager(module, decompositions), lazy:
+    no_modes = without_function_modes()
+    with no_modes, contextlib.ExitStack() as stack, as_eager(module, decompositions), lazy:
         return aot_export_joint_with_descriptors(
             stack, module, hold(args), hold(kwargs), decompositions=decompositions
         )

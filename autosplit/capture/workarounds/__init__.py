@@ -16,6 +16,8 @@ the test that fails without it. Once torch is fixed, the workaround can go.
   `return_tensors_once` | tests/semantics/operators/test_custom_ops.py |
 | default devices fail guards | Dynamo | 2.12 on | `keep_function_modes` |
   tests/capture/workarounds/test_function_modes.py |
+| function modes of a call act on Dynamo's graph again | AOTAutograd | all |
+  `without_function_modes` | tests/capture/workarounds/test_function_modes.py |
 | graph modules replace their own capture | Dynamo | all | `detach_graph_attributes` |
   tests/capture/workarounds/test_graph_modules.py |
 | scans are unrolled for minutes | Dynamo | all | `limit_unrolling` |

@@ -61,6 +61,20 @@ def keep_function_modes() -> Iterator[None]:
         put_aside.stack = outer
 
 
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Context for a trace of Dynamo's graph, in which no torch function mode is active. Dynamo has
+    traced through the modes of the call, and they must not act on its graph again.
+    """
+    put_aside = torch_function_mode_stack_state_mgr
+    outer = put_aside.stack
+    try:
+        with put_aside:
+            yield
+    finally:
+        put_aside.stack = outer
+
+
 def function_modes_of_the_call() -> AbstractContextManager[None]:
     """Context, inside of a capture, in which the torch function modes of the captured call are
     active again, because guards check these modes.

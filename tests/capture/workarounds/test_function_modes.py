@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import autosplit
 from autosplit import Stage
@@ -38,3 +41,21 @@ def test_a_stage_is_made_under_a_default_device() -> None:
         stage = Stage(shifted(), [torch.ones(2, 4, requires_grad=True)])
     ((shape, _, _),) = stage.output_specs
     assert tuple(shape) == (2, 4)
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles the results of ``relu``."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is nn.functional.relu else result
+
+
+def test_a_mode_of_the_call_acts_once() -> None:
+    model = Made(lambda m, x: nn.functional.relu(m.layer(x)), layer=nn.Linear(4, 4))
+    split, x = autosplit.split(model), torch.randn(2, 4)
+    with Doubling():
+        assert torch.equal(split(x), model(x))
+    assert torch.equal(split(x), model(x))
